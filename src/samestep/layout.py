@@ -106,6 +106,11 @@ class Layout:
         return self.dp_shard * self.cp if self.zero else 1
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether a forward gathers weights of which each rank holds some rows: under ZeRO-2 and ZeRO-3 on several shards."""
+        return self.zero >= 2 and self.num_shards > 1
+
+    @property
     def num_replicas(self) -> int:
         """Number of ranks of a `dp_replicate` group; those of `cp` are among them if nothing is sharded."""
         return self.dp_replicate if self.zero else self.dp_replicate * self.cp

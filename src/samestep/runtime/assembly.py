@@ -387,7 +387,7 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
     FSDP2 and DTensor take a second to import, which replicated runs need not spend. A process that forks workers calls
     this first, so that the workers need not spend it either.
     """
-    if layout.zero < 2 or layout.num_shards == 1:
+    if not layout.gathers_weights:
         return Replicated
     from samestep.runtime.weights.sharded import Sharded  # noqa: PLC0415
 

@@ -43,7 +43,7 @@ def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches
     if state.of_samples and split:
         return f"{what}, computed from its samples, and {split} splits the batch: {one}; so does to keep nothing"
     if state.kind == "weight":
-        lost = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
+        lost = f"zero={layout.zero}" if layout.gathers_weights else ""
         lost = lost or (f"tp={layout.tp}" if layout.tp > 1 else "")
         if lost:
             return explain_lost_write(state.full_name, lost)

@@ -240,7 +240,7 @@ class StepTrials:
         if not generator:
             return
         layout, model = self._layout, held.model.module
-        waits = held.parallel.batch_norms.sends or (layout.num_shards > 1 and layout.zero >= 2)
+        waits = held.parallel.batch_norms.sends or layout.gathers_weights
         if samples is not None and layout.model_ranks == 1 and not waits:
             held.weights.store.settle()
             with held.model.compiled.off():

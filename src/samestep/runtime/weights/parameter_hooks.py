@@ -100,7 +100,7 @@ def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, 
     gradients; `judged` holds, by identity, those that have been.
     """
     layout = program.step.layout
-    word = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
+    word = f"zero={layout.zero}" if layout.gathers_weights else ""
     divides = forward_state.splits(layout, program.step.num_microbatches)
     is_cut = any(degree > 1 for degree in layout.weight_axes.values())
     for name, param in params if word or divides or is_cut else ():

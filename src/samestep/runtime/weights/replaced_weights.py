@@ -114,7 +114,7 @@ class ReplacedWeights:
 
     def note(self) -> None:
         """Put weights back that a forward has replaced; they take over the values after the backward, which may read the old ones."""
-        if not self._is_gathered:
+        if not self.program.step.layout.gathers_weights:  # then the store compares them (`fsdp_units.py`)
             for place in self.weights.changed():
                 self._put_back(place)
 
@@ -123,7 +123,7 @@ class ReplacedWeights:
 
         `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
         """
-        if not (inside and self._is_gathered):
+        if not (inside and self.program.step.layout.gathers_weights):
             for place in self.modules.changed():
                 yield from self._other_module(place)
             for place in self.weights.changed():
@@ -211,16 +211,10 @@ class ReplacedWeights:
         return _explain_untrained(what, name) if inside and new.grad is not None else ""
 
     @property
-    def _is_gathered(self) -> bool:
-        """Whether gathers assign other tensors to the modules, so that the store compares them (`fsdp_units.py`)."""
-        layout = self.program.step.layout
-        return layout.num_shards > 1 and layout.zero >= 2
-
-    @property
     def _lost(self) -> str:
         """The word of the layout under which this rank holds parts of weights; empty if they are whole."""
         layout = self.program.step.layout
-        return f"zero={layout.zero}" if self._is_gathered else f"tp={layout.tp}" * (layout.tp > 1)
+        return f"zero={layout.zero}" if layout.gathers_weights else f"tp={layout.tp}" * (layout.tp > 1)
 
     @property
     def _divides(self) -> str:
