@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from samestep.building.loss_result import IGNORED_LABEL, Amount
 from samestep.building.loss_scope import whole_batch
@@ -39,7 +40,13 @@ def sequence_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of the distribution of each token, [B, T] of logits [B, T, V]."""
+    """Return the entropy of the distribution of each token, [B, T] of logits [B, T, V].
+
+    With `loss_chunk` in the layout the logits are made in chunks of tokens, as for `token_log_probs`, and never exist whole.
+    """
+    if type(logits) is not Tensor and has_torch_function((logits,)):  # a mode of torch's sees the operations below
+        found: Tensor = handle_torch_function(token_entropy, (logits,), logits)
+        return found
     log_probs = logits.log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1)
 

@@ -5,11 +5,12 @@ softcap. A loss needs of them two numbers a row, and for smoothed labels a third
 
     m = max_j x_j     lse = m + log sum_j exp(x_j - m)     loss = lse - (1 - e) x_label - (e / V) sum_j x_j
 
-So the forward makes the logits of some tokens, keeps lse, 4 bytes a token, and drops them. The backward makes them once
-more, and has in each chunk, with a and c the gradients of loss and lse of a row:
+and for the entropy lse - mean another one, mean = sum_j exp(x_j - lse) x_j. So the forward makes the logits of some tokens, keeps
+lse, 4 bytes a token, and drops them. The backward makes them once
+more, and has in each chunk, with a, c and d the gradients of loss, lse and mean of a row:
 
     p  = exp(x - lse)                                        probabilities, already divided by their sum
-    dx = (a + c) p - a (1 - e) [j = label] - a e / V         gradient of the logits
+    dx = (a + c + d (1 + x - mean)) p - a (1 - e) [j = label] - a e / V         gradient of the logits
     dh = (f'(x) dx) W          of these rows alone
     dW += (f'(x) dx)' h        added up over the chunks in float32 at least
 
@@ -127,17 +128,20 @@ def row_losses(
     others: Sequence[Tensor],
     labels: Tensor | None,
     smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy and the log-sum-exp of each row of the logits, [N] each.
+    *,
+    has_means: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cross entropy, the log-sum-exp and with `has_means` the expected logit of each row of the logits, [N] each.
 
     hidden [N, D], weight [V, D], bias [V], labels int64 [N], numbers of classes of the whole vocabulary; a row whose label
-    is none of them has no meaning. Without labels the first result has none. Gradients flow to hidden, weight, bias and
+    is none of them has no meaning. Without labels the first result has none, nor the
+    last one without `has_means`. Gradients flow to hidden, weight, bias and
     `others`, once.
 
     Collective over the ranks of the chunking: every one calls it; if one does not, the others wait until the time limit.
     """
-    losses, log_sums = _RowLosses.apply(hidden, labels, head, smoothing, weight, bias, *others)
-    return losses, log_sums
+    losses, log_sums, means = _RowLosses.apply(hidden, labels, head, smoothing, has_means, weight, bias, *others)
+    return losses, log_sums, means
 
 
 class _RowLosses(torch.autograd.Function):
@@ -148,10 +152,11 @@ class _RowLosses(torch.autograd.Function):
         labels: Tensor | None,
         head: Head,
         smoothing: float,
+        has_means: bool,
         weight: Tensor,
         bias: Tensor | None,
         *others: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         columns = None if labels is None else _own_columns(labels, weight.shape[0], head.chunking)
         parts: list[tuple[Tensor, ...]] = []
         for rows in head.chunking.chunks(hidden.shape[0]):
@@ -161,11 +166,14 @@ class _RowLosses(torch.autograd.Function):
             largest = logits.amax(dim=-1)
             right = _at_columns(logits, columns, rows) if columns else torch.zeros_like(largest)
             total = logits.sum(dim=-1) if smoothing else torch.zeros_like(largest)
-            parts.append((largest, logits.sub_(largest[:, None]).exp_().sum(dim=-1), right, total))
+            logits.sub_(largest[:, None])
+            weighted = (logits.exp() * logits).sum(dim=-1) if has_means else torch.zeros_like(largest)
+            parts.append((largest, logits.exp_().sum(dim=-1), right, total, weighted))
             del logits
-        largest, powers, right, total = (torch.cat(part) for part in zip(*parts, strict=True))
+        sums = _Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
         if head.chunking.reduce is not None:
-            largest, powers, right, total = _over_ranks(largest, powers, right, total, head.chunking.reduce, smoothing)
+            sums = _over_ranks(sums, head.chunking.reduce, bool(smoothing), has_means)
+        largest, powers, right, total, weighted = sums
         logs = powers.log()
         num_classes = weight.shape[0] * head.chunking.num_ranks
         log_sums = largest + logs
@@ -173,25 +181,30 @@ class _RowLosses(torch.autograd.Function):
         if smoothing:
             losses = losses - (total / num_classes - largest) * smoothing
         ctx.head, ctx.smoothing, ctx.num_classes = head, smoothing, num_classes
+        means = largest + weighted / powers
         ctx.columns = columns
-        ctx.save_for_backward(hidden, weight, bias, log_sums, *others)
+        ctx.save_for_backward(hidden, weight, bias, log_sums, means, *others)
         ctx.set_materialize_grads(False)
-        return losses, log_sums
+        return losses, log_sums, means
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_losses: Tensor | None, of_log_sums: Tensor | None) -> Any:
-        hidden, weight, bias, log_sums, *others = ctx.saved_tensors
+    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
+        hidden, weight, bias, log_sums, means, *others = ctx.saved_tensors
         head, zeros = ctx.head, torch.zeros_like(log_sums)
-        of_losses, of_log_sums = (zeros if one is None else one for one in (of_losses, of_log_sums))
+        of_losses, of_log_sums = (zeros if one is None else one for one in of_results[:2])
+        of_means = of_results[2]
         needs = ctx.needs_input_grad
-        found = _Gradients(hidden, weight, bias, others, (needs[0], needs[4], needs[5], *needs[6:]), head)
+        found = _Gradients(hidden, weight, bias, others, (needs[0], *needs[5:]), head)
         for rows in head.chunking.chunks(hidden.shape[0]):
             product, logits = found.logits(rows)
             shift = log_sums[rows][:, None]
             # Where the gradient of the product is that of the logits, in another dtype, nothing else reads them.
-            powers = (logits.sub_(shift) if product is None else logits.detach() - shift).exp_()
-            powers.mul_((of_losses[rows] + of_log_sums[rows])[:, None])
+            shifted = logits.sub_(shift) if product is None else logits.detach() - shift
+            factor = (of_losses[rows] + of_log_sums[rows])[:, None]
+            if of_means is not None:
+                factor = factor + of_means[rows][:, None] * (shifted + (1 + log_sums - means)[rows][:, None])
+            powers = shifted.exp_().mul_(factor)
             if ctx.columns is not None:
                 own, elsewhere = ctx.columns.own[rows], ctx.columns.elsewhere[rows]
                 at_label = of_losses[rows].masked_fill(elsewhere, 0.0) * (ctx.smoothing - 1)
@@ -199,9 +212,9 @@ class _RowLosses(torch.autograd.Function):
             if ctx.smoothing:
                 powers.sub_((of_losses[rows] * (ctx.smoothing / ctx.num_classes))[:, None])
             found.add(rows, product, logits, powers)
-            del product, logits, powers
+            del product, logits, shifted, factor, powers
         of_hidden, of_weight, of_bias, *of_others = found.results()
-        return of_hidden, None, None, None, of_weight, of_bias, *of_others
+        return of_hidden, None, None, None, None, of_weight, of_bias, *of_others
 
 
 class _Columns(NamedTuple):
@@ -223,15 +236,30 @@ def _at_columns(logits: Tensor, columns: _Columns, rows: slice) -> Tensor:
     return found.masked_fill(columns.elsewhere[rows], 0.0)
 
 
-def _over_ranks(
-    largest: Tensor, powers: Tensor, right: Tensor, total: Tensor, reduce: Reduce, smoothing: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class _Sums(NamedTuple):
+    """The numbers of each row, of this rank's classes or of all: the sums are those of powers exp(x - largest)."""
+
+    largest: Tensor
+    powers: Tensor
+    right: Tensor
+    """The logit of the label."""
+    total: Tensor
+    """The sum of all logits."""
+    weighted: Tensor
+    """The sum of the powers times x - largest."""
+
+
+def _over_ranks(own: _Sums, reduce: Reduce, has_total: bool, has_means: bool) -> _Sums:
     """Combine each rank's numbers of the rows into those of the whole vocabulary."""
-    most = largest.clone()
+    most = own.largest.clone()
     reduce(most, "largest")
-    sums = torch.stack([powers * (largest - most).exp(), right, *([total] if smoothing else [])])
+    below = own.largest - most
+    parts = [own.powers * below.exp(), own.right]
+    parts += [own.total] if has_total else []
+    parts += [(own.weighted + own.powers * below) * below.exp()] if has_means else []
+    sums = torch.stack(parts)
     reduce(sums, "sums")
-    return most, sums[0], sums[1], sums[2] if smoothing else total
+    return _Sums(most, sums[0], sums[1], sums[2] if has_total else own.total, sums[-1] if has_means else own.weighted)
 
 
 class _Gradients:

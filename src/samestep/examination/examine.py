@@ -125,7 +125,7 @@ def _trace(
             forward = trace_forward(built, planned, run)
         if planned is None or forward.cuts is None:
             return built, forward, None
-        plan = plan_search.prove_or_change(built, forward, planned, source.loss is cross_entropy)
+        plan = plan_search.prove_or_change(built, forward, planned)
         if isinstance(plan, ProvenPlan):
             break
         planned = plan
@@ -145,8 +145,8 @@ class FurtherFindings:
 
     states: tuple[StateSpec, ...]
     """What a forward keeps for later ones."""
-    chunk_refusal: str
-    """Why logits and loss cannot be computed in chunks of tokens; empty if they can."""
+    chunks: pending_logits.ChunksFound
+    """Whether logits and loss can be computed in chunks of tokens."""
     samples: samples.Findings
     """Whether samples influence each other."""
     masks: tuple[MaskSpec, ...]
@@ -172,14 +172,16 @@ def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> F
     looks = bool(spec.varies_at)
     run_on_meta = functools.partial(outputs_on_meta, module, sample, num_samples, value_of, keeps_all=looks)
     with built.repeating():
-        chunk_refusal = pending_logits.refusal_of(module, spec, loss, run_on_meta)
+        chunks = pending_logits.find_chunks(module, spec, loss, run_on_meta)
     with snapshot.preserve_modules(module), record_checkpointed(module):
         found = samples.examine(
             module, sample, loss, built.experts, value_of,
             keeps_all=looks, takes_gradients=bool(spec.differentiates_at), around=placing,
         )  # fmt: skip
     rows = placed if len(placed) == len(drawn.masks) else drawn.masks
-    return FurtherFindings(states, chunk_refusal, found, tuple(rows))
+    given = () if loss is cross_entropy else chunks.reduced
+    chunks = chunks._replace(reduced=tuple((held, elements // num_samples) for held, elements in given))
+    return FurtherFindings(states, chunks, found, tuple(rows))
 
 
 # -- the spec --------------------------------------------------------------------------------------
@@ -198,7 +200,8 @@ def build_spec(
         masks=found.masks,
         mixes_samples=found.samples.refusal,
         tried=found.samples.tried,
-        chunk_refusal=found.chunk_refusal,
+        chunk_refusal=found.chunks.refusal,
+        chunk_reduces=found.chunks.reduced,
         called_again=found.samples.called_again,
     )
     spec = replace(spec, loss_values=() if found.samples.loss_reads is not None else found.samples.loss_values)

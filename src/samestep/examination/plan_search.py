@@ -51,7 +51,7 @@ def find_plan(built: BuiltModel) -> Cuts:
     return planned
 
 
-def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, cuts_loss: bool) -> ProvenPlan | Cuts:
+def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts) -> ProvenPlan | Cuts:
     """Return the proof of the plan with which a forward was traced, or another plan, with which to trace it anew.
 
     Another plan is one that leaves whole what the trace has seen to look at values, or of which a smaller part is proven:
@@ -59,14 +59,14 @@ def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, cu
     """
     if not planned.refusal and not {*forward.spec.looks_in} <= {*planned.looking}:
         return tensor_plan.without_looking(built.module, planned, forward.spec.looks_in)
-    found = _prove(built, forward, planned, cuts_loss)
+    found = _prove(built, forward, planned)
     fewer, refusal = planned, found.proof.refusal
     while refusal and (smaller := tensor_plan.smaller(built.module, fewer, refusal)):
-        fewer, refusal = smaller, _prove(built, forward, smaller, cuts_loss).proof.refusal
+        fewer, refusal = smaller, _prove(built, forward, smaller).proof.refusal
     return found if refusal or fewer is planned else fewer
 
 
-def _prove(built: BuiltModel, forward: TracedForward, planned: Cuts, cuts_loss: bool) -> ProvenPlan:
+def _prove(built: BuiltModel, forward: TracedForward, planned: Cuts) -> ProvenPlan:
     """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
 
     Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered, those of
@@ -78,7 +78,7 @@ def _prove(built: BuiltModel, forward: TracedForward, planned: Cuts, cuts_loss: 
     while True:
         shareable = {} if planned.refusal else tensor_plan.shareable_heads(module, planned)
         proofs: list[CutProof] = []
-        for cuts_logits in (True, False) if cuts_loss else (False,):
+        for cuts_logits in (True, False):
             counts: Counts = {}
             proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, observed.recorder, cuts_logits)
             if degree := cut_proof.smallest_degree(proof):

@@ -113,6 +113,9 @@ class ModelSpec:
     """Rows of logits of one sample, if the head is cut by vocabulary."""
     chunk_refusal: str = "it is not proven that its loss needs logits row by row"
     """Why logits and loss cannot be computed in chunks of tokens; empty if they can."""
+    chunk_reduces: tuple[tuple[str, int], ...] = ()
+    """What a loss of one's own in chunks reduces over ranks that cut the vocabulary, in order: `largest` or `sums`, and the elements of
+    one sample; empty for the cross entropy."""
     sequence: int = 0
     """Tokens of one sample between blocks, if they can be cut."""
     sequence_refusal: str = "nothing says where its sequence may be cut"

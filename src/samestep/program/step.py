@@ -112,7 +112,8 @@ class StepSpec:
             ranks_per_node=min(per_node, layout.world_size),
             stage=stage,
             replica=replica,
-            cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
+            cuts_loss=(job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss)
+            or bool(layout.loss_chunk is not None and layout.cp == 1 and model.chunk_reduces),
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compiles_blocks=job.run.compile == "blocks",
             codec_backend=job.run.compile_backend if job.run.compile == "blocks" else "",

@@ -222,11 +222,12 @@ def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[
 
 
 def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
-    """Yield the all_reduces of a loss on cut logits: first each row's maximum, then its sum and its label's logit."""
-    rows = step.model.logit_rows * step.microbatch_samples
-    if rows:
-        for owner, numel in (("loss.largest", rows), ("loss.sums", 2 * rows)):
-            yield _sum(owner, step.master_dtype, after).sized(numel)
+    """Yield the all_reduces of a loss on cut logits: first each row's maximum, then its sum and its label's logit; or those of a
+    loss of one's own in chunks."""
+    rows = step.model.logit_rows
+    own = step.model.chunk_reduces if step.layout.loss_chunk is not None else ()
+    for held, numel in (own or (("largest", rows), ("sums", 2 * rows))) if rows else ():
+        yield _sum(f"loss.{held}", step.master_dtype, after).sized(numel * step.microbatch_samples)
 
 
 def _sum(owner: str, dtype: str, after: Op) -> Op:

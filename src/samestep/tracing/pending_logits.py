@@ -7,7 +7,8 @@ behind it runs as it is:
 
     logits.float(), logits / cap, torch.tanh(...)          elementwise: noted, and applied to each chunk
     flatten(0, -2), [:, :-1], transpose(1, 2)              moves rows: done to the hidden states
-    F.cross_entropy(...), torch.logsumexp(...)             needs numbers of each row: `chunked_cross_entropy.row_losses`
+    F.cross_entropy(...), torch.logsumexp(...), samestep.losses.token_entropy(...)
+                                                           needs numbers of each row: `chunked_cross_entropy.row_losses`
 
 Anything else would need logits that exist, and is refused by its name. A model is tried so once on the meta device
 (`examine`), with the job's loss: what passes there is what a layout with `loss_chunk` runs.
@@ -32,7 +33,8 @@ from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in, tree_leaves, tree_map
 
 WORKS = (
-    "F.cross_entropy, torch.logsumexp and elementwise functions of logits work, and so does a layout without loss_chunk"
+    "F.cross_entropy, torch.logsumexp, samestep.losses.token_entropy and elementwise functions of logits work, and so does a layout "
+    "without loss_chunk"
 )
 
 
@@ -58,7 +60,7 @@ class PendingLogits(Tensor):
     def of(made: _Made, dtype: torch.dtype, hooks: Sequence[Callable[..., Any]] = ()) -> PendingLogits:
         """Return the logits that a head makes of hidden states."""
         shape = list(made.hidden.shape)
-        shape[made.class_dim] = made.weight.shape[0]
+        shape[made.class_dim] = made.weight.shape[0] * made.head.chunking.num_ranks
         given = (made.hidden, made.weight, *([] if made.bias is None else [made.bias]), *made.others)
         takes_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         found: PendingLogits = Tensor._make_wrapper_subclass(
@@ -121,23 +123,25 @@ class PendingLogits(Tensor):
         with torch.no_grad():
             return PendingLogits.of(self.made._replace(head=head), self.dtype).rows(None)[1]
 
-    def rows(self, labels: Tensor | None, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy and the log-sum-exp of each row, in the shape of the logits without their classes.
+    def rows(
+        self, labels: Tensor | None, smoothing: float = 0.0, *, has_means: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the cross entropy, the log-sum-exp and with `has_means` the expected logit of each row, in the shape of the logits
+        without their classes.
 
         Collective over the ranks that cut the vocabulary: if one does not call it, the others wait until the time limit.
         """
         made = self.made
         hidden = made.hidden.movedim(made.class_dim, -1)
         flat = None if labels is None else labels.reshape(-1)
-        found = row_losses(
-            made.head, hidden.reshape(-1, hidden.shape[-1]), made.weight, made.bias, made.others, flat, smoothing
-        )
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        found = row_losses(made.head, rows, made.weight, made.bias, made.others, flat, smoothing, has_means=has_means)
         for result in found:
             if result.requires_grad:
                 for hook in self.hooks:
                     result.register_hook(hook)
-        losses, log_sums = (one.view(hidden.shape[:-1]) for one in found)
-        return losses, log_sums
+        losses, log_sums, means = (one.view(hidden.shape[:-1]) for one in found)
+        return losses, log_sums, means
 
 
 def _refusal(what: str) -> ModelError:
@@ -163,8 +167,8 @@ def _cross_entropy(
     class_dim = logits.dim() + logits.made.class_dim
     if labels.is_floating_point() or class_dim != min(1, logits.dim() - 1):
         raise _refusal("cross_entropy of probabilities, or of logits whose classes are not dimension 1,")
-    num_classes = logits.shape[class_dim] * logits.made.head.chunking.num_ranks
-    losses, _ = logits.rows(labels, label_smoothing)
+    num_classes = logits.shape[class_dim]
+    losses, _, _ = logits.rows(labels, label_smoothing)
     is_counted = labels != ignore_index
     is_label = (labels >= 0) & (labels < num_classes)
     losses = losses.masked_fill(~is_label, torch.nan).masked_fill(~is_counted, 0.0)
@@ -178,8 +182,16 @@ def _logsumexp(logits: PendingLogits, dim: int | Sequence[int], keepdim: bool = 
     (at,) = dim if isinstance(dim, Sequence) else (dim,)
     if at % logits.dim() != logits.made.class_dim % logits.dim():
         raise _refusal(f"logsumexp over dimension {at}, which is not that of the classes,")
-    _, log_sums = logits.rows(None)
+    _, log_sums, _ = logits.rows(None)
     return log_sums.unsqueeze(at) if keepdim else log_sums
+
+
+def _token_entropy(logits: PendingLogits) -> Tensor:
+    """Compute what `samestep.losses.token_entropy` does, from chunks."""
+    if logits.made.class_dim != -1:
+        raise _refusal("token_entropy of logits whose classes are not the last dimension,")
+    _, log_sums, means = logits.rows(None, has_means=True)
+    return log_sums - means
 
 
 def _register_hook(logits: PendingLogits, hook: Callable[..., Any]) -> None:
@@ -199,6 +211,7 @@ def detach_logits(logits: PendingLogits) -> PendingLogits:
 _DONE: dict[str, Callable[..., Any]] = {
     "cross_entropy": _cross_entropy,
     "logsumexp": _logsumexp,
+    "token_entropy": _token_entropy,
     "register_hook": _register_hook,
     "detach": detach_logits,
 }
@@ -346,40 +359,55 @@ class PendingHead:
         del self._module.forward
 
 
-def refusal_of(
+class ChunksFound(NamedTuple):
+    """The findings of a forward without logits."""
+
+    refusal: str = ""
+    """Why logits and loss cannot be computed in chunks of tokens; empty if they can."""
+    reduced: tuple[tuple[str, int], ...] = ()
+    """What ranks that cut the vocabulary reduce, in order, with its number of elements."""
+
+
+def find_chunks(
     model: nn.Module, spec: ModelSpec, loss: Callable[[Any, Any], Any], run_on_meta: Callable[[], tuple[Any, Any]]
-) -> str:
-    """Return why logits and loss of a traced model cannot be computed in chunks of tokens; empty if they can.
+) -> ChunksFound:
+    """Return whether logits and loss of a traced model can be computed in chunks of tokens.
 
     `run_on_meta` runs the model's forward on the meta device, and returns its outputs and the batch.
     """
     last = spec.layers[-1]
     if last.head is None:
-        return "no nn.Linear of the model makes what its loss is given"
+        return ChunksFound("no nn.Linear of the model makes what its loss is given")
     module = model.get_submodule(last.head.owner)
     if last.is_block:
-        return f"{last.head.owner}, which makes the logits, is part of a block"
+        return ChunksFound(f"{last.head.owner}, which makes the logits, is part of a block")
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return f"{last.head.owner}, which makes the logits, is a {type(module).__name__}, and no plain nn.Linear"
-    head = PendingHead(module, Chunking(_TRIED))
+        return ChunksFound(
+            f"{last.head.owner}, which makes the logits, is a {type(module).__name__}, and no plain nn.Linear"
+        )
+    reduced: list[tuple[str, int]] = []
+    chunking = Chunking(_TRIED, reduce=lambda values, held: reduced.append((held, values.numel())))
+    head = PendingHead(module, chunking)
     try:
         with head.pending():
             outputs, batch = run_on_meta()
         pending = [leaf for leaf in tensors_in(outputs) if isinstance(leaf, PendingLogits)]
         if not pending:
-            return f"what {last.head.owner} makes is not among the model's outputs"
+            return ChunksFound(f"what {last.head.owner} makes is not among the model's outputs")
         with preserve_function(loss):
             total = loss_result(loss(outputs, batch)).sums
     except NeedsValuesError:
-        return "the model or its loss looks at values"
+        return ChunksFound("the model or its loss looks at values")
     except Exception as error:  # of the model's own code or the loss, which may raise anything
         reason = str(error).strip().partition("\n")[0]
-        return reason.removeprefix("loss_chunk ").partition(f": {WORKS}")[0] if reason else type(error).__name__
+        return ChunksFound(
+            reason.removeprefix("loss_chunk ").partition(f": {WORKS}")[0] if reason else type(error).__name__
+        )
     finally:
         head.remove()
     if total.grad_fn is None and any(leaf.requires_grad for leaf in pending):
-        return "its loss does not read the logits"
-    return ""
+        return ChunksFound("its loss does not read the logits")
+    return ChunksFound(reduced=tuple(reduced))
 
 
 _TRIED = 2**20
