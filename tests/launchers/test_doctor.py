@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,10 +22,16 @@ import pytest
 
 from benchmarks import network_namespaces
 from benchmarks.network_namespaces import Host, network
+from tests.launchers import slurm_cluster
 
 pytestmark = [pytest.mark.nightly, pytest.mark.time_limit(300)]
 ROOT = Path(__file__).parents[2]
 PORT = 29533
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 def _lacking() -> str:
@@ -89,6 +97,115 @@ def test_two_healthy_hosts_have_no_fault(hosts: list[Host], tmp_path: Path) -> N
     assert [status for status, _ in ended] == [0, 0], ended
     assert "every host reaches every other: 2 ways" in ended[0][1]
     assert "is one folder for all 2 hosts, with locks" in ended[0][1]
+
+
+def _clean(folder: Path, ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The report of healthy processes."""
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    assert [line for line in report["lines"] if line["level"] == "fault"] == []
+    return report
+
+
+_DOCTOR = (sys.executable, "-m", "samestep", "doctor", "--json", "report.json")
+
+
+def _started(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1", **variables}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*words, *_DOCTOR], cwd=folder, env=environment, text=True, **pipes)
+
+
+def _ended(running: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = running.communicate(timeout=200)
+    return subprocess.CompletedProcess(running.args, running.returncode, out, err)
+
+
+def test_one_machine_alone_has_no_fault(tmp_path: Path) -> None:
+    report = _clean(tmp_path, _ended(_started(tmp_path)))
+    assert {line["about"] for line in report["lines"]} >= {"identity", "names", "folder", "shm", "software", "torch"}
+
+
+def test_ranks_of_mpirun_have_no_fault(tmp_path: Path) -> None:
+    _need("mpirun", "openmpi-bin")
+    ended = _ended(_started(tmp_path, "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"))
+    assert "all 2 ranks by Open MPI came on one host" in json.dumps(_clean(tmp_path, ended))
+
+
+def test_ranks_of_mpirun_without_its_variables_are_worlds_of_one(tmp_path: Path) -> None:
+    _need("mpirun", "openmpi-bin")
+    hidden = ("env", "-u", "OMPI_COMM_WORLD_RANK", "-u", "OMPI_COMM_WORLD_SIZE")
+    ended = _ended(_started(tmp_path, "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *hidden))
+    assert ended.returncode == 1
+    assert "a world of one, yet 2 processes of this command by mpirun" in ended.stdout
+
+
+def test_two_agents_of_torchrun_have_no_fault(tmp_path: Path) -> None:
+    at = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{_free_port()}",
+    )
+    agent = (sys.executable, "-m", "torch.distributed.run", *at, "--rdzv-id", "doctor", "--no-python")
+    ended = [_ended(one) for one in [_started(tmp_path, *agent) for _ in range(2)]]
+    assert [one.returncode for one in ended] == [0, 0], ended
+    assert "all 4 ranks by torchrun came on 2 hosts" in json.dumps(_clean(tmp_path, ended[0]))
+
+
+def _pods(index: int, port: str) -> dict[str, str]:
+    ranks = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "JOB_COMPLETION_INDEX": f"{index}"}
+    return {**ranks, "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port, "HOSTNAME": f"pod{index}"}
+
+
+def test_pods_of_kubernetes_have_no_fault_by_their_variables(tmp_path: Path) -> None:
+    port = _free_port()
+    ended = [_ended(one) for one in [_started(tmp_path, **_pods(index, port)) for index in range(2)]]
+    assert [one.returncode for one in ended] == [0, 0], ended
+    assert "all 2 hosts by Kubernetes came, each once" in json.dumps(_clean(tmp_path, ended[0]))
+
+
+def test_hosts_with_a_secret_have_no_fault(hosts: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    (tmp_path / "token").chmod(0o600)
+    starts = _starts(hosts, tmp_path)
+    for start in starts:
+        start.env.clear()
+        start.words += [
+            "--nodes",
+            "2",
+            "--rendezvous",
+            f"{hosts[0].address}:{PORT}",
+            "--token-file",
+            f"{tmp_path}/token",
+        ]
+    ended = _run(hosts, starts, tmp_path)
+    assert _faults(tmp_path) == [], ended
+    assert [status for status, _ in ended] == [0, 0], ended
+
+
+def test_a_stranger_s_run_is_not_met(hosts: list[Host], tmp_path: Path) -> None:
+    starts = _starts(hosts, tmp_path)
+    for index, start in enumerate(starts):
+        (tmp_path / f"token{index}").write_text(secrets.token_hex(32))
+        (tmp_path / f"token{index}").chmod(0o600)
+        start.words += ["--token-file", f"{tmp_path}/token{index}", "--wait", "3"]
+    ended = _run(hosts, starts, tmp_path)
+    assert [status for status, _ in ended] == [1, 1], ended
+    assert "rank 1 of 2 was silent" in ended[0][1]
+    assert "another run, or one with another token, listens there" in ended[1][1]
+
+
+@pytest.mark.skipif(bool(slurm_cluster.lacking()), reason=slurm_cluster.lacking() or "a cluster can be made here")
+def test_tasks_of_slurm_have_no_fault(tmp_path: Path) -> None:
+    with slurm_cluster.cluster(tmp_path / "slurm") as made:
+        environment = {"PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1"}
+        ended = made.run("srun", "--nodes=2", "--ntasks-per-node=2", *_DOCTOR, folder=tmp_path, **environment)
+        assert "all 4 ranks by srun came on 2 hosts" in json.dumps(_clean(tmp_path, ended))
 
 
 def _wrong_interface(hosts: list[Host], starts: list[Start], _folder: Path) -> None:

@@ -110,6 +110,9 @@ def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterato
     shown = (
         f"{found}; {heard.identities[0].launcher} lists {_some(silent)}, from which nobody came" if silent else found
     )
+    net = heard.hosts[0].network if heard.hosts else None
+    if net is not None and all(one.startswith(("127.", "::1")) for one in net.meeting_addresses):
+        shown += f"; {net.meets_at}, at which they meet, is every host itself"
     works = "what such a host wrote itself says why: no process, no way to the first host, or other variables; --wait S waits longer"
     yield Line("fault", "world", shown, works)
 

@@ -32,7 +32,8 @@ from samestep.output.output_file import check_writable
 WAIT_S = 10.0
 _TOTAL_S = 27.0
 """The examination ends within this, where all processes start at once."""
-_LEAST_TORCH_S, _LEAST_BOUND_S, _MOST_BOUND_S = 6.0, 3.0, 8.0
+_LEAST_TORCH_S, _LEAST_BOUND_S, _BOUND_S = 6.0, 3.0, 10.0
+"""Seconds that torch and the prediction have at least, and what is kept for the prediction."""
 _LINGER_S = 22.0
 """Seconds after which a process that met nobody ends: mpirun and torchrun end all others with the first that fails."""
 
@@ -129,7 +130,7 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
     questions = Questions(peers, taken, wanted.began_s)
     heard, links = questions.ask()
     per_host = link_rates.ranks_of_host(heard, wanted.layout, wanted.job)
-    left_s = wanted.left_s() - (0.0 if wanted.job is None else _MOST_BOUND_S)
+    left_s = wanted.left_s() - (0.0 if wanted.job is None else _BOUND_S)
     heard = replace(heard, torches=questions.torches(max(_LEAST_TORCH_S, left_s)))
     lines = [
         replace(line, hosts=(heard.name(place),))
@@ -142,6 +143,7 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
     lines += [
         one_host.torch_line(heard.name(place), one, heard.hosts[place].gpus) for place, one in heard.torches.items()
     ]
+    links = link_rates.judged(heard, links, wanted.machine)
     end = []
     if wanted.job is not None:
         measured = link_rates.as_measured(wanted.machine, links, per_host)
@@ -154,7 +156,7 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
 def _bound(wanted: _Wanted, devices: int, measured: Hardware) -> str:
     """Return what a layout would be bound by, or why that is not known in time."""
     assert wanted.job is not None
-    job, limit_s = wanted.job, min(_MOST_BOUND_S, max(_LEAST_BOUND_S, wanted.left_s()))
+    job, limit_s = wanted.job, max(_LEAST_BOUND_S, wanted.left_s())
     found, late = at_once({"bound": lambda: link_rates.bound_of(job, wanted.layout, devices, measured)}, limit_s)
     return (
         found["bound"]

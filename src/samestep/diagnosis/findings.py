@@ -62,7 +62,7 @@ def find(identity: Identity, job: Job | None, job_folder: Path, folder: Path) ->
     """
     probes: dict[str, Callable[[], Any]] = {
         "software": lambda: find_software(job, job_folder),
-        "network": lambda: find_network(identity.meets_at),
+        "network": lambda: find_network(identity.meets_at, identity.listed),
         "folder": lambda: find_folder(folder),
         "limits": find_limits,
         "gpus": find_gpus,
@@ -96,6 +96,6 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
         while thread.is_alive() and not limit.is_set():
             thread.join(0.05)
         if thread.is_alive():
-            errors[name] = f"it did not end within {limit_s:g} s"
+            errors[name] = f"it did not end within {limit_s:.0f} s"
     timer.cancel()
     return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in errors.items())

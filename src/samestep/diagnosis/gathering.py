@@ -33,6 +33,7 @@ _LATER_S = 4.0
 _IDLE_S = 60.0
 _MOST_ADDRESSES = 2
 _REFUSED = "nobody listens there"
+_OTHER_RUN = "another run, or one with another token, listens there"
 _ANSWER_S = 1.5
 """Seconds that an answer may take beyond its probe."""
 
@@ -107,17 +108,19 @@ class Leads:
 
 def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Followed | Absent:
     """Lead, or find the process that leads."""
-    began_s = time.monotonic()
+    began_s, outcomes = time.monotonic(), dict[str, str]()
     while True:
         addresses = addresses_of(identity.meets_at)[:_MOST_ADDRESSES]
-        outcomes = {} if addresses else {identity.meets_at: "this name has no address here"}
+        if not addresses:
+            outcomes = {identity.meets_at: "this name has no address here"}
         held = set()
         for address, port in itertools.product(addresses, identity.ports):
             tried = _try(address, port, token)
             if isinstance(tried, Channel):
                 tried.send(dataclasses.asdict(identity))
                 return Followed(tried)
-            outcomes[f"{address}, port {port}"] = tried
+            if outcomes.get(at := f"{address}, port {port}") != _OTHER_RUN:  # which ends before this process does
+                outcomes[at] = tried
             held |= {port} if tried != _REFUSED else set()
         passed_s = time.monotonic() - began_s
         anywhere = [""] if identity.rank == 0 and addresses and passed_s > _LEAD_ANYWHERE_S else []
@@ -161,7 +164,7 @@ def _try(address: str, port: int, token: bytes) -> Channel | str:
         return greet(connected, token)
     except TokenError:
         connected.close()
-        return "another run, or one with another token, listens there"
+        return _OTHER_RUN
     except (GreetingError, OSError):
         connected.close()
         return "another program listens there"

@@ -101,7 +101,7 @@ def identify(env: Mapping[str, str], rendezvous: tuple[str, int, int] | None = N
         found = replace(found, rank=info.rank, size=info.world_size, local_rank=info.local_rank)
     if found.size == 1:
         return replace(found, inside=info.inside, others=_others() if info.launcher == ALONE else "")
-    is_held = info.launcher == "torchrun" and info.store_is_kept
+    is_held = info.launcher == "Ray" or (info.launcher == "torchrun" and info.store_is_kept)  # by a store of theirs
     ports = () if is_held else (info.port,)
     return replace(
         found, meets_at=info.host, port=0 if is_held else info.port, ports=(*ports, *_spare_ports(info.port))

@@ -91,12 +91,22 @@ def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[Line]:
     lower, higher = min(one.bytes_per_s for one in measured.values()), max(one.bytes_per_s for one in measured.values())
     longest = max(one.latency_s for one in measured.values())
     shown = f"{_rate(lower)} to {_rate(higher)} and at most {longest * 1e6:,.0f} us between hosts, one TCP stream"
-    fast = sorted({name for found in heard.hosts if found.gpus is not None for name in found.gpus.infiniband})
-    if fast and machine.library == "nccl":
+    if fast := _faster(heard, machine):
         yield Line("ok", "bandwidth", f"{shown}; NCCL goes over {', '.join(fast)}, which this does not measure")
         return
     slow = [*_slow_lines(heard, measured, machine), *_late_lines(heard, measured, machine)]
     yield from slow or [Line("ok", "bandwidth", f"{shown}; {machine.name} has {_rate(machine.inter.bytes_per_s)}")]
+
+
+def judged(heard: Heard, links: Links, machine: Hardware) -> Links:
+    """Return the links that say what a run would get: those between hosts not where NCCL has a faster way."""
+    return Links({}, links.inside) if _faster(heard, machine) else links
+
+
+def _faster(heard: Heard, machine: Hardware) -> list[str]:
+    """Return the devices over which NCCL would go rather than over TCP."""
+    names = {name for found in heard.hosts if found.gpus is not None for name in found.gpus.infiniband}
+    return sorted(names) if machine.library == "nccl" else []
 
 
 def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine: Hardware) -> Iterator[Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -43,6 +43,8 @@ class Network:
     """The interface that a run sends over."""
     chosen_by: str
     """What chooses it: a variable, or the way to the host at which all meet."""
+    first_addresses: tuple[str, ...] = ()
+    """The addresses of the first host that the launcher lists; empty where it lists none, or that one has none here."""
     unknown: tuple[str, ...] = ()
     """Variables that name an interface which is not here, as NAME=VALUE."""
 
@@ -58,8 +60,14 @@ class Network:
         return next((one.name for one in self.interfaces if one.address == address), "no interface")
 
 
-def find_network(meets_at: str, env: Mapping[str, str] | None = None) -> Network:
-    """Return the names and interfaces of this host, seen from the host at which all meet."""
+def find_network(meets_at: str, listed: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Network:
+    """Return the names and interfaces of this host.
+
+    Args:
+        meets_at: the name of the host at which all meet.
+        listed: the hosts that the launcher lists.
+        env: the variables of the environment; by default those of this process.
+    """
     env = os.environ if env is None else env
     name, interfaces = socket.gethostname(), _interfaces()
     chosen, chosen_by, unknown = _choose(meets_at, interfaces, env)
@@ -75,6 +83,7 @@ def find_network(meets_at: str, env: Mapping[str, str] | None = None) -> Network
         interfaces=interfaces,
         chosen=chosen,
         chosen_by=chosen_by,
+        first_addresses=addresses_of(listed[0]) if listed else (),
         unknown=unknown,
     )
 

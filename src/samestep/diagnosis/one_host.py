@@ -122,12 +122,12 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
         return
     mine = {one.address for one in net.interfaces}
     is_loopback = net.meeting_addresses[0].startswith(_LOOPBACK_ADDRESSES)
-    if is_loopback and len(who.listed) > 1 and at != who.listed[0]:
+    if is_loopback and any(not one.startswith(_LOOPBACK_ADDRESSES) for one in net.first_addresses):
         works = f"MASTER_ADDR={who.listed[0]}, the first host of the job, works"
         yield (
             "fault",
             "names",
-            f"{at}, at which all ranks meet, is this host itself on each of {len(who.listed)} hosts",
+            f"{at}, at which all ranks meet, is every host itself, and the job has {len(who.listed)}",
             works,
         )
     elif net.own_addresses and not any(one in mine or one.startswith(_LOOPBACK_ADDRESSES) for one in net.own_addresses):
@@ -147,8 +147,9 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
             works,
         )
     else:
-        back = f", and back {net.reverse}" if net.reverse else ""
-        yield "ok", "names", f"{at} is {net.meeting_addresses[0]}{back}"
+        back = f", its own address {net.reverse}" if net.reverse else ""
+        where = f" is {net.meeting_addresses[0]}" if net.meeting_addresses[0] != at else ""
+        yield "ok", "names", f"{at}, at which all meet,{where or ' is an address'}{back}"
 
 
 def _folder_line(folder: Folder) -> Parts:
