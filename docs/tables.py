@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import error_kind_table
 from pydantic import BaseModel
 
 from samestep import Job, Layout, hardware
@@ -492,11 +493,12 @@ TABLES = {
     "number_formats": number_formats,
     "techniques": techniques,
     **importlib.import_module("api_tables").TABLES,
+    "errors": error_kind_table.table,
 }
 
 
 def main() -> int:
-    stale = []
+    stale = [error_kind_table.CATALOG] if error_kind_table.update(write="--check" not in sys.argv) else []
     for path in (ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         fresh = BLOCK.sub(lambda block: f"{block[1]}{TABLES[block['name']]()}\n{block[3]}", text)

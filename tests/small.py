@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -67,6 +68,11 @@ def main(*words: str | Path) -> int:
             return cli.main([str(word) for word in words])
         except SystemExit as end:  # argparse's way
             return int(end.code or 0)
+
+
+def without_slug(complaint: str) -> str:
+    """What the command line says of an error, without the slug at the end of its first line."""
+    return re.sub(r" \[[a-z0-9_-]+\]\n", "\n", complaint, count=1)
 
 
 def metrics(folder: Path, *, timings: bool = False) -> list[dict[str, Any]]:

@@ -26,19 +26,23 @@ class Parser(ArgumentParser):
         self._given = list(sys.argv[1:] if args is None else args)
         words, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(self._of_unknown(unknown[0]))
+            flag, hint = self._unknown(unknown[0])
+            raise InputError(f"unknown argument {flag}{hint}; see {self.prog} --help")
         return words, unknown
 
-    def _of_unknown(self, word: str) -> str:
+    def _unknown(self, word: str) -> tuple[str, str]:
+        """Return an unknown flag, and the one that was probably meant as a hint."""
         flag = word.partition("=")[0]
-        return f"unknown argument {flag}{did_you_mean(flag, self._option_string_actions)}"
+        return flag, did_you_mean(flag, self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake as an `InputError`; where a flag is missing, an unknown one that may stand for it is named."""
         if "arguments are required" in message:
             flags = (word for word in self._given if word.startswith("--"))
             unknown = (flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions)
-            message = "; ".join([message, *map(self._of_unknown, [*unknown][:1])])
+            message = "; ".join(
+                [message, *(f"unknown argument {''.join(self._unknown(one))}" for one in [*unknown][:1])]
+            )
         raise InputError(f"{message}; see {self.prog} --help")
 
 

@@ -19,7 +19,8 @@ SamestepError (Exception)
     ├── RepeatError                 a part of a step, done once more, gives something else
     └── OutOfMemoryError            memory ran out, on a device or on the host
 ```
-A mistake of none of these kinds, such as a file that cannot be written, is an `InputError` itself. A broken invariant
+Each rule that refuses, and each way to fail, has a slug that stays when the text is reworded (`error_kinds.py`): `error.slug`.
+A mistake of none of these classes, such as a file that cannot be written, is an `InputError` itself. A broken invariant
 of our own code is an `assert`, never one of these.
 """
 
@@ -33,9 +34,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from samestep.error_kinds import ErrorKind, kind_of
+
 
 class SamestepError(Exception):
     """Any error that samestep raises on purpose."""
+
+    @property
+    def kind(self) -> ErrorKind:
+        """The rule that was broken, with its slug; docs/reference/errors.md lists them."""
+        return kind_of([one.__name__ for one in type(self).__mro__ if one.__module__ == __name__], str(self))
+
+    @property
+    def slug(self) -> str:
+        """The name of its kind, which stays when the text is reworded."""
+        return self.kind.slug
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows of this error."""

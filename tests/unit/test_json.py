@@ -139,25 +139,29 @@ def test_a_mistake_is_json_too(verb: str, said: Callable[..., tuple[int, Any]]) 
     status, document = said(verb, "--nosuch", "--json")
     assert status == 2
     assert document["error"]["class"] == "InputError"
+    assert document["error"]["slug"] in ("unknown-argument", "arguments")  # one is missing too
     assert "--nosuch" in document["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "kind"),
+    ("words", "status", "slug"),
     [
-        (("plan", "none.toml", "--devices", "2", "--json"), 2, "JobError"),
-        (("plan", "--json", "none.toml", "--devices", "2"), 2, "JobError"),
-        (("plan", "--json", "-", "none.toml", "--devices", "2"), 2, "JobError"),
-        (("simulate", *PRESET, "--layout", "tp=7", "--json"), 2, "LayoutError"),
-        (("evaluate", "nowhere", "--json"), 2, "CheckpointError"),
-        (("explain", "nowhere", "--json"), 2, "RecordError"),
+        (("plan", "none.toml", "--devices", "2", "--json"), 2, "no-job-file"),
+        (("plan", "--json", "none.toml", "--devices", "2"), 2, "no-job-file"),
+        (("plan", "--json", "-", "none.toml", "--devices", "2"), 2, "no-job-file"),
+        (("simulate", *PRESET, "--layout", "tp=7", "--json"), 2, "tp-not-divide-groups"),
+        (("evaluate", "nowhere", "--json"), 2, "holds-no-checkpoint-run"),
+        (("explain", "nowhere", "--json"), 2, "no-recorded-steps-samestep"),
     ],
 )
 def test_an_error_has_its_class_and_its_exit_status(
-    words: tuple[str, ...], status: int, kind: str, said: Callable[..., tuple[int, Any]]
+    words: tuple[str, ...], status: int, slug: str, said: Callable[..., tuple[int, Any]]
 ) -> None:
     found, document = said(*words)
-    assert (found, document["error"]["class"]) == (status, kind)
+    error = document["error"]
+    assert (found, error["slug"]) == (status, slug)
+    assert issubclass(getattr(errors, error["class"]), errors.InputError)
+    assert error["remedy"]
 
 
 @pytest.mark.parametrize(

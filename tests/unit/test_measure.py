@@ -174,7 +174,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(
     assert capsys.readouterr().err.startswith("samestep: /proc/mine.toml cannot be written: ")
     nowhere = tmp_path / "nowhere"
     assert cli.main(["measure", "--out", str(nowhere / "mine.toml")]) == 2
-    assert capsys.readouterr().err == (
+    assert small.without_slug(capsys.readouterr().err) == (
         f"samestep: {nowhere / 'mine.toml'} cannot be written: there is no folder {nowhere}\n"
     )
     assert not nowhere.exists()
@@ -183,7 +183,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(
 def test_what_was_not_measured_cannot_be_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--set", "model.source=preset:gpt2", "--devices", "2", "--hardware", "this-machine"]
     assert cli.main(words) == 2
-    assert capsys.readouterr().err == (
+    assert small.without_slug(capsys.readouterr().err) == (
         "samestep: this machine has not been measured: samestep measure writes the profile this-machine\n"
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from samestep.errors import InputError, ModelError, did_you_mean
+from samestep.errors import ModelError, did_you_mean, of_words
 from samestep.job import Job
 from samestep.job_tables import PRESET
 from samestep.models import presets
@@ -101,15 +101,16 @@ def _trace_elsewhere(job: Job) -> str:
     )
     with started as process:
         try:
-            said, errors = _await_trace(process, job)
+            said, complaint = _await_trace(process, job)
         except BaseException:
             process.kill()
             raise
     if process.returncode == 0:
         return said
     if process.returncode == 2 and said.strip():
-        raise InputError(said.strip())
-    words = errors.strip().splitlines() or ["no message"]
+        name, given = json.loads(said)
+        raise of_words(name, given)
+    words = complaint.strip().splitlines() or ["no message"]
     raise ModelError(f"tracing {job.model.source} failed: {words[-1]}")
 
 

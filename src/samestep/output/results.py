@@ -5,7 +5,7 @@ and the user's own code included, goes to standard error:
 
 ```
 {"samestep": "0.1.0", "format": 1, "verb": "plan", "result": {...}}
-{"samestep": "0.1.0", "format": 1, "verb": "plan", "error": {"class": "LayoutError", "message": "..."}}
+{"samestep": "0.1.0", "format": 1, "verb": "plan", "error": {"class": "LayoutError", "slug": "...", ...}}
 ```
 The exit status is that of the same command without `--json`. `--json FILE` prints the text as usual, and writes the result alone.
 """
@@ -54,14 +54,22 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """The error in words."""
-        return "interrupted" if isinstance(self.error, KeyboardInterrupt) else str(self.error)
+        """The error in words, its slug in brackets at the end of the first line."""
+        first, *more = self._message.split("\n")
+        return "\n".join([f"{first} [{self.error.slug}]" if isinstance(self.error, SamestepError) else first, *more])
 
     def to_record(self) -> dict[str, object]:
-        """Return the error as plain data: the class of the public error, and its text."""
-        kind = type(self.error)
-        public = next((one for one in kind.__mro__ if one.__module__ == SamestepError.__module__), kind)
-        return {"class": public.__name__, "message": self.text}
+        """Return the error as plain data: the class of the public error, its slug, its text, and what to do about it."""
+        if not isinstance(self.error, SamestepError):
+            slug = "interrupted" if isinstance(self.error, KeyboardInterrupt) else "mistake-of-samestep"
+            return {"class": type(self.error).__name__, "slug": slug, "message": self._message}
+        name = next(one.__name__ for one in type(self.error).__mro__ if one.__module__ == SamestepError.__module__)
+        kind = self.error.kind
+        return {"class": name, "slug": kind.slug, "message": self._message, "remedy": kind.remedy_for(self._message)}
+
+    @property
+    def _message(self) -> str:
+        return "interrupted" if isinstance(self.error, KeyboardInterrupt) else str(self.error)
 
 
 @contextlib.contextmanager

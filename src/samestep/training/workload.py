@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +35,7 @@ from samestep.datasets import (
     stamps,
     token_ranges,
 )
-from samestep.errors import DataError, LayoutError, ModelError, SamestepError
+from samestep.errors import DataError, LayoutError, ModelError, SamestepError, to_words
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
@@ -249,13 +250,13 @@ def write_spec(job_json: str) -> None:
     Everything else that is printed on the way goes to standard error.
 
     Raises:
-        SystemExit: the model cannot be built; the error has been printed, and the status is 2.
+        SystemExit: the model cannot be built; the error has been printed in its words, as JSON, and the status is 2.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             spec = to_json(trace_job(Job.model_validate_json(job_json)).spec)
     except SamestepError as error:
-        print(error)
+        print(json.dumps(to_words(error)))
         raise SystemExit(2) from None
     print(spec)
 
