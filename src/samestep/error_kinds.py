@@ -51,14 +51,15 @@ class ErrorKind:
         return text.endswith(last) and place <= len(text) - len(last)
 
     def remedy_for(self, text: str) -> str:
-        """Return what to do about an error of this kind: its own remedy, or else the last clause of the error's text."""
+        """Return what to do about an error of this kind: its own remedy, the last clause of the error's text, or that of its class."""
         if self.remedy:
             return self.remedy
         for mark in ("; ", ": "):
             rule, _, works = text.rpartition(mark)
             if rule and works:
                 return works
-        return text
+        general = (one.remedy for one in kinds() if one.error == self.error and one.text == HOLE)
+        return next(general, "") or text
 
 
 @cache
