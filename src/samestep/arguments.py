@@ -61,9 +61,11 @@ def spell_out_json(words: Sequence[str]) -> list[str]:
     return spelled
 
 
-def verbs_of(parser: ArgumentParser) -> dict[str, ArgumentParser]:
-    """Return the parser of each verb, by its name."""
-    return dict(next(action.choices for action in parser._actions if isinstance(action.choices, dict)))
+def verbs_of(parser: ArgumentParser) -> dict[str, tuple[str, ArgumentParser]]:
+    """Return a line about each verb and its parser, by its name."""
+    verbs: Any = next(action for action in parser._actions if isinstance(action.choices, dict))
+    about = {one.dest: one.help or "" for one in verbs._get_subactions()}
+    return {name: (about[name], one) for name, one in verbs.choices.items()}
 
 
 def add_json(parser: ArgumentParser) -> None:
@@ -300,6 +302,11 @@ def add_profiles(parser: ArgumentParser) -> None:
     """Add the arguments of `profiles`."""
     about = "print one profile as TOML, with the source of every number: a file to begin one of your own with"
     parser.add_argument("--show", metavar="NAME", help=about)
+
+
+def add_completion(parser: ArgumentParser) -> None:
+    """Add the arguments of `completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
 
 
 def add_measure(parser: ArgumentParser) -> None:

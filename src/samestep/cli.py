@@ -130,6 +130,7 @@ def _parser() -> ArgumentParser:
     verb("presets", _presets, "list the models that plan and simulate know by name")
     arguments.add_profiles(verb("profiles", _profiles, "list the machines that plan and simulate know by name"))
     verb("env", _env, "print versions and devices, for a bug report")
+    arguments.add_completion(verb("completion", _completion, "print the script that completes this command in a shell"))
     return parser
 
 
@@ -530,6 +531,13 @@ def _env(_: Namespace) -> Result:
     from samestep import environment
 
     return Result(environment.as_record, environment.as_text())
+
+
+def _completion(words: Namespace) -> Result:
+    from samestep import completion
+
+    text = completion.script(words.shell, arguments.verbs_of(_parser()), completion.words_of_flags())
+    return Result(lambda: {"shell": words.shell, "script": text}, text.rstrip("\n"))
 
 
 def _fail(failure: Failure) -> int:

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -395,6 +395,17 @@ def _keys_of(path: Sequence[str]) -> list[str]:
         if not (isinstance(table, type) and issubclass(table, BaseModel)):
             return []
     return list(table.model_fields)
+
+
+def settings() -> tuple[str, ...]:
+    """Return what `--set` takes as one begins to write it: each key with `=`, or with each of its values where they are words."""
+    written = []
+    for table, field in Job.model_fields.items():
+        kinds = [kind for kind in types_in(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        for name, key in (item for kind in kinds for item in kind.model_fields.items()):
+            values = [*filter(lambda one: isinstance(one, str), get_args(key.annotation))]
+            written += [f"{table}.{name}={value}" for value in values or ("",)]
+    return tuple(written)
 
 
 def _without_none(value: Any) -> Any:

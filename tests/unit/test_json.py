@@ -37,13 +37,14 @@ WORDS: dict[str, tuple[str, ...]] = {
     "presets": (),
     "profiles": ("--show", "h100x8"),
     "env": (),
+    "completion": ("bash",),
 }
 """Words with which each verb has a result; RUN stands for a run folder."""
 ASKS = {
     "train": ("folder", "ranks"), "verify": ("layout", "proven"), "launch": ("engine", "script"), "export": ("folder", "step"),
     "sample": ("text",), "evaluate": ("loss",), "plan": ("best", "why"), "simulate": ("step_s",), "explain": ("verdict",),
     "layouts": ("layout", "legal"), "inspect": ("layers",), "measure": ("file", "profile"), "doctor": ("faults", "lines"), "presets": ("source", "num_params"),
-    "profiles": ("h100x8",), "env": ("python", "packages"),
+    "profiles": ("h100x8",), "env": ("python", "packages"), "completion": ("shell", "script"),
 }  # fmt: skip
 """Keys of each verb's result, or of its first row."""
 
