@@ -1,1 +1,10 @@
-"""What code keeps outside of weights: reached, taken, compared, put back, digested."""
+"""What code keeps outside of weights, from one forward, loss or update to the next: one file for each verb.
+
+| verb | where | what it costs |
+| --- | --- | --- |
+| reach | `reachable.py`: `reachable_from` a model, a forward or a loss; `StepCode` of an optimizer | a walk over closures, globals, classes and objects, each once |
+| take, compare, put back | `snapshot.py`: `Snapshot` without copies, `KeptValues` with copies of tensors | a walk over the attributes of all modules and what they reach |
+| run from an earlier state | `snapshot.py`: `ModelState.restored`, `preserve_modules`, `preserve_function`, `preserve_generators` | take twice, put back twice |
+| digest | `fingerprints.py`: `digest` of any value, `fingerprint` and `word_sums` of a tensor | every byte read once |
+| has it been written? | `fingerprints.py`: `versions_of`; `snapshot.py`: `weight_versions`, which sees writes through `.data` too | a number a tensor; a norm of each weight |
+"""

@@ -31,7 +31,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,7 +142,7 @@ class _CodeFollower:
     def callable(self, name: str, value: Any) -> None:
         """Follow a callable: a function, or an object of the user's with attributes."""
         if _is_object(value):
-            self._variable(name, None, "", value)
+            self._variable(Variable(name, None, "", value))
         else:
             self.follow(name, value)
 
@@ -169,10 +169,10 @@ class _CodeFollower:
         elif isinstance(value, functools.partial):
             self.follow(name, value.func)
             for index, item in enumerate((*value.args, *value.keywords.values())):
-                self._variable(f"argument {index} of {name}", None, "", item)
+                self._variable(Variable(f"argument {index} of {name}", None, "", item))
         elif isinstance(value, MethodType):
             self.follow(name, value.__func__)
-            self._variable(name, None, "", value.__self__)
+            self._variable(Variable(name, None, "", value.__self__))
         elif isinstance(value, FunctionType):
             if is_users(value.__globals__.get("__name__")):
                 self._function(value)
@@ -206,51 +206,34 @@ class _CodeFollower:
 
     def _function(self, function: FunctionType) -> None:
         where = function.__qualname__
-        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-            for value in _content(cell):
-                self._variable(f"{name} around {where}", cell, name, value)
         code, defaults = function.__code__, function.__defaults__ or ()
         positional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         for name, value in (*zip(positional, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
             if not isinstance(value, _SINGLE):
-                self._variable(f"the default of {name} in {where}", None, "", value)
+                self._variable(Variable(f"the default of {name} in {where}", None, "", value))
         for name, value in vars(function).items():
-            self._variable(f"{where}.{name}", vars(function), name, value)
-        names = set(_names(function.__code__))
-        self.reached.constants.update(_constants(function.__code__))
-        own, shared = function.__globals__, function.__globals__.get("__name__", "")
-        for name in sorted(names & own.keys()):
-            value = own[name]
-            if isinstance(value, ModuleType):
-                self._attributes_of(value, names)
-            else:
-                self._variable(f"{name} of {shared}", own, name, value)
-
-    def _attributes_of(self, module: ModuleType, names: set[str]) -> None:
-        if is_users(module.__name__):
-            for name in sorted(names & vars(module).keys()):
-                self._variable(f"{name} of {module.__name__}", vars(module), name, vars(module)[name])
+            self._variable(Variable(f"{where}.{name}", vars(function), name, value))
+        numbers = (one for one in _constants(code) if not isinstance(one, tuple))
+        self.reached.constants.update(int(one) for one in numbers if abs(one) < _LARGEST_NUMBER)
+        for variable in _variables_of(function, is_users):
+            self._variable(variable)
 
     def _class(self, kind: type) -> None:
-        for base in kind.__mro__:
-            if not is_users(base.__module__):
-                continue
-            for name, value in vars(base).items():
-                inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
-                if isinstance(inner, FunctionType):
-                    self.follow(name, inner)
-                elif not (name.startswith("__") and name.endswith("__")) or isinstance(value, FunctionType):
-                    holder = None if isinstance(base, enum.EnumMeta) else base  # whose members nobody can replace
-                    self._variable(f"{base.__name__}.{name}", holder, name, value)
+        for base, name, value in _members_of(kind, lambda base: is_users(base.__module__)):
+            if isinstance(value, FunctionType):
+                self.follow(name, value)
+            else:
+                holder = None if isinstance(base, enum.EnumMeta) else base  # whose members nobody can replace
+                self._variable(Variable(f"{base.__name__}.{name}", holder, name, value))
 
-    def _variable(self, name: str, holder: Any, key: str, value: Any) -> None:
+    def _variable(self, found: Variable) -> None:
         """Note a variable, if its value can be kept or replaced, and follow the value."""
-        if isinstance(value, (*_PLAIN, *GENERATORS)) or _is_object(value):
-            at = (id(holder), key) if holder is not None else (id(value), "")
+        if isinstance(found.value, (*_PLAIN, *GENERATORS)) or _is_object(found.value):
+            at = (id(found.holder), found.key) if found.holder is not None else (id(found.value), "")
             if at not in self._noted:
                 self._noted.add(at)
-                self.reached.variables.append(Variable(name, holder, key, value))
-        self.follow(name, value)
+                self.reached.variables.append(found)
+        self.follow(found.name, found.value)
 
 
 _SOME = 256
@@ -274,19 +257,47 @@ def _content(cell: CellType) -> Iterator[Any]:
         yield cell.cell_contents
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of those that are defined in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
 
 
-def _constants(code: CodeType) -> Iterator[int]:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _constants(constant)
-        elif isinstance(constant, int | float) and not isinstance(constant, bool) and abs(constant) < _LARGEST_NUMBER:
-            yield int(constant)
+def _constants(code: CodeType) -> Iterator[Any]:
+    """Yield the numbers, and the tuples of constants, in the code of a function."""
+    for constant in (constant for one in _codes(code) for constant in one.co_consts):
+        if isinstance(constant, int | float | tuple) and not isinstance(constant, bool):
+            yield constant
+
+
+def _variables_of(function: FunctionType, follows: Callable[[str], bool]) -> Iterator[Variable]:
+    """Yield the variables that the code of a function names: of closures, of its file, and of the modules whose names `follows` takes."""
+    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+        for value in _content(cell):
+            yield Variable(f"{name} around {function.__qualname__}", cell, name, value)
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    own = function.__globals__
+    for name in sorted(names & own.keys()):
+        value = own[name]
+        if not isinstance(value, ModuleType):
+            yield Variable(f"{name} of {own.get('__name__', '')}", own, name, value)
+        elif follows(value.__name__):
+            held = vars(value)
+            for inner in sorted(names & held.keys()):
+                yield Variable(f"{inner} of {value.__name__}", held, inner, held[inner])
+
+
+def _members_of(kind: type, follows: Callable[[type], bool]) -> Iterator[tuple[type, str, Any]]:
+    """Yield class, name and value of the attributes of a class and its bases, the functions of methods and properties among them."""
+    for base in filter(follows, kind.__mro__):
+        for name, value in list(vars(base).items()):
+            inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
+            if isinstance(inner, FunctionType):
+                yield base, name, inner
+            elif not (name.startswith("__") and name.endswith("__")) or isinstance(value, FunctionType):
+                yield base, name, value
 
 
 _OTHERS = frozenset(("torch", "numpy", "samestep", *sys.stdlib_module_names)) - {"__main__", "test"}
@@ -372,13 +383,8 @@ class StepCode:
                 yield from ((options, None) for options in map(_options_of, value.param_groups))
 
     def _class(self, kind: type) -> None:
-        for base in kind.__mro__:
-            if _is_users(base):
-                for key, value in list(vars(base).items()):
-                    if isinstance(value, property):
-                        self._look_at(value.fget)
-                    elif not key.startswith("__") or isinstance(value, types.FunctionType):
-                        self._look_at(getattr(value, "__func__", value))
+        for _, _, value in _members_of(kind, _is_users):
+            self._look_at(value)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[tuple[Any, Place | None]]:
         wrapped = getattr(function, "__wrapped__", None)
@@ -386,23 +392,10 @@ class StepCode:
             yield wrapped, None
         if not _is_users(function):
             return
-        names = set[str]()
-        for code in _codes(function.__code__):
-            names |= set(code.co_names)
-            yield from ((constant, None) for constant in code.co_consts if isinstance(constant, int | float | tuple))
+        yield from ((constant, None) for constant in _constants(function.__code__))
         yield from ((value, None) for value in (function.__defaults__ or (), function.__kwdefaults__ or {}))
-        for cell in function.__closure__ or ():
-            try:
-                yield cell.cell_contents, (cell, "")
-            except ValueError:
-                continue
-        for name in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[name]
-            if not isinstance(value, types.ModuleType):
-                yield value, (function.__globals__, name)
-            elif value.__name__.partition(".")[0] not in _OTHERS:
-                held = vars(value)
-                yield from ((held[inner], (held, inner)) for inner in sorted(names & held.keys()))
+        for found in _variables_of(function, lambda name: name.partition(".")[0] not in _OTHERS):
+            yield found.value, (found.holder, found.key)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -425,7 +418,7 @@ def optimizers_in(optimizer: Optimizer) -> list[Any]:
 
 
 def optimizers_with_states(optimizer: Optimizer) -> list[Any]:
-    """Return an optimizer, and those that its step reaches and that keep states of their own, as one around which it is built."""
+    """Return an optimizer, and those of the optimizers inside it, as in a wrapper, that keep other states."""
     return list({id(one.state): one for one in reversed(optimizers_in(optimizer))}.values())[::-1]
 
 
@@ -440,7 +433,7 @@ def states_by_key(optimizers: Sequence[Any], weight: Tensor) -> dict[str, Any]:
 
 
 def state_at(optimizers: Sequence[Any], weight: Tensor, key: str) -> tuple[dict[str, Any], str]:
-    """Return the dict that holds what `states_by_key` returns of a weight under a key, made where it is missing, and its key there."""
+    """Return the dict that holds a state which `states_by_key` lists under a key, created if it is missing, and its key in it."""
     index = "0"
     if key.startswith(_INNER):
         index, _, key = key.removeprefix(_INNER).partition(".")
@@ -458,7 +451,7 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(place: Place) -> Any:
-    """Return what stands in a place; None if nothing does."""
+    """Return the value in a slot (dict key or closure cell); None if it is unset."""
     holder, key = place
     if not isinstance(holder, types.CellType):
         return holder.get(key)
@@ -469,7 +462,7 @@ def read(place: Place) -> Any:
 
 
 def write(place: Place, value: Any) -> None:
-    """Put a value in a place, or a number into the tensor that is there."""
+    """Set the value in a slot, or fill the tensor of one element that it holds."""
     holder, key = place
     now = read(place)
     if isinstance(now, Tensor) and now.numel() == 1 and not now.is_meta:
@@ -484,13 +477,6 @@ def _copy_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not value.is_meta else value
     return value.copy() if isinstance(value, list | dict | set | collections.deque) else value
-
-
-def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def _is_users(what: Callable[..., Any] | type) -> bool:

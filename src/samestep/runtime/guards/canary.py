@@ -48,7 +48,7 @@ from samestep.runtime.axes.expert import RouteMode
 from samestep.runtime.guards.deviation import (
     NUM_PERTURBED,
     allowance,
-    floating,
+    floating_tensors,
     largest_deviation,
     relative_deviation,
     rows_of,
@@ -72,7 +72,7 @@ _TRIED = 4
 """Of so many samples of each group the sizes are compared."""
 
 
-def of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]], list[torch.Size]]) -> Indices | None:
+def pair_of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]], list[torch.Size]]) -> Indices | None:
     """Return two samples that are larger together than one of them alone, of the first of each group; None if there are none.
 
     `shapes_of` returns the shapes of samples that are read together, without the dimension of the samples.
@@ -85,7 +85,9 @@ def of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]], lis
     return np.array([large, small], dtype=np.int64)
 
 
-def misfit(pair: Indices, loss_of: LossOf, largest: Callable[[float], float], rounding: float, *, is_idle: bool) -> str:
+def padding_refusal(
+    pair: Indices, loss_of: LossOf, largest: Callable[[float], float], rounding: float, *, is_idle: bool
+) -> str:
     """Return why the loss of a pair of samples is not the sum of theirs alone; empty if it is, up to roundings.
 
     Collective over the world: every rank calls it, and one that has no such pair runs as many forwards (`is_idle`); if one does
@@ -202,10 +204,10 @@ class WatchedStep(StepObserver):
                 replay = None if updater.couples_weights else UpdateReplay.before(updater, self._turn)
             yield
             self._task = None
-        if replay is not None and (misfit := replay.misfit()):
+        if replay is not None and (deviation := replay.deviation()):
             text = (
                 f"the update of {replay.piece.name}, made again from the same value, gradient and state, differs "
-                f"by {misfit:.1e} of the largest weight: {replay.optimizer} draws random numbers, looks at more than one element of a "
+                f"by {deviation:.1e} of the largest weight: {replay.optimizer} draws random numbers, looks at more than one element of a "
                 "weight that the layout divides, or something else writes weights"
             )
             self._findings.append(Finding("optimizer", text))
@@ -274,11 +276,11 @@ class WatchedStep(StepObserver):
         if not (self._canary.is_split and self._canary.alone) or self._canary.routed:
             return None
         everything = self._batch.shares(0, 1, 1)[0]
-        pair = of_two_sizes((self._indices, everything), self._again.shapes)
+        pair = pair_of_two_sizes((self._indices, everything), self._again.shapes)
         if not self._again.largest(float(pair is not None)):
             return None
         sizes = self._indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
-        why = misfit(sizes, self._loss_of, self._again.largest, rounding, is_idle=pair is None)
+        why = padding_refusal(sizes, self._loss_of, self._again.largest, rounding, is_idle=pair is None)
         return Finding("samples", why) if why else None
 
     def _loss_of(self, indices: Indices, nudge: Nudge | None) -> Tensor | None:
@@ -303,7 +305,9 @@ class WatchedStep(StepObserver):
         self._inputs = [rows_of(given, 0, self._row, count) for given in _inputs_with_rows(args, kwargs, count)]
         task, stage = self._task, self._assembly.parallel.stage
         if task is not None and stage.is_last(task.chunk):
-            self._outputs = [(leaf.shape, self._parts(index, leaf)) for index, leaf in enumerate(floating(output))]
+            self._outputs = [
+                (leaf.shape, self._parts(index, leaf)) for index, leaf in enumerate(floating_tensors(output))
+            ]
 
     def _parts(self, index: int, leaf: Tensor) -> list[Tensor]:
         """Return copies of this sample's rows of an output of the micro-batch: side by side, and as those of stacked views."""
@@ -387,8 +391,8 @@ class WatchedStep(StepObserver):
             return []  # code that takes no sample by itself
         self._losses = losses or self._losses
         if outputs is None or len(indices) == count or not alone or count > 1:
-            return None if outputs is None else list(floating(outputs))
-        return [self._of_second(index, leaf) for index, leaf in enumerate(floating(outputs))]
+            return None if outputs is None else list(floating_tensors(outputs))
+        return [self._of_second(index, leaf) for index, leaf in enumerate(floating_tensors(outputs))]
 
     def _with_companion(self) -> Indices:
         """Return the samples of the micro-batch; if it is one alone, with another sample of the step before it."""

@@ -31,7 +31,7 @@ def allowance(rounding: float, measured: float = 0.0) -> float:
     return _ALLOWANCE_FACTOR * max(measured, rounding)
 
 
-def floating(outputs: Any) -> Iterator[Tensor]:
+def floating_tensors(outputs: Any) -> Iterator[Tensor]:
     """Yield the floating tensors of outputs; for chunked logits, the hidden states from which they follow."""
     made = (leaf.made.hidden if isinstance(leaf, PendingLogits) else leaf for leaf in tensors_in(outputs))
     return (leaf for leaf in made if leaf.is_floating_point())

@@ -111,7 +111,7 @@ def _try_readings(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> 
     return best
 
 
-def moved_count(loss: Loss, outputs: Any, batch: Any) -> str:
+def term_with_moving_count(loss: Loss, outputs: Any, batch: Any) -> str:
     """Return the name of a term whose count is another on outputs that are moved; empty if there is none, or the loss fails there."""
     given = TriedTensors.of(outputs, batch, 1, _ELEMENTS)
     with preserve_function(loss):

@@ -177,8 +177,8 @@ class _NonFiniteFinder:
         self._running.append(call)
         self._called.add(name)
         self._watch_params(call)
-        call.args = tuple(self._watched_input(call, arg) for arg in args)
-        call.kwargs = {key: self._watched_input(call, arg) for key, arg in kwargs.items()}
+        call.args = tuple(self._watch_input(call, arg) for arg in args)
+        call.kwargs = {key: self._watch_input(call, arg) for key, arg in kwargs.items()}
         return call.args, call.kwargs
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -201,7 +201,7 @@ class _NonFiniteFinder:
                 see = functools.partial(self._see_output_grad, call.name, around)
                 self._handles.append(tensor.register_hook(see))
 
-    def _watched_input(self, call: _RunningCall, value: Any) -> Any:
+    def _watch_input(self, call: _RunningCall, value: Any) -> Any:
         """Return a module's input as a view, whose gradient is what this module alone sends back."""
         if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
             return value

@@ -89,13 +89,13 @@ class OutsideChanges:
 
     def refusal(self, held: Assembly) -> str:
         """Return why the next step would not be that of a plain loop; empty if nothing shows it."""
-        written = self._written(held)
+        written = self._find_written(held)
         thawed = [(name, param) for name, param in self._frozen if param.requires_grad]
         # The step is refused at its end, on all ranks, and gathers nothing for these gradients.
         for _, param in thawed:
             param.requires_grad_(False)
         if thawed:
-            return _thawed(thawed[0][0])
+            return _thawed_refusal(thawed[0][0])
         if reason := parameter_hooks.later_refusal(self._params, held.parallel.program, self._judged_hooks):
             return reason
         for path, part in self._evaluated:
@@ -107,19 +107,19 @@ class OutsideChanges:
         for fact in () if self._is_copy else self._facts:
             if (now := fact.read()) != fact.value:
                 what = fact.change(now)
-                return _thawed(fact.name) if what == _TRAINED else _unseen(fact.name, what)
+                return _thawed_refusal(fact.name) if what == _TRAINED else _unseen_refusal(fact.name, what)
         if written:
-            return _unseen(written, "written")
+            return _unseen_refusal(written, "written")
         for kind, what, read, value in self._of_optimizer:
             if read() != value:
                 return f"the {kind} instance that was given {what}"
         return ""
 
-    def evaluated(self) -> frozenset[str]:
+    def evaluated_paths(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
         return frozenset(path for path, part in self._trained if not part.training)
 
-    def _written(self, held: Assembly) -> str:
+    def _find_written(self, held: Assembly) -> str:
         """Return which tensor of the instance was written since the last call, with other values than the run's weights or averages."""
         now, some = versions_of(self._tensors), self._some
         self._num_steps += 1
@@ -167,7 +167,7 @@ class LoopChanges:
         module, optimizer = self._held.model.module, self._held.weights.updater.optimizer
         found: dict[str, Any] = {}
         for path, part in module.named_modules():
-            found[path or type(part).__name__] = _made_of(part)[:-1]  # modes are those of all replicas
+            found[path or type(part).__name__] = _structure_of(part)[:-1]  # modes are those of all replicas
         for fact in _facts_of(module):
             found.setdefault(fact.name, fact.value)
         for name, param in module.named_parameters():
@@ -232,7 +232,7 @@ def _facts_of(module: nn.Module) -> Iterator[_Fact]:
         own = vars(part)
         name = path or type(part).__name__
         mode = f"put into {'evaluation' if part.training else 'training'} mode"
-        yield _Fact.of(name, (*_OF_PARTS, mode), functools.partial(_made_of, part))
+        yield _Fact.of(name, (*_OF_PARTS, mode), functools.partial(_structure_of, part))
         for key, value in own.items():
             if key.startswith("_") or key == "training" or isinstance(value, nn.Module):
                 continue
@@ -251,7 +251,7 @@ def _facts_of(module: nn.Module) -> Iterator[_Fact]:
 _OF_PARTS = ("given other parts", "given other tensors", "given other tensors", "given another forward", "given hooks")
 
 
-def _made_of(part: nn.Module) -> tuple[Any, ...]:
+def _structure_of(part: nn.Module) -> tuple[Any, ...]:
     """Return a module's parts and its mode, in the order of `_OF_PARTS`."""
     modules, params, buffers = ([*map(id, own.values())] for own in (part._modules, part._parameters, part._buffers))
     return modules, params, buffers, id(vars(part).get("forward")), _hooks_of(part), part.training
@@ -296,14 +296,14 @@ def _reads_mode(module: nn.Module) -> bool:
     return code is None or "training" in code.co_names
 
 
-def _thawed(name: str) -> str:
+def _thawed_refusal(name: str) -> str:
     return (
         f"{name} was frozen when the run was made, and asks for a gradient now, which no part of the layout computes: to build it "
         "trainable, and to freeze it in run.model until then, works"
     )
 
 
-def _unseen(name: str, what: str) -> str:
+def _unseen_refusal(name: str, what: str) -> str:
     return (
         f"{name} of the model instance that was given was {what} after the run was made, and the run trains a model of its own: "
         "the same change in run.model works"

@@ -144,7 +144,7 @@ class StepGuards(StepObserver):
         for _, replica in self._own.each():  # all replicas follow the modes of the first one's modules
             if replica.model is not held.model:
                 copy_modes(held.model.module, replica.model.module)
-        self.refusals.compare(self._outside.evaluated())
+        self.refusals.compare(self._outside.evaluated_paths())
         reason = self._loop_changes.refusal() if self._loop_changes is not None else ""
         if reason := reason or self._outside.refusal(held):
             self.refuse_state(batch, reason)

@@ -64,7 +64,7 @@ class Reader(Protocol):
         ...
 
 
-def refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int, *, is_split: bool) -> str:
+def data_refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int, *, is_split: bool) -> str:
     """Read some samples of the first batch more than once; return why the data set is refused, or nothing.
 
     `mine` are the indices of this rank's share, `whole` those of the global batch.
@@ -163,7 +163,7 @@ def refuse_collectives(what: str) -> Iterator[None]:
     """
     before = {name: getattr(dist, name) for name in _CALLS}
     for name, function in before.items():
-        setattr(dist, name, _watching(function, name, what))
+        setattr(dist, name, _watch_calls(function, name, what))
     try:
         yield
     finally:
@@ -171,7 +171,7 @@ def refuse_collectives(what: str) -> Iterator[None]:
             setattr(dist, name, function)
 
 
-def _watching(function: Callable[..., Any], name: str, what: str) -> Callable[..., Any]:
+def _watch_calls(function: Callable[..., Any], name: str, what: str) -> Callable[..., Any]:
     def called(*args: Any, **named: Any) -> Any:
         if _is_called_by_user():
             raise ModelError(
@@ -262,7 +262,7 @@ class StepTrials:
             return
         self._data_is_tried = True
         mine, whole = batch.shares(held.parallel.mesh.index("dp"), self._layout.dp, 1)[0], batch.shares(0, 1, 1)[0]
-        reason = refusal(batch, mine, whole, self._layout.world_size, is_split=self._is_split)
+        reason = data_refusal(batch, mine, whole, self._layout.world_size, is_split=self._is_split)
         if reason:
             self._refusals.add("data", reason)
 
@@ -307,7 +307,7 @@ class StepTrials:
         given = precision.for_loss(outputs)
         trial = loss_trial.try_loss_on_halves(loss, given, samples, num_samples)
         if held.objective.sums.reads_ahead and held.parallel.program.step.num_microbatches > 1:
-            self.refuse_moved_counts(loss_trial.moved_count(loss, given, samples))
+            self.refuse_moved_counts(loss_trial.term_with_moving_count(loss, given, samples))
         tried, wanted = num_samples, loss_trial.samples_wanted(given, samples, num_samples)
         before, seen = self._before, (given, samples)
         is_lone = False
