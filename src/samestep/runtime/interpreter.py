@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,9 +118,8 @@ class Interpreter:
             microbatches.keep(task.microbatch, outputs)
             given, part = precision.for_loss(outputs), parallel.slicing.part(samples)
             mine = part, len(microbatches.indices(task.microbatch))
-            with self.trials.communication("the loss"), parallel.batch_norms.values.of_step(task.microbatch):
+            with self._trying("the loss"), parallel.batch_norms.values.of_step(task.microbatch):
                 found = objective.sums.result(task.microbatch, given, part, objective.loss)
-            self.trials.check_generators(self.assembly, self.step, "the loss")
             later = functools.partial(self._later, task, microbatches)
             loss = objective.part(found, outputs, given, mine, later, weight)
         self.trials.refuse_moved_counts(objective.sums.moved)
@@ -143,11 +142,13 @@ class Interpreter:
         """Run the forward of one chunk on a micro-batch; return the model's outputs where the chunk ends the model."""
         parallel = self.assembly.parallel
         self.trials.settle()
-        own = self.trials.communication("the forward")
-        with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch), own:
-            outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
-        self.trials.check_generators(self.assembly, self.step, "the forward", samples)
-        return outputs
+        norms = parallel.batch_norms.of(task.microbatch)
+        with self._trying("the forward", samples), parallel.slicing.of(samples), parallel.pending(), norms:
+            return parallel.stage.forward(task.microbatch, task.chunk, samples)
+
+    def _trying(self, call: str, samples: Any = None) -> AbstractContextManager[None]:
+        """Return the context of a call of the user's code, in which it may neither communicate nor draw random numbers."""
+        return self.trials.trying(self.assembly, self.step, call, samples)
 
     def _outputs_alone(self, task: Task, microbatches: Microbatches) -> None:
         """Run a forward that no backward follows, for a loss over all samples of the step."""
@@ -162,9 +163,8 @@ class Interpreter:
             if not over_batch.left:
                 parallel.stage.finish_forward()
             if parallel.stage.is_last(task.chunk):
-                with self.trials.communication("the loss"):
+                with self._trying("the loss"):
                     over_batch.keep(task.microbatch, outputs, samples, objective.loss)
-                self.trials.check_generators(self.assembly, self.step, "the loss")
 
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:

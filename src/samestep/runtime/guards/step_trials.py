@@ -225,10 +225,16 @@ class StepTrials:
         """Return a context that leaves out the generators that move while samples are read inside a call."""
         return self._generators.reading
 
-    def communication(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that refuses calls of torch.distributed by the user's code, while the loss is tried."""
+    @contextmanager
+    def trying(self, held: Assembly, step: int, what: str, samples: Any = None) -> Iterator[None]:
+        """Refuse, inside, calls of torch.distributed by the user's code while the loss is tried, and then random numbers it has drawn.
+
+        `samples` are those of a forward, which may run once more to name the module.
+        """
         is_watched = self._layout.world_size > 1 and not self.loss_is_tried
-        return refuse_collectives(what) if is_watched else nullcontext()
+        with refuse_collectives(what) if is_watched else nullcontext():
+            yield
+        self.check_generators(held, step, what, samples)
 
     def settle(self) -> None:
         """Take the present states of the generators as those before the next call."""
