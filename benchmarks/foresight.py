@@ -10,8 +10,8 @@ Three tables, and what each may know:
     headline           the profiles and constants as they are shipped; nothing is fitted to the rows
     cross-validated    five constants (CONSTANTS) start at values from before any fit; for each source they are fitted to
                        all other sources, and then predict it: the honest figure for rows of a new source
-    calibrated         seven numbers of a machine's profile refitted to half of a source's rows on one node, for the other
-                       half and for its rows on 64 devices and more (--calibrate)
+    calibrated         a machine's profile refitted to five of a source's rows on one node, as `samestep calibrate` does, for
+                       the other ones and for its rows on 64 devices and more (--calibrate)
 
 Errors are of seconds a step, as parts of what was measured, in per cent. tau and regret are over groups of rows that
 differ in their layout alone: how well the order is kept, and how much slower the layout is that we would have chosen.
@@ -37,8 +37,10 @@ from typing import Any
 from cells import Row
 from composed import composed
 from forecast import Outcome, predict, rounded
-from foresight_fits import CONSTANTS, PER_SOURCE, SCALES, calibrate, cross_validate
+from foresight_fits import CONSTANTS, PER_SOURCE, calibrate, cross_validate
 from published import TARGETS
+
+from samestep.planning.calibration.factors import FACTORS
 
 
 def read_rows(folder: Path) -> tuple[list[Row], list[str]]:
@@ -352,7 +354,7 @@ def fitted_table(title: str, found: dict[str, dict[str, float]]) -> Table:
 
 def calibrated_table(found: dict[str, dict[str, float | None]]) -> Table:
     """Return the table of refitted machines."""
-    keys = ("near_rows", "before", "near", "far_rows", "far", *SCALES)
+    keys = ("near_rows", "before", "near", "far_rows", "far", *FACTORS)
     head = ("calibrated on one node: source, machine", *keys)
     return head, [[name, *(figure[key] for key in keys)] for name, figure in found.items()]
 

@@ -2,8 +2,8 @@
 
 cross_validate   five constants start at values from before any fit; for each source they are fitted to all others,
                  and then predict it
-calibrate        seven numbers of a profile are refitted to half of a source's rows on one node, as `measure` would
-                 find them, and predict the other half, and rows of 64 devices and more
+calibrate        a profile is refitted to five of a source's rows on one node, as `samestep calibrate` does, and predicts
+                 the other ones, and rows of 64 devices and more
 
 What was tried and is not in the model, with what it adds to the mean error over sources (about 23 % on 207 rows then):
 
@@ -38,7 +38,9 @@ from published import Case, case_of, is_timed
 from published_machines import SHIPPED, machine_of
 
 from samestep import hardware as machines
-from samestep.hardware import Hardware, Link
+from samestep.hardware import Hardware
+from samestep.planning.calibration.calibrate import Fit
+from samestep.planning.calibration.factors import scaled
 from samestep.program.program import Program
 from samestep.simulation import clock, cost
 
@@ -169,51 +171,13 @@ def cross_validate(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 NEAR_ROWS = 40
-"""Rows of one node that take part in a calibration, at most, evenly spaced; every second one is fitted to."""
-STEPS = (1.6, 1.25, 1.1)
-"""By which a constant is tried larger and smaller, one after the other."""
-SCALES = ("kernel_launch_s", "host_step_s", "products", "attention", "memory", "collective_s", "links")
-"""What `measure` finds of a machine, each as a factor of what its profile says."""
-
-
-def scaled(machine: Hardware, factors: Sequence[float]) -> Hardware:
-    """Return a machine whose numbers are multiplied by factors, those of SCALES."""
-    launch, once, products, attention, memory_part, collective, links = factors
-
-    def of(link: Link) -> Link:
-        return replace(link, collective_s=link.collective_s * collective, bytes_per_s=link.bytes_per_s * links)
-
-    reached = {k: min(1.0, v * (attention if k == "attention" else products)) for k, v in machine.efficiency.items()}
-    return replace(
-        machine,
-        kernel_launch_s=machine.kernel_launch_s * launch,
-        host_step_s=machine.host_step_s * once,
-        efficiency=reached,
-        memory_efficiency=min(1.0, machine.memory_efficiency * memory_part),
-        intra=of(machine.intra),
-        inter=of(machine.inter),
-    )
-
-
-def calibrated(prepared: Sequence[Prepared]) -> tuple[float, ...]:
-    """Return the factors of a machine with which these cases are met best, one constant after the other."""
-
-    def score(factors: Sequence[float]) -> float:
-        return statistics.fmean(one.off(scaled(one.case.machine, factors)) for one in prepared)
-
-    factors: tuple[float, ...] = (1.0,) * len(SCALES)
-    best = score(factors)
-    for step in STEPS:
-        for place in range(len(SCALES)):
-            for factor in (step, 1 / step):
-                tried = (*factors[:place], factors[place] * factor, *factors[place + 1 :])
-                if (found := score(tried)) < best:
-                    best, factors = found, tried
-    return factors
+"""Rows of one node that take part, at most, evenly spaced."""
+FITTED_ROWS = 5
+"""Rows of them that a profile is refitted to, evenly spaced: as many as a user has."""
 
 
 def calibrate(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
-    """Refit the profile of each source's machine to half of its rows on one node; per cent of the rest, and beyond.
+    """Refit the profile of each source's machine to five rows on one node, as `samestep calibrate` does; per cent of the rest.
 
     `near` are the other rows on one node, `far` those on 64 devices and more: nothing was fitted to either.
     """
@@ -230,18 +194,23 @@ def calibrate(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
         cases = prepare(alike, NEAR_ROWS)
         if len(cases) < LEAST_ROWS:
             continue
-        factors = calibrated(cases[::2])
+        fitted = cases[:: max(1, len(cases) // FITTED_ROWS)][:FITTED_ROWS]
+        fit = Fit(
+            [one.case.machine for one in fitted], [one.programs for one in fitted], [one.case.step_s for one in fitted]
+        )
+        factors = fit.best(range(len(fitted)))
+        rest = [one for one in cases if one not in fitted]
         beyond_cases = prepare(far[key], NEAR_ROWS)
         errors = {
             name: [100 * one.off(scaled(one.case.machine, factors)) for one in found]
-            for name, found in (("near", cases[1::2]), ("far", beyond_cases))
+            for name, found in (("near", rest), ("far", beyond_cases))
         }
-        before = [100 * one.off(one.case.machine) for one in cases[1::2]]
+        before = [100 * one.off(one.case.machine) for one in rest]
         result[f"{key[0]}, {key[1]}"] = {
             "before": rounded(statistics.fmean(before)),
             **{name: rounded(statistics.fmean(found)) if found else None for name, found in errors.items()},
             "near_rows": len(errors["near"]),
             "far_rows": len(errors["far"]),
-            **dict(zip(SCALES, (rounded(f) for f in factors), strict=True)),
+            **{name: rounded(value) for name, value in factors.items()},
         }
     return result

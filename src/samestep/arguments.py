@@ -342,6 +342,16 @@ def _seconds(text: str) -> float:
     return number
 
 
+def add_calibrate(parser: ArgumentParser) -> None:
+    """Add the arguments of `calibrate`."""
+    about = "CSV files with a line for each measured step, of any framework, or folders of runs"
+    parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS.csv", help=about)
+    parser.add_argument("--job", type=Path, metavar="JOB", help="what the rows do not say; default: nothing")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of that job")
+    _add_hardware(parser)
+    parser.add_argument("--out", type=Path, metavar="PROFILE", help="the profile to write; default: none")
+
+
 def _count(text: str, most: int = MOST_STEPS) -> int:
     """Read a whole number of at least 1."""
     if not text.isdecimal() or not text.isascii() or not text.strip("0"):

@@ -127,6 +127,8 @@ def _parser() -> ArgumentParser:
     arguments.add_measure(verb("measure", _measure, "write this machine's hardware profile, in a minute or two"))
     about = "look at every host of an allocation, in half a minute, and say what would fail or be slow there; exit 1: a fault"
     arguments.add_doctor(verb("doctor", _doctor, about))
+    about = "refit a hardware profile to measured steps, of any framework; needs no torch for presets"
+    arguments.add_calibrate(verb("calibrate", _calibrate, about))
     verb("presets", _presets, "list the models that plan and simulate know by name")
     arguments.add_profiles(verb("profiles", _profiles, "list the machines that plan and simulate know by name"))
     verb("env", _env, "print versions and devices, for a bug report")
@@ -472,6 +474,14 @@ def _inspect(words: Namespace) -> Result:
 
     found = inspect(job)
     return Result(found.to_record, found.to_text())
+
+
+def _calibrate(words: Namespace) -> Result:
+    from samestep.planning.calibration.calibrate import calibrate
+
+    job = _job(words) if words.job is not None or words.set else None
+    found = calibrate(words.rows, words.hardware, words.out, job=job)
+    return Result(found.to_record, found.to_text(), 1 if found.kept else 0)
 
 
 def _measure(words: Namespace) -> Result:

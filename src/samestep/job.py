@@ -291,7 +291,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _checked(path: Path, tables: dict[str, Any], settings: Sequence[str]) -> Job:
     """Return the job of a file's tables with settings; a mistake is named with the file or the setting that it is in."""
     for setting in settings:
-        _set(tables, setting)
+        set_key(tables, setting)
 
     def source(key: str) -> str:
         for setting in reversed(settings):
@@ -342,7 +342,7 @@ def _exists(path: Path) -> bool:
     return os.path.exists(path) or (os.path.isdir(parent) and any(parent.glob(f"{glob.escape(path.name)}.*")))
 
 
-def _set(tables: dict[str, Any], setting: str) -> None:
+def set_key(tables: dict[str, Any], setting: str) -> None:
     """Write `key.path=value` into nested tables; a value that is not TOML is taken as text.
 
     Raises:

@@ -61,6 +61,7 @@ def test_the_public_names_are_these() -> None:
         "batch_mean",
         "batch_sum",
         "batches",
+        "calibrate",
         "doctor",
         "evaluate",
         "explain",

@@ -1,0 +1,1 @@
+"""A hardware profile refitted to measured steps, of any framework."""

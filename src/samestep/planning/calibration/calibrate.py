@@ -1,0 +1,255 @@
+"""The verb `calibrate`: a hardware profile refitted to measured steps, with a prior that pulls every factor to one.
+
+The factors f of `factors.py` are those that are most probable, given log-normal errors of a step and of a factor:
+
+    minimise   sum over steps of (log (predicted(f) / measured) / 0.1)^2  +  sum over factors of (log f / 0.35)^2
+
+0.1 is what predictions of well described steps are off, and 0.35 what profiles are (docs/foresight.md). So five steps move what they
+show, and leave the rest. What it is worth is said by steps that had no part in it: each is predicted from a fit to the others.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep import calls
+from samestep.errors import InputError, LayoutError
+from samestep.hardware import Hardware, resolve_hardware
+from samestep.job import Job
+from samestep.output.output_file import check_writable, write_whole
+from samestep.output.text_table import align_columns
+from samestep.planning.calibration.factors import FACTORS, Factors, as_toml, limits, scaled
+from samestep.planning.calibration.measured_steps import MeasuredStep, read_steps
+from samestep.program.ops import COMPUTE_DTYPE
+from samestep.program.program import Program
+from samestep.simulation import clock
+from samestep.strategies import programs_of
+
+STEP_ERROR = 0.1
+"""Standard deviation of the logarithm of predicted over measured seconds of a well described step."""
+FACTOR_ERROR = 0.35
+"""Standard deviation of the logarithm of a factor of a profile."""
+_STRIDES = (1.6, 1.25, 1.1, 1.03)
+"""Multiples by which each factor is tried larger and smaller, one after the other."""
+_MOST = 8.0
+"""The largest factor, and one over the smallest."""
+_MOST_FOLDS = 10
+"""Fits that leave some of the steps out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibratedStep:
+    """One measured step, predicted with the profile as it was, with the new one, and with one that had not seen it."""
+
+    origin: str
+    layout: str
+    measured_s: float
+    before_s: float
+    after_s: float
+    left_out_s: float
+    """Seconds that a profile predicts which was refitted to the other steps alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A profile refitted to measured steps, and what it is worth."""
+
+    steps: tuple[CalibratedStep, ...]
+    factors: Mapping[str, float]
+    """Multiples of time, by what they change."""
+    hardware: Hardware
+    path: Path | None
+    """The file that was written; None if none was."""
+    kept: str
+    """Why the profile is kept as it was, and nothing was written; empty where it was refitted."""
+    skipped: tuple[str, ...]
+    """Steps that cannot be predicted, and what was ignored, a line each."""
+
+    def off(self, which: str) -> float:
+        """Return the median part by which steps are off: `before`, `after`, or `left_out` of the fit."""
+        return float(statistics.median(abs(getattr(one, f"{which}_s") / one.measured_s - 1) for one in self.steps))
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the calibration as JSON values."""
+        return {
+            "steps": [asdict(one) for one in self.steps],
+            "factors": dict(self.factors),
+            "median_error": {which: self.off(which) for which in ("before", "after", "left_out")},
+            "file": None if self.path is None else str(self.path),
+            "kept": self.kept,
+            "skipped": list(self.skipped),
+        }
+
+    def to_text(self) -> str:
+        """Return a table of the steps, the factors that moved, and what was written, as text."""
+        head = ("step", "layout", "measured s", "before", "after", "left out")
+        cells = [
+            (one.origin, one.layout, f"{one.measured_s:.4g}", *(f"{getattr(one, f'{which}_s') / one.measured_s - 1:+.0%}" for which in ("before", "after", "left_out")))
+            for one in self.steps
+        ]  # fmt: skip
+        moved = ", ".join(f"{name} {value:.2f}" for name, value in self.factors.items() if abs(math.log(value)) > 0.02)
+        lines = [
+            align_columns([head, *cells]).rstrip(),
+            f"median error {self.off('before'):.1%} before, {self.off('after'):.1%} after; {self.off('left_out'):.1%} of steps that "
+            "the fit has not seen",
+            f"times as long as in the profile: {moved or 'nothing moved'}",
+            *self.skipped,
+        ]
+        lines.append(
+            f"kept as it is, and nothing written: {self.kept}"
+            if self.kept
+            else f"written: {self.path}; --hardware {self.path} takes it"
+        )
+        return "\n".join(lines)
+
+
+@calls.checked
+def calibrate(
+    rows: str | Path | Sequence[str | Path],
+    hardware: Hardware | str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    job: Job | None = None,
+) -> Calibration:
+    """Refit a hardware profile to measured steps, of any framework; needs no torch for presets.
+
+    Args:
+        rows: CSV files with a line for each step (the columns are in docs/hardware.md), or folders of runs.
+        hardware: the profile of the machine on which they were measured, its name or its file.
+        out: the file of the new profile; without it nothing is written.
+        job: what the rows do not say.
+
+    Raises:
+        InputError: a row cannot be a measured step, or is faster than the machine's peak; all are named.
+    """
+    paths = [Path(one) for one in ([rows] if isinstance(rows, (str, Path)) else rows)]
+    machine, file = resolve_hardware(hardware), None if out is None else Path(out)
+    if file is not None:
+        check_writable(file)
+    read, said = read_steps(paths, job)
+    _refuse_impossible(read, machine)
+    steps, programs = [], []
+    for one in read:
+        try:
+            programs.append(programs_of(one.model, one.job, one.layout, machine.devices_per_node))
+            steps.append(one)
+        except LayoutError as error:
+            said.append(f"{one.origin} is left out: {error}")
+    if len(steps) < 2:
+        raise InputError(
+            "\n".join([f"{len(steps)} of {len(read)} steps can be predicted; 2 are the least that a fit needs", *said])
+        )
+    return _calibrated(steps, programs, machine, file, said)
+
+
+def _calibrated(
+    steps: Sequence[MeasuredStep],
+    programs: Sequence[tuple[Program, ...]],
+    machine: Hardware,
+    file: Path | None,
+    said: Sequence[str],
+) -> Calibration:
+    measured_s = [one.step_s for one in steps]
+    fit = Fit([machine] * len(steps), programs, measured_s)
+    factors = fit.best(range(len(steps)))
+    left_out_s = fit.left_out(factors)
+    fitted = scaled(machine, factors)
+    found = tuple(
+        CalibratedStep(origin=one.origin, layout=str(one.layout), measured_s=one.step_s, before_s=before, after_s=after, left_out_s=left_out)
+        for one, before, after, left_out in zip(steps, fit.seconds({}), fit.seconds(factors), left_out_s, strict=True)
+    )  # fmt: skip
+    result = Calibration(steps=found, factors=factors, hardware=fitted, path=None, kept="", skipped=tuple(said))
+    if kept := _why_kept(result):
+        return Calibration(steps=found, factors=factors, hardware=machine, path=None, kept=kept, skipped=tuple(said))
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, as_toml(fitted, machine, factors, f"{len(steps)} measured steps"))
+    return Calibration(steps=found, factors=factors, hardware=fitted, path=file, kept="", skipped=tuple(said))
+
+
+def _why_kept(found: Calibration) -> str:
+    """Return why a refitted profile is worth no more than the one before; empty if it is worth more."""
+    if far := [name for name, value in found.factors.items() if not 1.01 / _MOST < value < 0.99 * _MOST]:
+        return f"{far[0]} would take {found.factors[far[0]]:.3g} times as long, which no machine of this data sheet does: another --hardware, or other rows, may be right"
+    before, left_out = found.off("before"), found.off("left_out")
+    if left_out >= before:
+        return f"steps that a fit has not seen are {left_out:.1%} off with it, and {before:.1%} without"
+    return ""
+
+
+def _refuse_impossible(steps: Sequence[MeasuredStep], machine: Hardware) -> None:
+    """Refuse steps whose products alone would need more than the peak of all devices."""
+    mistakes = []
+    for one in steps:
+        dtype = COMPUTE_DTYPE[one.job.numerics.precision]
+        peak = machine.flops_per_s.get(dtype)
+        flops = 3 * one.model.forward_flops * one.job.train.global_batch
+        if peak and flops / (one.step_s * one.layout.world_size) > peak:
+            share = flops / (one.step_s * one.layout.world_size * peak)
+            mistakes.append(
+                f"{one.origin}: {one.step_s:.4g} s a step would need {share:.0%} of the peak of {machine.name} in {dtype}: another "
+                f"batch ({one.job.train.global_batch} samples), precision, number of devices or --hardware may be right"
+            )
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+
+
+class Fit:
+    """The factors that are most probable, given the machines and the programs of some steps and their measured seconds."""
+
+    def __init__(
+        self, machines: Sequence[Hardware], programs: Sequence[tuple[Program, ...]], measured_s: Sequence[float]
+    ) -> None:
+        self._machines, self._programs, self._measured_s = machines, programs, measured_s
+        every = [limits(one) for one in machines]
+        self._least = {name: max(one[name] for one in every) for name in every[0]}
+        self._known: dict[tuple[float, ...], list[float]] = {}
+
+    def seconds(self, factors: Factors) -> list[float]:
+        """Return the predicted seconds of all steps."""
+        key = tuple(factors.get(name, 1.0) for name in FACTORS)
+        if key not in self._known:
+            pairs = zip(self._programs, self._machines, strict=True)
+            self._known[key] = [clock.play(programs, scaled(machine, factors)).step_s for programs, machine in pairs]
+        return self._known[key]
+
+    def best(self, which: Sequence[int], start: Factors | None = None) -> dict[str, float]:
+        """Return the most probable factors for some of the steps, walking along one factor after the other."""
+        factors = {name: (start or {}).get(name, 1.0) for name in FACTORS}
+        least = self._score(factors, which)
+        for stride in _STRIDES[1:3] if start else _STRIDES:
+            is_better = True
+            while is_better:
+                is_better = False
+                for name in FACTORS:
+                    for ratio in (stride, 1 / stride):
+                        tried = {**factors, name: factors[name] * ratio}
+                        if self._is_possible(name, tried[name]) and (found := self._score(tried, which)) < least - 1e-9:
+                            least, factors, is_better = found, tried, True
+        return factors
+
+    def left_out(self, factors: Factors) -> list[float]:
+        """Return the seconds of each step, predicted by a fit to the others; of many steps several are left out at once."""
+        count = len(self._programs)
+        predicted_s = [0.0] * count
+        folds = min(count, _MOST_FOLDS)
+        for fold in range(folds):
+            others = [index for index in range(count) if index % folds != fold]
+            found = self.seconds(self.best(others, factors))
+            for index in range(fold, count, folds):
+                predicted_s[index] = found[index]
+        return predicted_s
+
+    def _is_possible(self, name: str, factor: float) -> bool:
+        return max(1 / _MOST, self._least.get(name, 0.0)) <= factor <= _MOST
+
+    def _score(self, factors: Factors, which: Sequence[int]) -> float:
+        """Return minus twice the logarithm of the probability, but for a constant."""
+        predicted_s = self.seconds(factors)
+        steps = sum((math.log(predicted_s[one] / self._measured_s[one]) / STEP_ERROR) ** 2 for one in which)
+        return steps + sum((math.log(value) / FACTOR_ERROR) ** 2 for value in factors.values())

@@ -1,0 +1,193 @@
+"""Measured steps, read from a CSV file of any framework's results, or from the folders of runs.
+
+A line of a CSV file is one step: what was computed, in which layout, and how long it took.
+
+| column | meaning |
+| --- | --- |
+| `layout` | layout words, such as `dp=8 zero=3 microbatch=2`; or a column for each word (`dp`, `tp`, `zero`, ...) |
+| `step_s` | seconds of a step; or one of `tokens_per_s`, `tokens_per_s_per_device`, `tflops_per_device` |
+| `devices` | the number of devices, which must be that of the layout's ranks |
+| `model`, `global_batch`, `sequence_length`, `precision` | short for `model.source`, `train.global_batch`, ... |
+| any key of a job, such as `model.source` | its value in this line; what is missing is the job's |
+| anything else | ignored, and said |
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from samestep import job as jobs
+from samestep.errors import InputError, did_you_mean
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import catalog
+from samestep.models.published import as_published
+from samestep.models.spec import ModelSpec
+
+_SHORT = {
+    "model": "model.source",
+    "global_batch": "train.global_batch",
+    "sequence_length": "data.sequence_length",
+    "precision": "numerics.precision",
+}
+_SPEEDS = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device")
+_WORDS = ("dp", *(one.name for one in fields(Layout)))
+_KNOWN = ("layout", "devices", *_SPEEDS, *_SHORT, *_WORDS)
+_FIRST_STEPS = 2
+"""Steps of a run that are left out: they build graphs and buffers."""
+MOST_ROWS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """One measured step: the job and the layout, and its seconds."""
+
+    origin: str
+    """The line of the file, or the folder, as an error names it."""
+    job: Job
+    model: ModelSpec
+    layout: Layout
+    step_s: float
+
+
+def read_steps(paths: Sequence[Path], job: Job | None) -> tuple[list[MeasuredStep], list[str]]:
+    """Return the measured steps of CSV files and run folders, and a line for each column that was ignored.
+
+    Raises:
+        InputError: a file cannot be read, or a line cannot be a measured step; all such lines are named.
+    """
+    steps: list[MeasuredStep] = []
+    said: list[str] = []
+    mistakes: list[str] = []
+    for path in paths:
+        if path.is_dir():
+            steps.append(_of_run(path))
+            continue
+        rows, ignored = _rows_of(path)
+        said += ignored
+        for number, row in rows:
+            origin = f"{path}:{number}"
+            try:
+                steps.append(_step_of(origin, row, job))
+            except InputError as error:
+                mistakes.append(f"{origin}: {error}")
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+    return steps, said
+
+
+def _rows_of(path: Path) -> tuple[list[tuple[int, dict[str, str]]], list[str]]:
+    """Return the lines of a CSV file with their numbers, and what is said of columns that mean nothing here."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as text: {error}") from None
+    reader = csv.DictReader(io.StringIO(text), strict=True)
+    try:
+        head = [name.strip() for name in reader.fieldnames or []]
+        reader.fieldnames = head
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise InputError(f"{path} is no CSV file: {error}") from None
+    if not any(name in head for name in _SPEEDS):
+        raise InputError(
+            f"{path} has no column of a measured speed, which is one of {', '.join(_SPEEDS)}; its columns are {', '.join(head)}"
+        )
+    ignored = [name for name in head if name not in _KNOWN and "." not in name]
+    for name in ignored:
+        if hint := did_you_mean(name, _KNOWN):
+            raise InputError(f"{path}: column {name!r} means nothing here{hint}; a column of another name is ignored")
+    if len(rows) > MOST_ROWS:
+        raise InputError(f"{path} has {len(rows)} lines; {MOST_ROWS} are read at most")
+    return rows, [f"{path}: columns that mean nothing here are ignored: {', '.join(ignored)}"] if ignored else []
+
+
+def _step_of(origin: str, row: Mapping[Any, Any], job: Job | None) -> MeasuredStep:
+    """Return the measured step of one line."""
+    if None in row or any(value is None for value in row.values()):
+        raise InputError("it has more or fewer values than the file has columns")
+    given = {str(name): str(value).strip() for name, value in row.items() if str(value).strip()}
+    settings = [f"{_SHORT.get(name, name)}={value}" for name, value in given.items() if name in _SHORT or "." in name]
+    if job is None:
+        own, _ = as_published(jobs.default(settings))
+    else:
+        tables = job.model_dump(exclude_unset=True)
+        for setting in settings:
+            jobs.set_key(tables, setting)
+        own, _ = as_published(Job(**tables))
+    layout = _layout_of(given)
+    if "devices" in given and given["devices"] != str(layout.world_size):
+        raise InputError(f"devices = {given['devices']}, and layout {str(layout)!r} has {layout.world_size} ranks")
+    model = catalog.model_spec(own)
+    step_s = _seconds_of(given, own, model, layout)
+    return MeasuredStep(origin=origin, job=own, model=model, layout=layout, step_s=step_s)
+
+
+def _layout_of(given: Mapping[str, str]) -> Layout:
+    words = {name: given[name] for name in _WORDS if name in given}
+    if "layout" in given and words:
+        raise InputError(f"layout and {next(iter(words))} both say the layout: one of them works")
+    if "layout" in given:
+        return Layout.parse(given["layout"])
+    if not words:
+        raise InputError(
+            "no layout: a column `layout` with a line such as dp=8 zero=3, or a column for each word, works"
+        )
+    return Layout.of(words)
+
+
+def _seconds_of(given: Mapping[str, str], job: Job, model: ModelSpec, layout: Layout) -> float:
+    """Return the seconds of a step, from whatever says how fast it was."""
+    speeds = [name for name in _SPEEDS if name in given]
+    if len(speeds) != 1:
+        raise InputError(
+            f"{' and '.join(speeds) or 'nothing'} says how long a step took: one of {', '.join(_SPEEDS)} works"
+        )
+    name = speeds[0]
+    try:
+        value = float(given[name])
+    except ValueError:
+        raise InputError(f"{name} = {given[name]!r} is no number") from None
+    if not 0 < value < math.inf:
+        raise InputError(f"{name} = {given[name]} is no speed: a number above 0 is")
+    if name == "step_s":
+        return value
+    samples, devices = job.train.global_batch, layout.world_size
+    if name == "tflops_per_device":
+        return 3 * model.forward_flops * samples / (value * 1e12 * devices)
+    if not model.length:
+        raise InputError(f"{name}: a sample of this model is no sequence of tokens; step_s works")
+    per_s = value * devices if name == "tokens_per_s_per_device" else value
+    return model.length * samples / per_s
+
+
+def _of_run(folder: Path) -> MeasuredStep:
+    """Return the median step of a run, without its first ones."""
+    try:
+        job = jobs.load(folder / "job.toml")
+        layout = Layout.parse((folder / "layout.txt").read_text(encoding="utf-8").strip())
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        times = [float(json.loads(line)["step_s"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder} is no folder of a run with measured steps (job.toml, layout.txt, metrics.jsonl): {error}"
+        ) from None
+    if len(times) <= _FIRST_STEPS:
+        raise InputError(
+            f"{folder} has {len(times)} measured steps, and the first {_FIRST_STEPS} are left out: more steps work"
+        )
+    return MeasuredStep(
+        origin=str(folder),
+        job=job,
+        model=catalog.model_spec(job),
+        layout=layout,
+        step_s=statistics.median(times[_FIRST_STEPS:]),
+    )
