@@ -327,16 +327,15 @@ TECHNIQUES = (
     ("samestep simulate", "simulation/simulate.py simulation/clock.py simulation/cost.py simulation/memory.py"),
     ("legal layouts", "planning/legality.py planning/nearest_layout.py"),
     ("samestep inspect", "training/inspection.py"),
-<<<<<<< HEAD
     (
         "samestep doctor",
         "diagnosis/doctor.py diagnosis/findings.py diagnosis/one_host.py diagnosis/all_hosts.py diagnosis/gathering.py "
         "diagnosis/doors.py",
     ),
-    ("hardware profiles", "measurement/profile.py hardware.py measurement/microbenchmarks.py measurement/refit.py"),
-=======
-    ("hardware profiles", "measurement/profile.py hardware.py measurement/microbenchmarks.py measurement/refit.py planning/calibration/calibrate.py"),
->>>>>>> 5afa87b0 (calibrate is a public name)
+    (
+        "hardware profiles",
+        "measurement/profile.py hardware.py measurement/microbenchmarks.py measurement/refit.py planning/calibration/calibrate.py",
+    ),
 )
 """Each technique as the README names it, and the files below src/samestep that hold it: the first is named like it."""
 
