@@ -110,7 +110,7 @@ def _loop(
     with log.live():
         for report in collect_after_steps(steps_of(run, checked.workload.dataset, until, profiler)):
             is_last = report.stop or report.step == until
-            with whereabouts.apart("an evaluation"):
+            with whereabouts.apart("an evaluation"), log.spending("evaluations"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             log.step(
                 dataclasses.replace(report, held_out=losses) if losses else report, run.recorder.sums, is_last=is_last
@@ -121,11 +121,13 @@ def _loop(
             if run.job.numerics.on_spike == "rollback" and report.spike:
                 with whereabouts.apart("a way back to a checkpoint"):
                     log.say(saver.roll_back(report.step))
+                    log.rolled_back()
             is_last |= evaluated.is_over
             if is_last or saver.is_due(report):
                 log.sync()  # before the checkpoint, which must never be ahead of the log
-                with whereabouts.apart("a save"):
+                with whereabouts.apart("a save"), log.spending("saves"):
                     saver.save(is_last=is_last)
+                log.saved(report.step)
             if on_step is not None:
                 on_step(report, is_last)
             if is_last:
@@ -141,7 +143,7 @@ def _finish(evaluated: evaluations.Evaluations, checked: Checked, log: RunLog | 
     losses: dict[str, float] = {}
     accuracy = None
     if not stopped:
-        with use_evaluated_weights(run):
+        with use_evaluated_weights(run), log.spending("evaluations"):
             losses, accuracy = held_out_losses(run, workload), held_out_accuracy(run, workload)
             _print_sample(run, log, "after training")
     waived = run.all_waived()
@@ -158,7 +160,16 @@ def _finish(evaluated: evaluations.Evaluations, checked: Checked, log: RunLog | 
     known = (proven, waived, tried, (*workload.remarks, *workload.data_remarks), origin, run.changes)
     held_out = losses.get(run.job.judge or "")
     summary = Summary(
-        folder, run.steps_taken, log.last_loss, held_out, accuracy, stopped, *known, held_out_losses=losses
+        folder,
+        run.steps_taken,
+        log.last_loss,
+        held_out,
+        accuracy,
+        stopped,
+        *known,
+        held_out_losses=losses,
+        goodput=log.goodput.fraction,
+        seconds=log.goodput.seconds,
     )
     write_whole(folder / "summary.json", summary.to_json() + "\n")
     return summary

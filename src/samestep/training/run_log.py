@@ -16,6 +16,7 @@ from samestep.runtime.step_report import StepReport
 from samestep.training import run_folder
 from samestep.training.check import Checked
 from samestep.training.evaluations import Evaluations
+from samestep.training.goodput import Goodput, Spent
 from samestep.training.metrics import Metrics, Screen, speed_of
 from samestep.training.trackers import open_trackers
 from samestep.training.workload import describe_losses
@@ -39,6 +40,16 @@ class NoLog:
     def sync(self) -> None:
         """Do nothing."""
 
+    def spending(self, on: Spent) -> AbstractContextManager[None]:
+        """Return a context that measures nothing."""
+        return nullcontext()
+
+    def saved(self, step: int) -> None:
+        """Do nothing."""
+
+    def rolled_back(self) -> None:
+        """Do nothing."""
+
 
 class RunLog:
     """The log of a run on rank 0."""
@@ -52,6 +63,7 @@ class RunLog:
         trackers = open_trackers(run.job, checked.folder, first)
         self._screen = Screen(first, checked.until, speed, every, workload.counted)
         self._metrics = Metrics(checked.folder, first, trackers, speed, every)
+        self.goodput = Goodput.of(checked.folder, first)
         self._say_start(checked, run)
 
     @property
@@ -65,12 +77,26 @@ class RunLog:
 
     def live(self) -> AbstractContextManager[None]:
         """Show the live line while the body of the `with` statement runs."""
+        self.goodput.give("start")
         return self._screen.live()
 
     def step(self, report: StepReport, sums: StepSums, *, is_last: bool) -> None:
         """Write one step, and show it; `sums` are of the newest step whose times are known."""
+        self.goodput.give("skipped" if report.skipped else "steps")
         self._metrics.write(report, is_last=is_last, sums=sums)
         self._screen.show(report)
+
+    def spending(self, on: Spent) -> AbstractContextManager[None]:
+        """Return a context whose time is not that of steps."""
+        return self.goodput.spend(on)
+
+    def saved(self, step: int) -> None:
+        """Note that all steps up to this one are in a checkpoint."""
+        self.goodput.save(step)
+
+    def rolled_back(self) -> None:
+        """Note that the steps since the last checkpoint are undone."""
+        self.goodput.roll_back()
 
     def sync(self) -> None:
         """Return once every line is on disk, or the disk refuses it."""
@@ -103,6 +129,8 @@ class RunLog:
             self.say(describe_losses(losses, evaluated.run.job.judge))
         if accuracy is not None:
             self.say(f"held-out accuracy {accuracy:.1%}")
+        self.goodput.save(evaluated.run.steps_taken, ended=True)
+        self.say(self.goodput.to_line())
 
     def show_proof(self, run: Run, proven: str, waived: Sequence[str], tried: Sequence[str]) -> None:
         """Print whether the layout is proven, what is allowed or tried instead, and what ranks of tp compute whole."""

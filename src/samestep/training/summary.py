@@ -40,6 +40,10 @@ class Summary:
     """What resumes have changed of the job and its layout, and after which steps."""
     held_out_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The mean loss of each held-out set, by name; `held_out` is the part of the data that is held out."""
+    goodput: float = 1.0
+    """The part of the run's time, over all its starts, in which it took steps that count."""
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds by what they were spent on, as `training/goodput.py` names it."""
     stop_signal: int = 0
     """The signal that stopped it, with whose status the command ends; 0 without one, and under torchrun."""
 
