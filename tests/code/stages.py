@@ -186,6 +186,7 @@ COMPOSED = [
 EQUAL = [
     *of_cases("stages ", daily((layout, name) for name in PASSING if name not in VARYING for layout in LAYOUTS)),
     *(Equal(layout, f"stages {name}", is_nightly=index % 2 == 1) for index, (name, layout) in enumerate(OF_CALLS)),
+    *(Equal(layout, "stages caching") for layout in ("dp=2 recompute=full", "dp=2 zero=3 recompute=selective")),
     # Rows that scores pick within blocks close no stage.
     *(
         Equal(layout, f"stages {name}")

@@ -86,7 +86,13 @@ def _said(folder: Path) -> str:
     return "".join(path.read_text() for path in sorted(folder.glob("[0-9]/err")))
 
 
-@pytest.mark.parametrize("launcher", [*HOSTS, *RANKS])
+ALWAYS = ("Kubernetes", "srun")
+"""One launcher that starts hosts and one that starts ranks; the words of the others are read in `unit/test_launchers.py`."""
+
+
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in (*HOSTS, *RANKS)]
+)
 def test_its_variables_give_the_losses_of_one_rank(launcher: str, one_rank: list[float], tmp_path: Path) -> None:
     run, count = tmp_path / "run", 2 if launcher in HOSTS else 4
     variables = {**HOSTS, **RANKS}[launcher]
@@ -101,7 +107,14 @@ def test_its_variables_give_the_losses_of_one_rank(launcher: str, one_rank: list
         assert (tmp_path / "0" / "out").read_text().count("step      6/6") == 1
 
 
-@pytest.mark.parametrize(("launcher", "who"), [("Kubernetes", 1), ("srun", 2), ("Open MPI", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "who"),
+    [
+        pytest.param("Kubernetes", 1, marks=pytest.mark.nightly),
+        ("srun", 2),
+        pytest.param("Open MPI", 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_whoever_is_asked_to_stop_all_save_and_end_with_its_status(
     launcher: str, who: int, tmp_path: Path, one_rank: list[float]
 ) -> None:

@@ -10,14 +10,17 @@ the same, and reentrant ones know no contexts. Where a model checkpoints whole b
 (they cut, gather and receive), so these calls run plainly, and the layout's recompute is taken as "full".
 
 A forward with side effects would not be the same the second time: buffers that it writes (running statistics) are
-written once, and the recomputation writes into copies; a block that writes into its own input is refused.
+written once, and the recomputation writes into copies; dicts and lists among the arguments are given again as they were; a block
+that writes into a tensor that it is given is refused.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,7 +143,12 @@ def _recompute_forward(path: str, forward: Callable[..., Any], around: ContextFn
             )
         given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         output = checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=made_here, **kwargs
+            _with_arguments_as_given(forward, args, kwargs),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=made_here,
+            **kwargs,
         )
         if any(tensor._version != version for tensor, version in given):
             raise ModelError(
@@ -150,6 +158,28 @@ def _recompute_forward(path: str, forward: Callable[..., Any], around: ContextFn
         return output
 
     return call
+
+
+def _with_arguments_as_given(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return a forward whose recomputations get dicts and lists with the items that they had in front of the first run.
+
+    A block may write what later blocks read into them (keys and values that layers share); repeated, it would find it there.
+    """
+    given = {id(one): copy(one) for one in (*args, *kwargs.values()) if type(one) in (dict, list)}
+    if not given:
+        return forward
+    runs = itertools.count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not next(runs):
+            return forward(*args, **kwargs)
+        anew = [copy(given[id(one)]) if id(one) in given else one for one in args]
+        named = {name: copy(given[id(one)]) if id(one) in given else one for name, one in kwargs.items()}
+        return forward(*anew, **named)
+
+    return run
 
 
 def _buffers_written_once(block: nn.Module) -> ContextFn | None:

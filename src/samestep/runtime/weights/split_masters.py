@@ -49,14 +49,13 @@ class SplitMasters:
         self._remainders = torch.zeros(size, dtype=torch.int16, device=weights[0].device)
         self._halfway = torch.empty(0, dtype=torch.int64, device=weights[0].device)
         """Positions whose remainder is one more than is held."""
-        self._buffer = torch.empty(size, dtype=torch.float32, device=weights[0].device)
-        """The joined masters, whose memory is taken for an update alone, so that their windows are made once."""
+        self._buffer = torch.empty(0, dtype=torch.float32, device=weights[0].device)
+        """The joined masters, whose memory is taken for an update alone."""
+        self._windows: list[Tensor] = []
+        """Its parts, made once, in the first update: until here the masters to split are in memory, too."""
         nothing = torch.full((1,), math.nan, dtype=torch.float32, device=weights[0].device)
         self.absent = [nothing.expand(weight.shape) for weight in weights]
         """Stand-ins for masters between two updates: what reads one gets no numbers, and nothing can write it."""
-        places = zip(self._starts, self._numels, weights, strict=True)
-        self._windows = [self._buffer[start : start + numel].view(weight.shape) for start, numel, weight in places]
-        self._buffer.untyped_storage().resize_(0)
         for index, master in enumerate(masters):
             self.set(index, master)
 
@@ -68,10 +67,10 @@ class SplitMasters:
     @contextmanager
     def joined(self) -> Iterator[list[Tensor]]:
         """Yield the masters, windows of one float32 buffer in the weights' shapes; when the context ends their new values are split."""
-        storage, bits = self._buffer.untyped_storage(), self._buffer.view(torch.int32)
+        self._take_memory()
+        bits = self._buffer.view(torch.int32)
         pairs = [(a, b) for a, b in zip(self._windows, self._weights, strict=True) if b is not None]
         windows, weights = [window for window, _ in pairs], [weight for _, weight in pairs]
-        storage.resize_(self._buffer.nbytes)
         with torch.no_grad():
             if pairs:
                 torch._foreach_copy_(windows, weights)
@@ -85,7 +84,16 @@ class SplitMasters:
                     torch._foreach_copy_(weights, windows)
                 self._remainders.copy_(bits)  # the low half of each number
                 self._halfway = self._found(bits)
-            storage.resize_(0)
+            self._buffer.untyped_storage().resize_(0)
+
+    def _take_memory(self) -> None:
+        """Let the buffer have memory, which is not initialized."""
+        if self._windows:
+            self._buffer.untyped_storage().resize_(self._buffer.nbytes)
+            return
+        self._buffer = torch.empty(self._remainders.numel(), dtype=torch.float32, device=self._remainders.device)
+        places = zip(self._starts, self._numels, self.absent, strict=True)
+        self._windows = [self._buffer[start : start + numel].view(one.shape) for start, numel, one in places]
 
     def _found(self, bits: Tensor) -> Tensor:
         """Return the positions of masters that are halfway and rounded down, and hold the largest int16 for them."""
