@@ -8,6 +8,7 @@ order is refused by name, on all ranks.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -376,9 +377,8 @@ def run_of(rank: int, world: int, case: Case, layout: str) -> Run:
     job, where = job_for(), Layout.parse(layout)
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     example = next(batches(dataset_of(case), job)).samples([0])
-    return Run(
-        replace(source, prepared=traced.prepared(f"one-sided {case}", source, job, example, where)), where, job, place
-    )
+    key = f"one-sided {model} of {example['kind'].tolist() if 'kind' in example else 'pixel_values' in example}"
+    return Run(replace(source, prepared=traced.prepared(key, source, job, example, where)), where, job, place)
 
 
 def observe(rank: int, world: int, case: Case, layouts: list[str]) -> list[Observed]:
@@ -423,6 +423,14 @@ def _cases_with_layouts() -> Iterator[Any]:
         yield pytest.param(name, LAYOUTS[turn : turn + 1], id=name, marks=() if name in DAILY else pytest.mark.nightly)
         others = [*LAYOUTS[:turn], *LAYOUTS[turn + 1 :]]
         yield pytest.param(name, others, id=f"{name}-others", marks=pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced() -> None:
+    """Trace what runs by default before the first pool of ranks is forked, which inherits it."""
+    cases = [*(CASES[name] for name in DAILY), *ORDERS.items(), *itertools.product(EXCHANGING, ASIDE.values())]
+    for case in (*cases, ("Dealt", (15,)), ("Normed", (15,))):
+        run_of(0, 1, case, "dp=1")
 
 
 @pytest.mark.parametrize(("name", "layouts"), list(_cases_with_layouts()))
