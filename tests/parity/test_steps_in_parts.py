@@ -61,7 +61,13 @@ def test_a_loop_in_parts_is_the_plain_loop(name: str, layout: str) -> None:
         assert_equal(found, plain(name))
 
 
-@pytest.mark.parametrize("name", LOOPS)
+RESUMED = ("gan", "by value", "sam", "sophia", "body every other step")
+"""Loops that are resumed by default, one of each kind of state: several optimizers, values, a second look at the loss, a state of its own, steps left out."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in RESUMED else pytest.mark.nightly) for name in LOOPS]
+)
 def test_a_loop_in_parts_is_resumed_in_another_layout(name: str, tmp_path: Path) -> None:
     first, *_ = pool(2).run(parts, name, "dp=2" if name in EVALUATING else "dp=2 zero=3", tmp_path, 0, 2)
     (found,) = pool(1).run(parts, name, "dp=1", tmp_path, 2)
