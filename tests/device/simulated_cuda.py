@@ -98,6 +98,10 @@ def _replace_names() -> None:
         "synchronize": simulated_streams.synchronize,
         "memory_allocated": lambda device=None: memory.allocated,
         "max_memory_allocated": lambda device=None: memory.peak,
+        "memory_stats_as_nested_dict": lambda device=None: {
+            "allocated_bytes": {"all": {"current": memory.allocated, "peak": memory.peak}},
+            "reserved_bytes": {"all": {"current": _in_segments(memory.allocated), "peak": _in_segments(memory.peak)}},
+        },
         "memory_reserved": lambda device=None: _in_segments(memory.allocated),
         "max_memory_reserved": lambda device=None: _in_segments(memory.peak),
         "reset_peak_memory_stats": reset_peak,

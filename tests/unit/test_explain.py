@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from samestep.errors import RecordError
 from samestep.explanation.explain import explain, read_run
 from samestep.explanation.step_parts import MeasuredSteps, measured_steps, parts_of
 from samestep.explanation.step_verdict import straggler_of, verdict_of
-from samestep.program.recorded import RankRecord, SentOp, head_line, step_line
+from samestep.program.recorded import MemoryMark, RankRecord, SentOp, head_line, step_line
 from tests.unit.ranks_on_a_clock import Script, backward, issue, layer, records_of, region, sync, task, wait, work
 
 MS = 1_000_000
@@ -233,7 +233,9 @@ def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
     assert "nothing is predicted, since " in text
     events = found.to_chrome_trace()["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {f"measured rank {rank}" for rank in range(4)}
+    assert names == {"measured"}
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert threads >= {f"rank {rank} compute" for rank in range(4)}
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -272,3 +274,50 @@ def test_folders_without_records_say_how_to_make_some(tmp_path: Path) -> None:
     )
     with pytest.raises(RecordError, match="records of several layouts"):
         read_run(tmp_path)
+
+
+def with_memory(record: RankRecord, marks: Sequence[MemoryMark], device: str = "GPU") -> RankRecord:
+    steps = {
+        number: replace(step, memory=marks, held={"weights": 100, "gradients": 50, "optimizer": 200})
+        for number, step in record.steps.items()
+    }
+    return replace(record, head=replace(record.head, device=device), steps=steps)
+
+
+def test_the_peak_of_memory_has_its_op_its_parts_and_what_is_reserved(tmp_path: Path) -> None:
+    marks = [
+        MemoryMark(MS, 400, 900, 420, "forward:a"),
+        MemoryMark(2 * MS, 600, 900, 700, "forward:b"),
+        MemoryMark(3 * MS, 500, 1000, 700, "backward:b"),
+        MemoryMark(4 * MS, 350, 1000, 700, "update:optimizer"),
+    ]
+    write({rank: with_memory(record, marks) for rank, record in records().items()}, tmp_path)
+    found = explain(tmp_path, hardware="cpu-laptop")
+    memory = found.memory_of(1)
+    assert memory is not None
+    assert (memory.peak_bytes, memory.peak_at, memory.reserved_bytes) == (700, "forward:b", 1000)
+    assert memory.parts == {"weights": 100, "gradients": 50, "optimizer": 200, "the rest": 350}
+    assert memory.over_step()["the rest"] == [50, 250, 150, 0]
+    record = json.loads(json.dumps(found.to_record()))["ranks"][1]
+    assert record["memory_bytes"] == record["memory"]["peak_bytes"] == 700
+    assert record["memory"]["of"] == "allocator"
+    assert "700 B allocated in all, 1000 B reserved, at forward:b" in found.to_text().replace("1,000 B", "1000 B")
+
+
+def test_on_a_cpu_the_memory_is_that_of_the_process(tmp_path: Path) -> None:
+    marks = [MemoryMark(MS, 400, 0, 0, "forward:a"), MemoryMark(2 * MS, 380, 0, 0, "backward:a")]
+    write({rank: with_memory(record, marks, "cpu") for rank, record in records().items()}, tmp_path)
+    memory = explain(tmp_path).memory_of(0)
+    assert memory is not None
+    assert (memory.peak_bytes, memory.peak_at, memory.reserved_bytes) == (400, "forward:a", None)
+    assert "on a CPU the rest has the libraries of the process" in "\n".join(memory.to_lines())
+
+
+def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
+    write(records(), tmp_path)
+    for path in (tmp_path / "record").glob("*.jsonl"):
+        text = path.read_text().replace('"version": 2', '"version": 1')
+        path.write_text(text.replace('"memory":[]', '"memory":[[5,100],[9,120]]').replace(',"held":{}', ""))
+    memory = explain(tmp_path).memory_of(0)
+    assert memory is not None
+    assert memory.peak_bytes == 120

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
+from dataclasses import replace
 from functools import cache
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +23,11 @@ from samestep.models.presets import preset
 from samestep.output.page.quantities import SECONDS, digits, duration, share, tick_labels, ticks
 from samestep.output.page.timeline_figure import Box, Lane, TimelineFigure, some_of
 from samestep.planning import plan, plan_page
+from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.simulation import cases, prediction_page
 from samestep.simulation.memory_curve import memory_over_step
 from samestep.simulation.prediction import Prediction, predict
+from samestep.training.summary import Summary
 from tests.unit import pages
 from tests.unit.pages import assert_whole
 from tests.unit.test_explain import records, write
@@ -187,6 +194,34 @@ def test_ticks_are_round(length: float, most: int) -> None:
     assert round(float(f"{step:.6e}".split("e")[0]), 6) in (1, 2, 5)
     labels = tick_labels(found, SECONDS)
     assert len({*labels}) == len(labels)
+
+
+def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> None:
+    write(records(), tmp_path)
+    check = Check(what="losses", error=1e-12, allowance=1e-9, compared=4)
+    proof = Verdict(layout="dp=2", job="tiny", steps=2, precision="float64", checks=(check,))
+    differs = replace(
+        proof, checks=(replace(check, error=math.inf, where="step 1"),), cause=Cause.DATA, explanation="other rows"
+    )
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {5 / step}}}\n' for step in (1, 2, 3)))
+    trained = Summary(tmp_path, 3, 1.5, 1.25, 0.5, stopped=False, proof="proven", remarks=("a remark",))
+    planned = plan.plan(Job(model={"source": "preset:gpt2"}, train={"global_batch": 64}), 2, "a100-80x8", top=1)
+    shown: list[tuple[Any, str]] = [
+        (gpt2("dp=2"), "a step on 2 devices"),
+        (planned, "Layouts compared"),
+        (explain(tmp_path), "a step on 4 ranks"),
+        (proof, "The same result as one device"),
+        (differs, "Differs: different data"),
+        (trained, "held-out accuracy"),
+    ]
+    for found, words in shown:
+        frame = found._repr_html_()
+        assert frame.startswith('<iframe srcdoc="')
+        assert frame.count("<") == 2  # nothing of the page is outside of the frame
+        page = unescape(re.findall(r'srcdoc="([^"]*)"', frame)[0])
+        assert words in page
+        assert len(frame) < 150_000
+        pages.read(page)
 
 
 @pytest.mark.skipif(pages.chromium() is None, reason="no Chromium is installed here")

@@ -10,6 +10,7 @@ from typing import Any
 from samestep import hardware
 from samestep import job as jobs
 from samestep.errors import LayoutError, RecordError
+from samestep.explanation.step_memory import StepMemory, step_memory
 from samestep.explanation.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
 from samestep.explanation.step_verdict import StepVerdict, verdict_of
 from samestep.hardware import Hardware
@@ -17,6 +18,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json
+from samestep.output.page.page import in_notebook
 from samestep.output.text_table import align_columns
 from samestep.planning.other_numerics import savings
 from samestep.planning.search import plan
@@ -94,6 +96,9 @@ class Explained:
             "missing": list(found.missing),
         }
 
+    def _repr_html_(self) -> str:
+        return in_notebook("samestep.explanation.explained_page", self)
+
     def _of_rank(self, rank: int) -> dict[str, object]:
         parts, rest_s = parts_of(self.found, rank, self.predicted)
         head, memory = self.found.records[rank].head, self.memory_of(rank)
@@ -104,26 +109,25 @@ class Explained:
             "step_s": self.found.lasted_s[rank],
             "parts": [part.to_record() for part in parts],
             "rest_s": rest_s,
-            "memory_bytes": max((size for _, size in memory), default=None),
+            "memory_bytes": None if memory is None else memory.peak_bytes,
+            "memory": None if memory is None else memory.to_record(),
         }
 
     def model(self) -> ModelSpec | None:
         """Return the shape of the model, if the record has it."""
         return _model_in(self.folder)
 
-    def memory_of(self, rank: int) -> list[tuple[float, int]]:
-        """Return the bytes in use on a rank at the end of each task of the last step, with its second in the step."""
-        step = self.found.records[rank].steps[self.found.last.step]
-        return [(time / 1e9, size) for time, size in step.memory]
+    def memory_of(self, rank: int) -> StepMemory | None:
+        """Return the memory of a rank over the last step; None where it was not recorded."""
+        said = None if self.predicted is None else self.predicted.memory
+        return step_memory(self.found.records[rank], self.found.last.step, said)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Return a Chrome trace of the last step, measured and predicted: a process for each rank and for each predicted stage."""
-        trace = _named(self.found.last.timeline.to_chrome_trace(), "measured", 0)
+        """Return a Chrome trace of the last step in two processes, measured and predicted, with a thread for each stream of each lane."""
+        events = _as_process(self.found.last.timeline.to_chrome_trace(), "measured", 0)
         if self.predicted is not None:
-            shift = 1 + max(self.found.records)
-            said = _named(self.predicted.timeline.to_chrome_trace(), "predicted", shift)
-            trace["traceEvents"] += said["traceEvents"]
-        return trace
+            events += _as_process(self.predicted.timeline.to_chrome_trace(), "predicted", 1)
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def to_text(self) -> str:
         """Return the verdict, the parts of the step, and who was waited for."""
@@ -138,8 +142,15 @@ class Explained:
         if any(hidden.values()):
             each = ", ".join(f"{axis} {seconds * 1e3:.3g} ms" for axis, seconds in hidden.items() if seconds > 0)
             lines.append(f"communication while it computed, at most: {each}")
+        if (memory := self._largest_memory()) is not None:
+            lines += memory.to_lines()
         lines += [one.to_line() for one in self.found.clocks.values() if one.width_s]
         return "\n".join([*lines, *(f"missing: {text}" for text in self.found.missing)])
+
+    def _largest_memory(self) -> StepMemory | None:
+        """Return the memory of the rank that needs most; None where none was recorded."""
+        found = [one for rank in self.found.records if (one := self.memory_of(rank)) is not None]
+        return max(found, key=lambda one: one.peak_bytes, default=None)
 
     def _why_unpredicted(self) -> str:
         if hardware.own() is None and self.model() is not None:
@@ -180,13 +191,21 @@ class Explained:
         return align_columns(rows)
 
 
-def _named(trace: dict[str, Any], word: str, shift: int) -> dict[str, Any]:
-    """Return a trace whose processes begin with a word, and are numbered from `shift` on."""
-    events = []
-    for event in trace["traceEvents"]:
-        named = {"args": {"name": f"{word} {event['args']['name']}"}} if event["name"] == "process_name" else {}
-        events.append({**event, **named, "pid": event["pid"] + shift})
-    return {**trace, "traceEvents": events}
+def _as_process(trace: dict[str, Any], name: str, pid: int) -> list[dict[str, Any]]:
+    """Return the events of a trace as those of one process: the streams of all lanes are its threads, named by lane and stream."""
+    events = trace["traceEvents"]
+    lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    threads = [event for event in events if event["name"] == "thread_name"]
+    numbers = {(event["pid"], event["tid"]): number for number, event in enumerate(threads)}
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}]
+    for event in events:
+        if event["name"] == "process_name":
+            continue
+        moved = {**event, "pid": pid, "tid": numbers[event["pid"], event["tid"]]}
+        if event["name"] == "thread_name":
+            moved["args"] = {"name": f"{lanes[event['pid']]} {event['args']['name']}"}
+        found.append(moved)
+    return found
 
 
 def explain(

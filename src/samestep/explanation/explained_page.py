@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 
 from samestep import hardware
 from samestep import job as jobs
 from samestep.explanation.explain import Explained
-from samestep.explanation.logged_steps import LoggedSeries, logged
+from samestep.explanation.step_memory import REST, StepMemory
 from samestep.explanation.step_parts import StepPart, parts_of
 from samestep.layout import Layout
-from samestep.output.page.charts import Bar, MemoryCurve, bars, curve, memory, stacked
-from samestep.output.page.page import Answer, Page, Section
+from samestep.output.page.charts import Bar, MemoryCurve, bars, memory, stacked
+from samestep.output.page.page import Answer, Page, Section, table
 from samestep.output.page.quantities import count, duration, share, size
 from samestep.output.page.timeline_figure import Lane, TimelineFigure, some_of
 from samestep.program import recorded
 from samestep.simulation import prediction_page
 from samestep.simulation.prediction_page import lanes_of, most_drawn, row_kind
+from samestep.training.logged_steps import LoggedSeries, curves, logged
 
 MOST_BARS = 64
 """Number of ranks above which only some have a bar."""
 
 
-def page_of(found: Explained) -> Page:
-    """Return the page of an explained run."""
+def page_of(found: Explained, *, small: bool = False) -> Page:
+    """Return the page of an explained run; a small one has neither boxes to zoom into nor a record."""
     ranks = len(found.found.records)
-    series = logged(found.folder, "loss", "tokens_per_s", "samples_per_s", "mfu", "memory_bytes")
+    keys = ("loss", "tokens_per_s", "samples_per_s", "mfu") if found.folder.name == recorded.FOLDER else ()
+    series = logged(found.folder.parent, *keys)
     steps = found.found.steps
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return Page(
@@ -36,9 +39,9 @@ def page_of(found: Explained) -> Page:
         verdict=found.verdict.line,
         reasons=found.verdict.reasons,
         tries=found.verdict.tries,
-        sections=[*_figures(found), *_curves(series), *_described(found)],
+        sections=[*_figures(found, small=small), *curves(series), *_described(found)],
         notes=[*(one.to_line() for one in found.found.clocks.values() if one.width_s), *found.found.missing],
-        record=found.to_record(),
+        record=None if small else found.to_record(),
     )
 
 
@@ -69,11 +72,12 @@ def _answers(found: Explained, series: dict[str, LoggedSeries]) -> list[Answer]:
             note = f"{predicted[key]} predicted" if key in predicted else ""
             mean = sum(values) / len(values)
             answers.append(Answer(label, form(mean), (form(min(values)), form(max(values))), note))
-    peaks = {rank: max((held for _, held in found.memory_of(rank)), default=0) for rank in found.found.records}
-    rank = max(peaks, key=lambda one: peaks[one])
-    if peaks[rank]:
-        note = f"on rank {rank}" + ("" if said is None else f", {size(said.peak.total).text} predicted")
-        answers.append(Answer("memory", size(peaks[rank]), (size(min(peaks.values())), size(peaks[rank])), note))
+    memories = [one for rank in found.found.records if (one := found.memory_of(rank)) is not None]
+    if memories:
+        most = max(memories, key=lambda one: one.peak_bytes)
+        note = f"on rank {most.rank}" + ("" if said is None else f", {size(said.peak.total).text} predicted")
+        least = min(one.peak_bytes for one in memories)
+        answers.append(Answer("memory", size(most.peak_bytes), (size(least), size(most.peak_bytes)), note))
     return answers
 
 
@@ -84,7 +88,7 @@ def _over_steps(found: Explained, series: LoggedSeries | None) -> list[float]:
     return [value for step, value in zip(series.steps, series.values, strict=True) if step in found.found.steps]
 
 
-def _figures(found: Explained) -> Iterator[Section]:
+def _figures(found: Explained, *, small: bool) -> Iterator[Section]:
     timeline = found.found.last.timeline
     ranks = some_of([*found.found.records], [found.found.busiest], most_drawn(timeline))
     lanes = [lane for rank in ranks for lane in _lanes(found, rank)]
@@ -94,7 +98,7 @@ def _figures(found: Explained) -> Iterator[Section]:
     )
     said = " The prediction is the slim lane above." if found.predicted else ""
     caption = f"Step {found.found.last.step}, one lane for each rank and stream, as it was measured.{said}"
-    yield Section("The step", TimelineFigure(lanes, longest_s, note).to_html(), caption)
+    yield Section("The step", TimelineFigure(lanes, longest_s, note).to_html(small=small), caption)
     parts = [*found.parts, StepPart("rest", None, found.rest_s, None if found.predicted is None else 0.0)]
     rows = [Bar(part.label, row_kind(part.name, part.axis), part.measured_s, part.predicted_s) for part in parts]
     caption = f"The rows of rank {found.found.busiest}, which waits least; they add up to its step."
@@ -139,39 +143,48 @@ def _each_rank(found: Explained) -> Section:
 
 
 def _memory(found: Explained, ranks: list[int]) -> Iterator[Section]:
-    """Yield the measured memory of some ranks over the step as lines, above the predicted parts."""
-    charts = []
-    for rank in some_of(ranks, [found.found.busiest], prediction_page.MOST_CHARTS):
-        moments = found.memory_of(rank)
-        if not moments:
-            continue
-        charts.append(memory(_measured_memory(found, rank, moments), found.found.lasted_s[rank]))
-    if charts:
-        yield Section(
-            "Memory", f'<div class="grid">{"".join(charts)}</div>', "Bytes in use on each rank over the step."
-        )
-
-
-def _measured_memory(found: Explained, rank: int, moments: list[tuple[float, int]]) -> MemoryCurve:
-    total = [held for _, held in moments]
-    return MemoryCurve(
-        f"rank {rank}",
-        {},
-        [time_s for time_s, _ in moments],
-        None,
-        size(max(total)),
-        duration(moments[total.index(max(total))][0]).text,
-        total,
+    """Yield the measured memory of some ranks over the step, and its peak by part against the predicted one."""
+    shown = some_of(ranks, [found.found.busiest], prediction_page.MOST_CHARTS)
+    memories = [one for rank in shown if (one := found.memory_of(rank)) is not None]
+    if not memories:
+        return
+    charts = "".join(memory(_measured_memory(one), found.found.lasted_s[one.rank]) for one in memories)
+    legend = "".join(f'<span><i class="{_PART_KINDS[name]}"></i>{name}</span>' for name in memories[0].parts)
+    of = "of the process, libraries included" if memories[0].is_process else "that the allocator has given away"
+    caption = f"Memory {of}, at the end of each layer and task."
+    yield Section("Memory", f'<div class="grid">{charts}</div><p class="legend">{legend}</p>', caption)
+    head = ("peak of memory", "measured", *(["predicted"] if found.predicted else []))
+    rows = [row for one in memories for row in _memory_rows(one)]
+    yield Section(
+        "The peak by part",
+        table(head, rows),
+        "What is kept between steps is counted from tensors; the rest is what else was in use.",
     )
 
 
-def _curves(series: dict[str, LoggedSeries]) -> Iterator[Section]:
-    words = {"loss": "loss", "tokens_per_s": "tokens a second", "samples_per_s": "samples a second"}
-    charts = [
-        curve(words[key], one.steps, one.values) for key, one in series.items() if key in words and len(one.steps) > 1
-    ]
-    if charts:
-        yield Section("The run", f'<div class="grid wide">{"".join(charts)}</div>', "Every logged step.")
+_PART_KINDS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", REST: "activations"}
+
+
+def _memory_rows(one: StepMemory) -> Iterator[tuple[str, ...]]:
+    """Yield a row for the peak of a rank, and one for each of its parts."""
+    said = [size(one.predicted.total).to_html()] if one.predicted else []
+    at = f"<b>rank {one.rank}</b> at <code>{escape(one.peak_at)}</code>"
+    yield (at, size(one.peak_bytes).to_html(), *said)
+    for name, held in one.parts.items():
+        yield (name, size(held).to_html(), *([size(one.predicted_parts[name]).to_html()] if one.predicted else []))
+    if one.reserved_bytes is not None:
+        yield ("reserved", size(one.reserved_bytes).to_html(), *([""] if one.predicted else []))
+
+
+def _measured_memory(one: StepMemory) -> MemoryCurve:
+    return MemoryCurve(
+        f"rank {one.rank}",
+        {_PART_KINDS[name]: values for name, values in one.over_step().items()},
+        [mark.time_ns / 1e9 for mark in one.marks],
+        None,
+        size(one.peak_bytes),
+        one.peak_at,
+    )
 
 
 def _described(found: Explained) -> Iterator[Section]:

@@ -21,9 +21,9 @@ _RULES = {
 }
 
 
-def page_of(found: Plan) -> Page:
-    """Return the page of a plan."""
-    record = ranking.as_short_record(found, _fallen_record(found))
+def page_of(found: Plan, *, small: bool = False) -> Page:
+    """Return the page of a plan; a small one has neither boxes to zoom into nor a record."""
+    record = None if small else ranking.as_short_record(found, _fallen_record(found))
     if not found.best:
         return Page(
             verb="plan",
@@ -46,7 +46,7 @@ def page_of(found: Plan) -> Page:
         tries=_tries(found),
         sections=[
             _compared(found),
-            *prediction_page.figures_of(best),
+            *prediction_page.figures_of(best, small=small),
             _fallen(found),
             prediction_page.described(found.job, best.layout, found.hardware),
         ],

@@ -33,6 +33,7 @@ from samestep.job import Job
 from samestep.layout import Accumulate, Layout, Reduce
 from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import gib
+from samestep.output.page.page import in_notebook
 from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs
@@ -158,6 +159,9 @@ class Plan:
     """The fastest of the layouts that are likely to fit; None where none was looked for, or none is likelier than the best."""
     other_numerics: tuple[Saving, ...] = ()
     """Savings of other numerics in the best layout; only the job chooses them."""
+
+    def _repr_html_(self) -> str:
+        return in_notebook("samestep.planning.plan_page", self)
 
     @cached_property
     def digests(self) -> dict[str, str]:

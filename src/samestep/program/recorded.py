@@ -25,11 +25,27 @@ from typing import Any, NamedTuple
 
 from samestep.errors import InputError, RecordError
 
-FORMAT, VERSION = "samestep record", 1
+FORMAT, VERSION = "samestep record", 2
+_READ = (1, 2)
+"""Versions that are read: the first one has fewer numbers in a mark of memory."""
 FOLDER = "record"
 """The folder of the records in a run folder."""
 MODEL, JOB = "model.json", "job.toml"
 """Files beside the records: the model's shape and the job, from which a prediction is made."""
+
+
+class MemoryMark(NamedTuple):
+    """The memory of a rank at one time of a step, in bytes."""
+
+    time_ns: int
+    used: int
+    """Allocated on a GPU; on a CPU the resident memory of the process."""
+    reserved: int = 0
+    """What the allocator of a GPU has taken from the device; 0 on a CPU."""
+    most: int = 0
+    """The most that has been allocated on a GPU since the step began; 0 on a CPU, where nobody counts it."""
+    op: str = ""
+    """The op that has just ended."""
 
 
 class SentOp(NamedTuple):
@@ -74,8 +90,10 @@ class RecordedStep:
     ahead_ns: int = 0
     """The most by which the host was ahead of the device when it began a task; 0 on a CPU."""
     events: Sequence[Sequence[Any]] = ()
-    memory: Sequence[tuple[int, int]] = ()
-    """Bytes in use (allocated on a GPU, resident on a CPU) at the end of each task, with its time."""
+    memory: Sequence[MemoryMark] = ()
+    """The memory at the end of each task and of each layer."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the rank keeps between two steps: weights, gradients, optimizer."""
 
 
 def path_of(folder: Path, steps: range, rank: int) -> Path:
@@ -112,7 +130,7 @@ def read_record(path: Path) -> RankRecord:
     number, first = next(lines, (1, {}))
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise RecordError(f"{path} is no record of samestep: its first line has no format {FORMAT!r}")
-    if first.get("version") != VERSION:
+    if first.get("version") not in _READ:
         raise RecordError(
             f"{path} is a record of version {first.get('version')}; this samestep reads version {VERSION}"
         )
@@ -120,7 +138,7 @@ def read_record(path: Path) -> RankRecord:
         head = RecordHead(**{key: value for key, value in first.items() if key not in ("format", "version")})
         found = RankRecord(path, _with_ops(head))
         for number, line in lines:  # noqa: B007 - the message names the line
-            step = RecordedStep(**line)
+            step = RecordedStep(**{**line, "memory": [MemoryMark(*mark) for mark in line.get("memory", ())]})
             if not step.begin_ns <= step.end_ns <= step.until_ns:
                 raise ValueError("ends before it begins")
             for event in step.events:

@@ -13,6 +13,8 @@ import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
+from samestep.output.page.page import in_notebook
+
 
 class Cause(StrEnum):
     """The classes of faults that the shape of an error distinguishes; the value is the text that a user reads."""
@@ -118,6 +120,9 @@ class Verdict:
             cause = self.cause or Cause.FORWARD
             lines += [f"differs: {cause}", f"  {self.explanation}"]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return in_notebook("samestep.proof.verdict_page", self)
 
     def to_line(self) -> str:
         """Return the report in one line: layout, largest error, result."""

@@ -48,6 +48,7 @@ from samestep.runtime.local_replicas import Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import Progress
+from samestep.runtime.optimizers.held_bytes import held_bytes
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes.join import RankInfo
@@ -385,7 +386,9 @@ class Run:
         is_last = batch.step + 1 >= self.job.train.steps
         shared = SharedWeights() if self._shared is None else self._shared
         held = self._own.current
-        recorded = self.recorder.taking(batch.step + 1, held.parallel.program, held.model.module, held.model.spec)
+        module, program, updater = held.model.module, held.parallel.program, held.weights.updater
+        kept = functools.partial(held_bytes, module, program, updater)
+        recorded = self.recorder.taking(batch.step + 1, program, module, held.model.spec, kept)
         try:
             with self._kernels(), shared.stepping(is_last) as reports, recorded:
                 reports.append(report := take(batch))

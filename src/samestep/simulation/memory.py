@@ -29,13 +29,13 @@ and on a device there is an overhead: what context, communicators and libraries 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from samestep.hardware import Hardware
 from samestep.models.param_spec import ParamSpec
-from samestep.output.byte_sizes import gib
+from samestep.output.byte_sizes import gib, readable
 from samestep.program.bodies import Task, is_forward
 from samestep.program.codecs import CODECS, PLAIN, coded_bytes
 from samestep.program.ops import BYTES_OF, OpKind
@@ -93,6 +93,11 @@ class MemoryUse:
         """Return plain data for JSON."""
         parts = {name.replace(" ", "_"): size for name, size in self.parts().items()}
         return {**parts, "host": self.host, "peak": self.total, "peak_at": self.peak_at}
+
+
+def parts_text(parts: Mapping[str, int]) -> str:
+    """Return bytes by part as text, without parts that have none; measured and predicted peaks are written alike."""
+    return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
 
 
 def memory_summary(use: MemoryUse, hardware: Hardware) -> str:

@@ -15,6 +15,7 @@ from samestep.hardware import Hardware, origins
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
+from samestep.output.page.page import in_notebook
 from samestep.program.program import Program
 from samestep.simulation import clock, memory
 from samestep.simulation.cost import dtype_on
@@ -168,6 +169,9 @@ class Prediction:
     def chance_to_fit(self) -> float:
         """Probability that a rank needs no more than the memory of a device, by the record of predictions."""
         return intervals()["memory"].chance_below(self.hardware.memory_bytes, self.peak.total)
+
+    def _repr_html_(self) -> str:
+        return in_notebook("samestep.simulation.prediction_page", self)
 
     def to_record(self) -> dict[str, object]:
         """Return the prediction as plain data for JSON."""

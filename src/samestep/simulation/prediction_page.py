@@ -37,8 +37,8 @@ _KINDS = {
 """Colour of each kind of op on the compute stream."""
 
 
-def page_of(found: Prediction) -> Page:
-    """Return the page of a prediction."""
+def page_of(found: Prediction, *, small: bool = False) -> Page:
+    """Return the page of a prediction; a small one has neither boxes to zoom into nor a record."""
     return Page(
         verb="simulate",
         title=title_of(found),
@@ -46,9 +46,9 @@ def page_of(found: Prediction) -> Page:
         answers=answers_of(found),
         verdict=f"Bound by {bound_by.binds(found)}",
         reasons=bound_by.reasons(found),
-        sections=[*figures_of(found), described(found.job, found.layout, found.hardware)],
+        sections=[*figures_of(found, small=small), described(found.job, found.layout, found.hardware)],
         notes=notes_of(found.labels),
-        record=found.to_record(),
+        record=None if small else found.to_record(),
     )
 
 
@@ -85,14 +85,16 @@ def answers_of(found: Prediction) -> list[Answer]:
     ]
 
 
-def figures_of(found: Prediction) -> Iterator[Section]:
+def figures_of(found: Prediction, *, small: bool = False) -> Iterator[Section]:
     """Yield the figures of a prediction: the step, its parts, its memory."""
     stages, peak = found.timeline.stages, found.memory.index(found.peak)
     drawn = some_of(stages, [peak], most_drawn(found.timeline))
     note = "" if len(drawn) == len(stages) else f"{len(drawn)} of {len(stages)} stages are drawn."
     figure = TimelineFigure([*lanes_of(found.timeline, drawn)], found.timeline.step_s, note)
     yield Section(
-        "The step", figure.to_html(), "One lane for each pipeline stage and stream, all ranks of a stage at once."
+        "The step",
+        figure.to_html(small=small),
+        "One lane for each pipeline stage and stream, all ranks of a stage at once.",
     )
     parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in found.parts]
     if found.exchange_s:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
 import psutil
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from samestep import hardware
 from samestep.output import process_limits
@@ -24,9 +23,10 @@ from samestep.output.byte_sizes import readable
 from samestep.planning.nearest_layout import nearest
 from samestep.program.bodies import Task
 from samestep.program.update_rules import states_per_param
+from samestep.runtime.optimizers import held_bytes as counted
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
-from samestep.simulation.memory import MemoryUse
+from samestep.simulation.memory import MemoryUse, parts_text
 from samestep.simulation.prediction import predict
 from samestep.training.check import Checked
 
@@ -52,7 +52,7 @@ def is_shortage(error: BaseException) -> bool:
 def shortage(error: BaseException, run: Run) -> str:
     """Return two lines of text: the rank's task when memory ran out, and the bytes that it held."""
     place = run.place
-    parts = ", ".join(f"{name} {readable(size)}" for name, size in held_bytes(run).items())
+    parts = parts_text(held_bytes(run)) or "nothing yet"
     where = where_of(error, run)
     return (
         f"rank {place.rank} of {place.world_size} ran out of memory {where}: {_first_line(error)}\n"
@@ -84,7 +84,7 @@ def less_memory(checked: Checked, device_type: str) -> str:
     spec, job, layout = checked.workload.spec, checked.job, checked.layout
     machine, states = hardware.own_or("cpu-laptop"), states_per_param(job)
     room, peak = _room(checked, device_type), _predict_peak(checked)
-    parts = ", ".join(f"{name} {readable(size)}" for name, size in peak.parts().items())
+    parts = parts_text(peak.parts())
     total = readable(peak.total)
     lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {readable(room)} a rank"]
     # The prediction may have said that this layout fits: a suggestion must then be predicted to need clearly less.
@@ -121,21 +121,7 @@ def held_bytes(run: Run) -> dict[str, int]:
     """Return the bytes that a run keeps between steps, by kind: weights, gradients, optimizer."""
     if not run.is_prepared:
         return {"weights": 0}
-    params = [_local(param) for param in run.model.parameters()]
-    grads = [_local(param.grad) for param in run.model.parameters() if param.grad is not None]
-    if run.program.buckets:  # gradients are summed in the buckets; without buckets, asking for them could allocate
-        grads += [piece.gradient() for piece in run.updater.pieces]
-    optimizer = run.updater.optimizer
-    states = [
-        value
-        for piece in run.updater.pieces
-        for value in (
-            *(optimizer.state.get(piece.value, {}) if optimizer else {}).values(),
-            *(piece.split[0].tensors if piece.split else [piece.value] * (piece.target is not None)),
-        )
-        if isinstance(value, Tensor)
-    ]
-    return {"weights": _storages(params), "gradients": _storages(grads), "optimizer": _storages(states)}
+    return counted.held_bytes(run.model, run.program, run.updater)
 
 
 def most_bytes(device: torch.device) -> int:
@@ -159,15 +145,6 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _storages(tensors: Iterable[Tensor]) -> int:
-    storages = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _first_line(error: BaseException) -> str:

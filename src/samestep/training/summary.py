@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.output.page.page import in_notebook
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -50,6 +52,9 @@ class Summary:
     def to_record(self) -> dict[str, Any]:
         """Return it as plain data, but for its path."""
         return dataclasses.asdict(self)
+
+    def _repr_html_(self) -> str:
+        return in_notebook("samestep.training.summary_page", self)
 
     def to_json(self) -> str:
         """Return it as JSON."""

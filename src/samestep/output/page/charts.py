@@ -74,8 +74,6 @@ class MemoryCurve:
     capacity_bytes: float | None
     peak: Quantity
     peak_at: str
-    total: Sequence[int] = ()
-    """Bytes that were measured at the same times, drawn as a line, where the parts are predicted."""
 
 
 def memory(curve: MemoryCurve, step_s: float) -> str:
@@ -106,7 +104,7 @@ def memory(curve: MemoryCurve, step_s: float) -> str:
     return (
         f'<div class="memory"><h3>{escape(curve.label)}</h3><p>peak {curve.peak.to_html()}{of}<br/><small>at <code>{escape(curve.peak_at)}</code></small></p>'
         f'<div class="plot"><div class="marks">{marks}</div><svg viewBox="0 0 {_POINTS} 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="Memory of {escape(curve.label)} over the step">{"".join(paths)}{limit}{_line(curve.total, columns, top)}</svg></div></div>'
+        f'aria-label="Memory of {escape(curve.label)} over the step">{"".join(paths)}{limit}</svg></div></div>'
     )
 
 
@@ -116,7 +114,7 @@ def _unit(top: float) -> float:
 
 def _columns(curve: MemoryCurve, step_s: float) -> list[int]:
     """Return, for each column, the index of the largest total among the times that fall into it, or else of the last before it."""
-    totals = [sum(values) for values in zip(*curve.parts.values(), strict=True)] or [*curve.total]
+    totals = [sum(values) for values in zip(*curve.parts.values(), strict=True)]
     found = [-1] * _POINTS
     scale = _POINTS / (step_s or 1.0)
     for index, time_s in enumerate(curve.times_s):
@@ -149,13 +147,6 @@ def _steps(values: Sequence[float], top: float) -> list[str]:
             points.append(f"{column} {y}")
             before = y
     return [*points, f"{len(values)} {before}"]
-
-
-def _line(values: Sequence[int], columns: Sequence[int], top: float) -> str:
-    if not values:
-        return ""
-    points = _steps([values[place] if place >= 0 else values[0] for place in columns], top)
-    return f'<path class="measured" d="M{"L".join(points)}"/>'
 
 
 def curve(label: str, steps: Sequence[int], values: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from importlib import resources
+from importlib import import_module, resources
 
 from samestep.output.page.quantities import Quantity
 
@@ -136,10 +136,15 @@ def words(pairs: Mapping[str, object]) -> str:
     return f"<dl>{terms}</dl>"
 
 
-def in_notebook(page: str, height: int = 640) -> str:
-    """Return a page for a cell of a notebook: a frame, so that neither's styles reach the other."""
+def in_notebook(module: str, found: object, height: int = 560) -> str:
+    """Return the page of a result for a cell of a notebook: a frame, so that neither's styles reach the other.
+
+    `module` is the one whose `page_of` makes the page: pages import results, and no result imports its page. The timeline has no
+    boxes to zoom into, so that a saved notebook stays small.
+    """
+    page: Page = import_module(module).page_of(found, small=True)
     return (
-        f'<iframe srcdoc="{escape(page, quote=True)}" sandbox="allow-scripts" style="width:100%;height:{height}px;border:0" '
+        f'<iframe srcdoc="{escape(page.to_html(), quote=True)}" sandbox="allow-scripts" style="width:100%;height:{height}px;border:0" '
         'title="samestep"></iframe>'
     )
 

@@ -31,12 +31,21 @@ from samestep.output.output_file import write_whole
 from samestep.program import recorded
 from samestep.program.bodies import Task
 from samestep.program.program import Program
-from samestep.program.recorded import RecordedStep, RecordHead, SentOp
+from samestep.program.recorded import MemoryMark, RecordedStep, RecordHead, SentOp
 from samestep.runtime.recording import marks
 from samestep.runtime.recording.device_clock import Stamp, clock_of
 from samestep.runtime.recording.layer_marks import mark_layers
+from samestep.runtime.recording.memory_marks import MemorySampler
 from samestep.runtime.recording.sums import StepSums, sums_of
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+
+_AROUND_LAYERS = {
+    "F": "forward:between layers",
+    "B": "backward:between layers",
+    "W": "weight:between layers",
+    "U": "update:optimizer",
+}
+"""Names of what a task does outside of its layers."""
 
 
 @dataclass(slots=True)
@@ -49,7 +58,9 @@ class _OpenStep:
     cpu_ns: int
     is_in_window: bool
     events: list[list[Any]] = field(default_factory=list)
-    memory: list[tuple[Stamp, int]] = field(default_factory=list)
+    memory: list[tuple[Any, ...]] = field(default_factory=list)
+    """A stamp, and the sample of then."""
+    held: Mapping[str, int] = field(default_factory=dict)
     begun: list[tuple[int, Stamp]] = field(default_factory=list)
     """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -104,6 +115,7 @@ class StepRecorder(StepObserver):
         self._unread: deque[_OpenStep] = deque()
         self._window: _Window | None = None
         self._axes: dict[str, str] = {}
+        self.memory = MemorySampler(device)
         self.sums = StepSums()
         """The sums of the newest step whose times are known."""
 
@@ -115,14 +127,18 @@ class StepRecorder(StepObserver):
         self._window = _Window(steps, folder, job)
 
     @contextmanager
-    def taking(self, step: int, program: Program, module: nn.Module, spec: ModelSpec) -> Iterator[None]:
-        """Surround a step, counted from 1."""
+    def taking(
+        self, step: int, program: Program, module: nn.Module, spec: ModelSpec, held: Callable[[], Mapping[str, int]]
+    ) -> Iterator[None]:
+        """Surround a step, counted from 1; `held` counts what is kept between steps, once in a window."""
         self._next(step, program, module, spec)
         opened = self._open
         yield
         if opened is not None and self._open is opened:
             opened.end = self.now()
             opened.cpu_ns = time.thread_time_ns() - opened.cpu_ns
+            if opened.is_in_window and self._window is not None:
+                opened.held = self._window.held = self._window.held or held()
 
     def close(self) -> None:
         """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
@@ -166,10 +182,10 @@ class StepRecorder(StepObserver):
             if self._device.type == "cuda":
                 opened.begun.append((time.perf_counter_ns(), event[2]))
             end = self.add(event)
+            self.memory.begin(_AROUND_LAYERS.get(str(task.kind), "host"))
             yield
             end()
-            if opened.is_in_window:
-                opened.memory.append((event[3], _bytes_in_use(self._device)))
+            self.sample(event[3])
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
@@ -189,6 +205,11 @@ class StepRecorder(StepObserver):
             event[3] = self.now()
 
         return end
+
+    def sample(self, stamp: Stamp) -> None:
+        """Note the memory at the end of an op of a step in a window."""
+        if self._open is not None and self._open.is_in_window and self._open.hears:
+            self._open.memory.append((stamp, *self.memory.sample()))
 
     # -- steps and windows -------------------------------------------------------------------------
 
@@ -251,7 +272,8 @@ class StepRecorder(StepObserver):
             cpu_ns=one.cpu_ns,
             ahead_ns=max(0, *ahead) if ahead else 0,
             events=events,
-            memory=[(since(stamp), size) for stamp, size in one.memory],
+            memory=[MemoryMark(since(stamp), *sampled) for stamp, *sampled in one.memory],
+            held=one.held,
         )
 
     def _end_window(self) -> None:
@@ -265,6 +287,7 @@ class _Window:
 
     def __init__(self, steps: range, folder: Path, job: Job) -> None:
         self.steps, self._folder, self._job = steps, folder, job
+        self.held: Mapping[str, int] = {}
         self._file: IO[str] | None = None
         self._handles: list[RemovableHandle] = []
         self._collecting: Callable[[str, Mapping[str, int]], None] | None = None
@@ -292,10 +315,21 @@ class _Window:
         self._file.write(recorded.head_line(_head(program, spec, rank, device)))
 
         def forward(name: str) -> Callable[[], None]:
-            return recorder.add(["layer", name, recorder.now(), None])
+            event = ["layer", name, recorder.now(), None]
+            end_of_event = recorder.add(event)
+            recorder.memory.begin(f"forward:{name}")
+
+            def end() -> None:
+                end_of_event()
+                recorder.sample(event[3])
+
+            return end
 
         def backward(name: str) -> None:
-            recorder.add(["backward", name, recorder.now(), None])()
+            event = ["backward", name, recorder.now(), None]
+            recorder.add(event)()
+            recorder.sample(event[3])
+            recorder.memory.begin(f"backward:{name}")
 
         self._handles = mark_layers(module, spec, forward, backward)
         ends: list[Callable[[], None]] = []
@@ -361,17 +395,3 @@ def _clock_identity() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
-
-
-_PAGE = 4096
-
-
-def _bytes_in_use(device: torch.device) -> int:
-    """Return the bytes allocated on a GPU, or the resident bytes of this process; 0 where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        with Path("/proc/self/statm").open(encoding="ascii") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except OSError:
-        return 0
