@@ -81,11 +81,12 @@ class Timeline {
   isCompute(lane) { return /compute/.test(this.svgs[lane].getAttribute("aria-label")); }
 
   label(start, width, text) {
-    const fits = Math.floor((width - 6) / 5.9);
-    const short = text.length <= fits ? text : text.includes(":") ? text.slice(text.indexOf(":") + 1) : text;
-    if (short.length > fits && fits < 5) return null;
+    const bare = text.slice(text.indexOf(":") + 1); // the longest form that fits: kind and layer, layer, its last words, the task
+    const forms = [text, bare, bare.split(".").slice(-2).join("."), text.includes(" ") && !text.includes(":") ? text.split(" ")[0] : ""];
+    const shown = forms.find((one) => one && one.length * 5.9 <= width - 6);
+    if (!shown) return null;
     const made = this.made("text", { x: start + 3, y: 11 });
-    made.textContent = short.length > fits ? `…${short.slice(short.length - fits + 1)}` : short;
+    made.textContent = shown;
     return made;
   }
 

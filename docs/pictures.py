@@ -1,0 +1,96 @@
+"""Makes the pictures of the documents: pages of `plan`, `simulate` and `explain`, as Chromium shows them.
+
+    python docs/pictures.py             writes docs/pictures/*.png
+    python docs/pictures.py simulate    writes those of one verb
+
+The predictions are those that the commands in `PAGES` make; the explained run is trained here first, on four processes, so its
+times are those of this machine. Chromium must be installed; Pillow, if it is, makes the files smaller.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "pictures"
+COLOURS = 250
+"""Colours of a picture, where Pillow is installed."""
+PAGES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "plan": (("plan", "--set", "model.source=preset:llama3-70b", "--devices", "512", "--hardware", "h100x8"),),
+    "simulate": (("simulate", "--case", "gpt3-4096"),),
+    "explain": (
+        ("train", "--ranks", "4", "--layout", "dp=2 pp=2", "--steps", "60", "--record", "3", "--out", "{run}"),
+        ("explain", "{run}", "--hardware", "cpu-laptop"),
+    ),
+}
+"""The commands that make the page of each verb; the last one writes it."""
+
+
+class Shot(NamedTuple):
+    """One picture of a page."""
+
+    verb: str
+    name: str
+    width: int
+    height: int
+    is_dark: bool = False
+
+
+SHOTS = (
+    Shot("plan", "plan", 1200, 1500),
+    Shot("plan", "plan-phone", 390, 1500, is_dark=True),
+    Shot("simulate", "simulate", 1200, 1960, is_dark=True),
+    Shot("explain", "explain", 1200, 1560),
+)
+
+
+def main(verbs: list[str]) -> None:
+    """Make the pictures of some verbs, or of all."""
+    browser = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
+    if browser is None:
+        raise SystemExit("pictures are made by Chromium, and none is installed here")
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for verb in verbs or PAGES:
+            page = _page(verb, folder)
+            for shot in SHOTS:
+                if shot.verb == verb:
+                    _take(browser, page, shot, folder)
+
+
+def _page(verb: str, folder: Path) -> Path:
+    """Return the file of a verb's page."""
+    page = folder / f"{verb}.html"
+    *before, last = PAGES[verb]
+    for command in (*before, (*last, "--html", str(page))):
+        words = [word.format(run=folder / "dp2-pp2") for word in command]
+        subprocess.run([sys.executable, "-m", "samestep", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return page
+
+
+def _take(browser: str, page: Path, shot: Shot, folder: Path) -> None:
+    file = FOLDER / f"{shot.name}.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync", "--hide-scrollbars"]
+    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder / 'profile'}"]
+    flags += [f"--blink-settings=preferredColorScheme={0 if shot.is_dark else 1}", "--virtual-time-budget=5000"]
+    flags += [f"--window-size={shot.width},{shot.height}", f"--screenshot={file}", page.as_uri()]
+    subprocess.run([browser, *flags], check=True, capture_output=True, timeout=300)
+    if importlib.util.find_spec("PIL") is not None:
+        from PIL import Image  # noqa: PLC0415 - an extra
+
+        with Image.open(file) as image:
+            image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+    print(f"{file.relative_to(ROOT)}: {file.stat().st_size:,} B")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
