@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.families import facts_of
+from samestep.building.optimizer import OptimizerSource
 from samestep.datasets import Batch, Dataset, batches
 from samestep.errors import CheckpointError
 from samestep.examination.examine import Source
 from samestep.job import Job
+from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
@@ -40,10 +42,12 @@ from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.randomness import masks
 from samestep.runtime.assembly import Assembly, trace_for_layout
+from samestep.runtime.axes import expert
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.guards.deviation import NUM_PERTURBED, allowance
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
@@ -77,7 +81,7 @@ class Subject:
         if one does not, the others wait for it.
         """
         observed = ObservedRun(self.source, layout, job, place, self.example)
-        observed.run.adopt(lambda assembly: assembly.with_optimizer(_sgd, job.numerics))
+        observed.run.adopt(lambda assembly: _with_optimizer(assembly, _sgd, job.numerics))
         return observed
 
     @property
@@ -158,7 +162,7 @@ def _observe_steps(observed: ObservedRun, subject: Subject, one: Observation | N
     if subject.job.numerics.precision != "float64":
         return seen
     observation.restart(run, start, buffers)
-    run.adopt(lambda assembly: assembly.with_optimizer(subject.source.optimizer, subject.job.numerics))
+    run.adopt(lambda assembly: _with_optimizer(assembly, subject.source.optimizer, subject.job.numerics))
     given = [comparison.whole_of(comparison.unclip_gradients(one or seen, i)) for i in range(len(seen.steps))]
     seen.updated = list(observation.feed(run, given, [step.unused for step in (one or seen).steps]))
     seen.state = held_tensors.held_state(run)
@@ -317,11 +321,25 @@ def _batch(subject: Subject, step: int) -> Batch:
     return next(iter(batches(subject.dataset, subject.job, first_step=step)))
 
 
+def _with_optimizer(assembly: Assembly, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
+    """Return an assembly with another optimizer over the same weights; its state is empty."""
+    weights = assembly.weights
+    updater = Updater.over(
+        weights.store.pieces, source, numerics, weights.updater.whole, packing=weights.updater.packing
+    )
+    return dataclasses.replace(assembly, weights=dataclasses.replace(weights, updater=updater))
+
+
+def _without_balance(assembly: Assembly) -> Assembly:
+    """Return an assembly without the auxiliary loss that balances experts."""
+    return dataclasses.replace(assembly, objective=dataclasses.replace(assembly.objective, balance=expert.NoBalance()))
+
+
 def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
     """Run each micro-batch of each data rank by itself, on one device."""
     layout, count = subject.layout, subject.programs()[0].step.num_microbatches
     batch = _batch(subject, step)
-    run.adopt(Assembly.without_balance)  # the balancing loss of a part is not a part of the batch's
+    run.adopt(_without_balance)  # the balancing loss of a part is not a part of the batch's
     found = []
     for rank in range(layout.dp):
         for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):
@@ -353,7 +371,7 @@ def _chunks(run: Run, subject: Subject, name: str, step: int) -> list[Tensor]:
     head, size = subject.spec.layers[-1].head, subject.layout.loss_chunk
     if head is None or size is None:
         return []
-    run.adopt(Assembly.without_balance)
+    run.adopt(_without_balance)
     layout, count, batch = subject.layout, subject.programs()[0].step.num_microbatches, _batch(subject, step)
     found: dict[int, Tensor] = {}
     for rank in range(layout.dp):

@@ -29,13 +29,12 @@ from torch import Tensor, nn
 from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import cross_entropy
-from samestep.building.optimizer import OptimizerSource, learning_rate_factor
+from samestep.building.optimizer import learning_rate_factor
 from samestep.building.own_loss import settle_own_loss
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
-from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
@@ -159,17 +158,6 @@ class Assembly:
     model: PreparedModel
     objective: Objective
     weights: Weights
-
-    def with_optimizer(self, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
-        """Return this assembly with another optimizer over the same weights; its state is empty."""
-        whole = self.weights.updater.whole
-        packing = self.weights.updater.packing
-        updater = Updater.over(self.weights.store.pieces, source, numerics, whole, packing=packing)
-        return replace(self, weights=replace(self.weights, updater=updater))
-
-    def without_balance(self) -> Assembly:
-        """Return this assembly without the auxiliary loss that balances experts."""
-        return replace(self, objective=replace(self.objective, balance=expert.NoBalance()))
 
 
 def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
