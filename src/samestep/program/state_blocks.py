@@ -34,7 +34,7 @@ def block_of(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldStates:
-    """How the states of an optimizer are held between two updates, and how many there are of each weight."""
+    """The form in which the states of an optimizer are held between two updates, and the number of them for each weight."""
 
     precision: OptimizerStates = "float32"
     wide_bytes: int = 4

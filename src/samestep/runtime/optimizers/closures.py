@@ -103,7 +103,7 @@ def members_that_evaluate(source: OptimizerSource, whole: WholeWeights) -> froze
 
 
 def check_scale(scale: LossScale, evaluating: frozenset[int], optimizer: Optimizer | None) -> None:
-    """Refuse a loss scale in whose gradients an optimizer with members that evaluate the loss would meet overflows.
+    """Refuse a loss scale, under which gradients may overflow, for an optimizer with members that evaluate the loss.
 
     Raises:
         ModelError: there are such members, and the scale changes.

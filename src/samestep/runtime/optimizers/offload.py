@@ -1,4 +1,4 @@
-"""Offload of the optimizer: masters and states are on the host, where the update is made, while gradients are made on a GPU.
+"""Offload of the optimizer: a GPU computes gradients, and the host holds masters and states and updates them.
 
 ```
 gradient, on the device ─► pinned memory ─► optimizer.step() over values on the host ─► target, on the device
@@ -21,14 +21,14 @@ from samestep.runtime import host_copies
 
 @dataclass(slots=True)
 class Offload:
-    """The way of gradients to values that are on the host; nothing is sent where they are where gradients are made."""
+    """The transfer of gradients to values that are on the host; nothing is sent to values on the device of the gradients."""
 
     values: Sequence[Tensor]
     """The master values of a rank's pieces."""
     _sent: list[Tensor] | None = None
 
     def is_apart(self, device: torch.device) -> bool:
-        """Return whether the optimizer works on the host, while gradients are made on this device, a GPU."""
+        """Return whether the optimizer works on the host, while this device, a GPU, computes the gradients."""
         return device.type == "cuda" and any(value.device.type == "cpu" for value in self.values)
 
     def send(self, gradients: Sequence[Tensor]) -> None:

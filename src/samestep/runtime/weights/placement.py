@@ -216,7 +216,7 @@ class Placements:
         return self.program.step.holding(self.parts[name])
 
     def materialize(self, plan: Blueprint, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the first values of this rank's part of a weight, of which no more is made than has to be."""
+        """Return the first values of this rank's part of a weight, computed without the rest of it where that is possible."""
         held = self.part(name)
         if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
             return plan.materialize(name, self.mesh.device, dtype, held.intervals)
