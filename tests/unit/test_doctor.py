@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from samestep import hardware
 from samestep.diagnosis import all_hosts, link_rates, one_host
 from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.doors import REACHED, Attempt, Rate
-from samestep.diagnosis.findings import Findings, of_record
+from samestep.diagnosis.findings import Findings, at_once, of_record
 from samestep.diagnosis.gpus import Gpus, Torch
 from samestep.diagnosis.identity import Identity, identify
 from samestep.diagnosis.limits import Limits
@@ -107,9 +108,7 @@ def lines_of(case: Case) -> list[Line]:
     heard, links = case
     lines = [line for found in heard.hosts for line in one_host.lines_of(found)]
     lines += [*all_hosts.lines_of(heard), *link_rates.lines_of(heard, links, MACHINE)]
-    lines += [
-        one_host.torch_line(heard.name(place), one, heard.hosts[place].gpus) for place, one in heard.torches.items()
-    ]
+    lines += [one_host.torch_line(heard.name(place), one, heard.hosts[place]) for place, one in heard.torches.items()]
     return [*merged(lines)]
 
 
@@ -180,6 +179,12 @@ def _all_unseen(heard: Heard, last: int) -> dict[str, Any]:
     }
 
 
+def _listed(heard: Heard, count: int) -> dict[str, Any]:
+    """The launcher lists hosts by names of its own."""
+    names = tuple(f"x{number}" for number in range(count))
+    return {"identities": tuple(replace(one, listed=names, meets_at="x0") for one in heard.identities)}
+
+
 def _duplicated(case: Case) -> Case:
     return _on_last("identity", rank=0)(case)
 
@@ -218,10 +223,20 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         "names",
         "n1, at which all ranks meet, has no address here",
     ),
-    "name of one host alone": (
-        _heard(lambda heard, last: {"unknown": {last: ("n1",), 0: ()}}),
+    "name that one host does not know": (
+        _heard(lambda heard, last: {**_listed(heard, 4), "unknown": {0: (), last: ("x2",)}}),
         "names",
-        "the name n1 has no address here",
+        "the name x2 has no address here",
+    ),
+    "name that nobody knows": (
+        _heard(lambda heard, last: {**_listed(heard, 4), "unknown": {0: ("x3",), last: ("x3",)}}),
+        "names",
+        "the name x3 has no address here",
+    ),
+    "host that leaves": (
+        _heard(lambda heard, last: {"mute": {"n2": ("look: nothing came",)}, "gone": {"n2": "its connection ended"}}),
+        "answers",
+        "it came, and left during the examination: its connection ended",
     ),
     "own name elsewhere": (
         _on_last("network", own_addresses=("10.0.9.9",)),
@@ -318,6 +333,13 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         "driver",
         "driver 470.1 is too old for torch's CUDA 13.0",
     ),
+    "GPUs that torch does not see": (
+        lambda case: _seen_by_torch(
+            _on_last("software", torch_cuda="CUDA 12.6")(_on_last("gpus", names=("T4",) * 8, driver="550.54.15")(case))
+        ),
+        "torch",
+        "torch sees 3 GPUs, and the driver 8",
+    ),
     "torch that fails": (
         _heard(lambda heard, last: {"torches": {**heard.torches, last: Torch("", 0, "", "ImportError: libcudart")}}),
         "torch",
@@ -332,6 +354,11 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         "no answer to look: nothing came",
     ),
 }
+
+
+def _seen_by_torch(case: Case) -> Case:
+    heard, links = case
+    return replace(heard, torches={**heard.torches, len(heard.hosts) - 1: Torch("2.13.0", 3, "2.27", "")}), links
 
 
 def _hung(case: Case, part: str) -> Case:
@@ -355,6 +382,21 @@ def test_one_fault_is_one_line(fault: str, seed: int) -> None:
     assert len(named) == 1, [line.to_text() for line in bad]
     assert named[0].remedy
     assert "\n" not in named[0].to_text()
+
+
+def test_a_list_of_labels_that_nobody_resolves_is_no_fault() -> None:
+    heard, links = healthy(1)
+    every = dict.fromkeys(range(len(heard.hosts)), ("x0", "x1", "x2", "x3"))
+    case = replace(heard, **_listed(heard, 4), unknown=every), links
+    assert [line.to_text() for line in lines_of(case) if line.level != "ok"] == []
+
+
+def test_a_probe_that_hangs_is_left_behind_and_named() -> None:
+    released = threading.Event()
+    found, late = at_once({"folder": lambda: released.wait(60), "names": lambda: 7, "clock": lambda: 1 / 0}, 0.3)
+    released.set()
+    assert (found["folder"], found["names"]) == (None, 7)
+    assert {*late} == {"folder: it did not end within 0.3 s", "clock: ZeroDivisionError: division by zero"}
 
 
 def test_findings_survive_the_way_as_json() -> None:

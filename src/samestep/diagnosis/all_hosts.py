@@ -43,6 +43,8 @@ class Heard:
     torches: Mapping[int, Torch] = field(default_factory=dict)
     mute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By the name of a host, the questions to which it gave no answer, and why."""
+    gone: Mapping[str, str] = field(default_factory=dict)
+    """The hosts that left meanwhile, and why."""
 
     def name(self, host: int) -> str:
         """Return the name of a host, with the number of its process where two have the same name."""
@@ -84,7 +86,7 @@ def world_lines(heard: Heard) -> Iterator[Line]:
             yield Line(
                 "fault", "world", shown, f"a {unit.upper() if unit == 'rank' else 'number'} of its own works for each"
             )
-    yield from _silent_lines(heard, unit, max(sizes), set(ranks))
+    yield from _silent_lines(heard, unit, min(sizes), set(ranks))
     if len(sizes) == 1 and len(who) == size and all(len(same) == 1 for rank, same in ranks.items() if rank >= 0):
         on = f" on {len(heard.hosts)} hosts" if len(heard.hosts) > 1 else " on one host"
         yield Line(
@@ -161,19 +163,23 @@ def _different(heard: Heard, values: Sequence[tuple[int, Any]]) -> str:
 
 
 def _unknown_lines(heard: Heard) -> Iterator[Line]:
-    """Yield the names of hosts that have an address on some hosts and none on others."""
-    every = {name for names in heard.unknown.values() for name in names}
-    for name in sorted(every):
-        places = [place for place, names in heard.unknown.items() if name in names]
-        if len(places) < len(heard.hosts):
-            works = "the same entries in DNS or /etc/hosts on all hosts work"
-            yield Line(
-                "fault",
-                "names",
-                f"the name {name} has no address here, and has one on other hosts",
-                works,
-                _hosts(heard, places),
-            )
+    """Yield the names in the launcher's list that hosts do not know, where they know others: a list of mere labels is no fault.
+
+    A host always knows itself, so that its own name counts on the others alone. The name at which all meet has a line of each host.
+    """
+    asked = {
+        (place, name)
+        for place in heard.unknown
+        for name in heard.identities[0].listed
+        if name not in (heard.hosts[place].identity.host, heard.identities[0].meets_at)
+    }
+    dead = sorted((place, name) for place, name in asked if name in heard.unknown[place])
+    if len(dead) == len(asked):
+        return
+    for name in dict.fromkeys(name for _, name in dead):
+        places = [place for place, other in dead if other == name]
+        found, works = f"the name {name} has no address here", "an entry for it in DNS or /etc/hosts works"
+        yield Line("fault", "names", found, works, _hosts(heard, places))
 
 
 def _reach_lines(heard: Heard) -> Iterator[Line]:
@@ -298,7 +304,8 @@ def _clock_lines(heard: Heard) -> Iterator[Line]:
     if not heard.skews:
         return
     ahead = {0: (0.0, 0.0), **heard.skews}
-    around = sorted(ahead_s for ahead_s, _ in ahead.values())[(len(ahead) - 1) // 2]
+    # Of two clocks none is the usual one: the first host's counts as right.
+    around = sorted(ahead_s for ahead_s, _ in ahead.values())[len(ahead) // 2] if len(ahead) > 2 else 0.0
     for place, (ahead_s, exact_s) in ahead.items():
         off_s = ahead_s - around
         if abs(off_s) - exact_s > _LITTLE_SKEW_S:
@@ -335,8 +342,14 @@ def _gpu_lines(heard: Heard) -> Iterator[Line]:
 
 def _mute_lines(heard: Heard) -> Iterator[Line]:
     for name, questions in heard.mute.items():
-        works = "a host that is less busy, or whose file server answers, works"
-        yield Line("warning", "answers", f"no answer to {'; '.join(questions)}", works, (name,))
+        if name in heard.gone:
+            works = "what this host printed itself says why"
+            yield Line(
+                "fault", "answers", f"it came, and left during the examination: {heard.gone[name]}", works, (name,)
+            )
+        else:
+            works = "a host that is less busy, or whose file server answers, works"
+            yield Line("warning", "answers", f"no answer to {'; '.join(questions)}", works, (name,))
 
 
 def _hosts(heard: Heard, places: Sequence[int]) -> tuple[str, ...]:

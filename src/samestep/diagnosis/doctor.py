@@ -140,9 +140,7 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
     if len(peers) > 1:
         lines = [line for line in lines if line.about != "identity" or line.level != "ok"]
     lines += [*all_hosts.lines_of(heard), *link_rates.lines_of(heard, links, wanted.machine)]
-    lines += [
-        one_host.torch_line(heard.name(place), one, heard.hosts[place].gpus) for place, one in heard.torches.items()
-    ]
+    lines += [one_host.torch_line(heard.name(place), one, heard.hosts[place]) for place, one in heard.torches.items()]
     links = link_rates.judged(heard, links, wanted.machine)
     end = []
     if wanted.job is not None:

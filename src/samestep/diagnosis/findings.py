@@ -96,6 +96,6 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
         while thread.is_alive() and not limit.is_set():
             thread.join(0.05)
         if thread.is_alive():
-            errors[name] = f"it did not end within {limit_s:.0f} s"
+            errors[name] = f"it did not end within {limit_s:.3g} s"
     timer.cancel()
     return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in errors.items())

@@ -239,8 +239,11 @@ def _gpu_line(gpus: Gpus, torch_cuda: str) -> Parts:
     return "ok", "driver", f"{shown}, {gpus.num_visible} visible; torch is built for {torch_cuda}"
 
 
-def torch_line(host: str, torch: Torch, gpus: Gpus | None) -> Line:
+def torch_line(host: str, torch: Torch, found: Findings) -> Line:
     """Return the line about what torch says on one host."""
+    gpus = (
+        found.gpus if found.software is not None and found.software.torch_cuda else None
+    )  # a build without CUDA has a line
     if torch.error:
         works = "python -c 'import torch; torch.ones(1).cuda()' shows more"
         level: Level = "warning" if torch.is_late else "fault"

@@ -32,6 +32,7 @@ class Questions:
     def __init__(self, peers: list[Peer], taken: tuple[int, ...], began_s: float) -> None:
         self._peers, self._taken, self._began_s = peers, taken, began_s
         self._mute: dict[str, list[str]] = {}
+        self._gone: dict[str, str] = {}
         chosen: dict[str, Peer] = {}
         for peer in peers:
             chosen.setdefault(peer.identity.key, peer)
@@ -44,24 +45,25 @@ class Questions:
         """Ask everything but torch; return what was heard, and the rates."""
         self._ask_findings()
         written, several = self._write(), len(self._hosts) > 1
+        nonces = {place: nonce for place, (why, nonce) in written.items() if not why or why.startswith("no lock")}
         meeting = self._reach() if several else {}
+        unknown, skews = (self._names(), self._clocks()) if several else ({}, {})
+        sights = self._look(nonces) if several else {}
+        links = Links(self._between(), self._inside())
         heard = Heard(
             identities=tuple(peer.identity for peer in self._peers),
             hosts=tuple(self._found),
-            unknown=self._names() if several else {},
+            unknown=unknown,
             reached=self._reached,
             meeting=meeting,
             taken=self._taken,
-            skews=self._clocks() if several else {},
+            skews=skews,
             written={place: why for place, (why, _) in written.items()},
-            sights=self._look(
-                {place: nonce for place, (why, nonce) in written.items() if not why or why.startswith("no lock")}
-            )
-            if several
-            else {},
+            sights=sights,
             mute={name: tuple(words) for name, words in self._mute.items()},
+            gone=dict(self._gone),
         )
-        return heard, Links(self._between(), self._inside())
+        return heard, links
 
     def torches(self, timeout_s: float) -> dict[int, Torch]:
         """Return what torch says on every host."""
@@ -83,6 +85,8 @@ class Questions:
             one = said.get(peer, {"failed": "nothing came"})
             if "failed" in one:
                 self._mute.setdefault(peer.identity.host, []).append(f"{word}: {one['failed']}")
+                if peer.channel is not None and peer.channel.lost:
+                    self._gone[peer.identity.host] = peer.channel.lost
             else:
                 answers[place] = one
         return answers
@@ -113,9 +117,9 @@ class Questions:
         return {place: found for place, one in said.items() if (found := of_record(Sight, one)) is not None}
 
     def _names(self) -> dict[int, tuple[str, ...]]:
-        listed = [name for found in self._found for name in found.identity.listed]
-        names = [*dict.fromkeys([*(found.network.name for found in self._found if found.network is not None), *listed])]
-        said = self._asked("names", self._all(names=names))
+        """Return the names in the launcher's list that have no address on each host."""
+        listed = self._peers[0].identity.listed
+        said = self._asked("names", self._all(names=[*listed])) if listed else {}
         return {place: tuple(one["unknown"]) for place, one in said.items()}
 
     def _reach(self) -> dict[int, Attempt]:
