@@ -241,22 +241,16 @@ def _gpu_line(gpus: Gpus, torch_cuda: str) -> Parts:
 
 def torch_line(host: str, torch: Torch, found: Findings) -> Line:
     """Return the line about what torch says on one host."""
-    gpus = (
-        found.gpus if found.software is not None and found.software.torch_cuda else None
-    )  # a build without CUDA has a line
+    has_cuda = found.software is not None and bool(found.software.torch_cuda)  # a build without it has a line already
+    gpus = found.gpus if has_cuda else None
     if torch.error:
         works = "python -c 'import torch; torch.ones(1).cuda()' shows more"
         level: Level = "warning" if torch.is_late else "fault"
         return Line(level, "torch", torch.error.splitlines()[0], works, (host,))
     if gpus is not None and not gpus.error and gpus.names and torch.gpus != gpus.num_visible:
-        found = f"torch sees {torch.gpus} GPUs, and the driver {gpus.num_visible}"
-        return Line(
-            "fault",
-            "torch",
-            found,
-            "the device files of all GPUs in the container work, and one form of CUDA_VISIBLE_DEVICES",
-            (host,),
-        )
+        shown = f"torch sees {torch.gpus} GPUs, and the driver {gpus.num_visible}"
+        works = "the device files of all GPUs in the container work, and one form of CUDA_VISIBLE_DEVICES"
+        return Line("fault", "torch", shown, works, (host,))
     more = f", {torch.gpus} GPUs, NCCL {torch.nccl}" if torch.gpus else ""
     return Line("ok", "torch", f"torch {torch.version}{more}", "", (host,))
 
