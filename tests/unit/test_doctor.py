@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samestep import hardware
-from samestep.diagnosis import all_hosts, link_rates, one_host
+from samestep import job as jobs
+from samestep.diagnosis import all_hosts, doors, gathering, link_rates, one_host
 from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.doors import REACHED, Attempt, Rate
 from samestep.diagnosis.findings import Findings, at_once, of_record
+from samestep.diagnosis.gathering import Followed, Leads
 from samestep.diagnosis.gpus import Gpus, Torch
 from samestep.diagnosis.identity import Identity, identify
 from samestep.diagnosis.limits import Limits
@@ -458,3 +462,107 @@ def test_a_position_has_the_variables_that_give_it() -> None:
     assert held.ports
     assert "RANK is set but WORLD_SIZE" in identify({"RANK": "1"}).refused
     assert dataclasses.replace(found, refused="") == found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _identity(rank: int, ports: tuple[int, ...], size: int = 3) -> Identity:
+    at = {"meets_at": "127.0.0.1", "ports": ports, "port": ports[0]}
+    return Identity(f"h{rank}", f"key {rank}", rank, "torchrun", (), rank, size, **at)
+
+
+def _answers(rank: int) -> gathering.Answer:
+    return lambda question: {"rank": rank, "heard": question["do"]}
+
+
+def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_what_they_are_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        threading.Thread(target=_hang_up, args=(held,), daemon=True).start()
+        ports = (int(held.getsockname()[1]), _free_port())
+        token = gathering.token_of(_identity(0, ports))
+        statuses: dict[int, int | None] = {}
+
+        def follower(rank: int) -> None:
+            met = gathering.meet(_identity(rank, ports), token, 60)
+            assert isinstance(met, Followed)
+            statuses[rank] = gathering.follow(met.channel, _answers(rank))
+
+        leads = gathering.meet(_identity(0, ports), token, 60)
+        assert isinstance(leads, Leads)
+        assert leads.taken == ports[:1]
+        threads = [threading.Thread(target=follower, args=(rank,)) for rank in (2, 1)]
+        for thread in threads:
+            thread.start()
+        with gathering.gathered(leads, _identity(0, ports), token, 60, _answers(0)) as peers:
+            assert [peer.identity.rank for peer in peers] == [0, 1, 2]
+            said = gathering.ask_all({peer: {"do": "clock"} for peer in peers}, 60)
+            gathering.dismiss(peers, 1)
+        for thread in threads:
+            thread.join()
+    assert sorted((peer.identity.rank, one["rank"], one["heard"]) for peer, one in said.items()) == [
+        (rank, rank, "clock") for rank in range(3)
+    ]
+    assert statuses == {1: 1, 2: 1}
+
+
+def _hang_up(listening: socket.socket) -> None:
+    """Answer whoever connects as another program does."""
+    while True:
+        try:
+            listening.accept()[0].close()
+        except OSError:
+            return
+
+
+def test_doors_tell_hosts_ports_and_tokens_apart_and_measure() -> None:
+    door, token = doors.Door(b"secret"), b"secret"
+    door.number = 7
+    closed = _free_port()
+    try:
+        right = doors.Target(7, ("127.0.0.1",), door.ports)
+        other = doors.Target(8, ("127.0.0.1",), door.ports)
+        shut = doors.Target(7, ("127.0.0.1",), (closed,))
+        found = [{one.outcome for one in tried} for tried in doors.reach([right, other, shut], token)]
+        assert found == [{REACHED}, {"another host answers"}, {"refused"}]
+        assert doors.attempt("127.0.0.1", door.ports[0], b"another", 7).outcome == "another program answers"
+        measured = doors.rate("127.0.0.1", door.ports[0], token)
+        assert measured.error == ""
+        assert measured.bytes_per_s > 0
+        assert measured.latency_s > 0
+        assert doors.rate("127.0.0.1", closed, token).error
+    finally:
+        door.close()
+
+
+def test_the_profile_has_the_measured_links_shared_by_the_devices_of_a_host(tmp_path: Path) -> None:
+    heard, links = healthy(5)
+    slowest = links.slowest()
+    assert slowest is not None
+    assert "measured" in link_rates.write_profile(tmp_path / "x.toml", "cpu-laptop", MACHINE, links, 4)
+    written = hardware.load(str(tmp_path / "x.toml"))
+    assert written.inter.bytes_per_s == pytest.approx(slowest.bytes_per_s / 4, rel=1e-3)
+    assert (written.devices_per_node, written.intra) == (4, MACHINE.intra)
+    assert written.inter == replace(
+        link_rates.as_measured(MACHINE, links, 4).inter,
+        latency_s=written.inter.latency_s,
+        bytes_per_s=written.inter.bytes_per_s,
+    )
+    gpus = replace(heard.hosts[0], gpus=Gpus(("H100",), "550.1", "", "", ("mlx5_0",)))
+    faster = replace(heard, hosts=(gpus, *heard.hosts[1:]))
+    assert link_rates.judged(faster, links, hardware.load("h100x8")).slowest() is None
+    assert link_rates.judged(faster, links, MACHINE) is links
+
+
+@pytest.mark.parametrize("layout", ["dp=2 tp=2", None])
+def test_a_job_has_what_binds_its_layout_on_the_measured_links(layout: str | None) -> None:
+    job = jobs.default(["model.source=preset:llama2-7b"])
+    found = link_rates.bound_of(job, layout, 4, hardware.load("h100x8"))
+    assert "would be bound by " in found
+    assert layout is None or '"dp_replicate=2 tp=2"' in found or '"dp=2 tp=2"' in found
+    _, links = healthy(2)
+    crawling = replace(links, between={pair: replace(one, bytes_per_s=1e5) for pair, one in links.between.items()})
+    slow = link_rates.as_measured(hardware.load("h100x8"), crawling, 1)
+    assert "would be bound by exposed communication" in link_rates.bound_of(job, "dp=4", 4, slow)
