@@ -130,6 +130,7 @@ def test_ranks_of_mpirun_have_no_fault(tmp_path: Path) -> None:
     _need("mpirun", "openmpi-bin")
     ended = _ended(_started(tmp_path, "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"))
     assert "all 2 ranks by Open MPI came on one host" in json.dumps(_clean(tmp_path, ended))
+    assert "samestep doctor: 1 host by Open MPI" in ended.stdout
 
 
 def test_ranks_of_mpirun_without_its_variables_are_worlds_of_one(tmp_path: Path) -> None:

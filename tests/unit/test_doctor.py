@@ -478,7 +478,9 @@ def _answers(rank: int) -> gathering.Answer:
     return lambda question: {"rank": rank, "heard": question["do"]}
 
 
-def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_what_they_are_asked() -> None:
+def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_what_they_are_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         threading.Thread(target=_hang_up, args=(held,), daemon=True).start()
         ports = (int(held.getsockname()[1]), _free_port())
@@ -498,6 +500,8 @@ def test_processes_meet_at_the_second_port_where_the_first_is_held_and_answer_wh
             thread.start()
         with gathering.gathered(leads, _identity(0, ports), token, 60, _answers(0)) as peers:
             assert [peer.identity.rank for peer in peers] == [0, 1, 2]
+            print("the report")
+            assert capsys.readouterr().out == "the report\n"
             said = gathering.ask_all({peer: {"do": "clock"} for peer in peers}, 60)
             gathering.dismiss(peers, 1)
         for thread in threads:

@@ -175,13 +175,13 @@ def gathered(leads: Leads, identity: Identity, token: bytes, wait_s: float, answ
     """Wait for the other processes, and yield all that have come, the one that leads first."""
     end_s, complete_s = time.monotonic() + wait_s, 0.0
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         lobbies = [stack.enter_context(Lobby(one, token)) for one in leads.listening]
         for one in leads.listening:
             stack.callback(one.close)
         known: dict[Arrival, Identity | None] = {}
         while time.monotonic() < end_s:
-            came = [arrival for lobby in lobbies for arrival in lobby.look(0.05)]
+            with contextlib.redirect_stdout(sys.stderr):  # who leaves again is no part of the report
+                came = [arrival for lobby in lobbies for arrival in lobby.look(0.05)]
             known = {one: known[one] if one in known else of_record(Identity, one.says) for one in came}
             complete_s = complete_s or time.monotonic() if 1 + len(known) >= identity.size else 0.0
             if complete_s and time.monotonic() > complete_s + _GRACE_S:
