@@ -403,6 +403,14 @@ def test_a_probe_that_hangs_is_left_behind_and_named() -> None:
     assert {*late} == {"folder: it did not end within 0.3 s", "clock: ZeroDivisionError: division by zero"}
 
 
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_host_whose_ways_out_or_in_are_slow_is_the_one_that_is_named(end: int) -> None:
+    heard, links = next(case for case in map(healthy, range(20)) if len(case[0].hosts) == 3)
+    between = {pair: replace(one, bytes_per_s=1e6) if pair[end] == 1 else one for pair, one in links.between.items()}
+    (slow,) = (line for line in lines_of((heard, replace(links, between=between))) if line.level == "fault")
+    assert slow.hosts == ("n2",)
+
+
 def test_findings_survive_the_way_as_json() -> None:
     heard, _ = healthy(3)
     for found in heard.hosts:

@@ -213,6 +213,8 @@ def _problem(heard: Heard, target: int, attempts: Sequence[Attempt]) -> tuple[st
     others = [one.address for one in attempts if one.address != first and one.outcome == REACHED]
     what = f"{failed[0].outcome} at {first or 'it'}"
     if others and len(failed) == len(tried) and net is not None:
+        if any(one.name == net.chosen and not one.is_up for one in net.interfaces):
+            return None  # that it is down is said already
         right, by = net.interface_of(others[0]), f" (by {net.chosen_by})"
         works = f"GLOO_SOCKET_IFNAME={right} and NCCL_SOCKET_IFNAME={right} work there"
         return "interface", f"{net.chosen}, {first}{by}, is not reached: {what}; {right}, {others[0]}, is", works

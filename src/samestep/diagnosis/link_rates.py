@@ -136,12 +136,12 @@ def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
 
 
 def _common(slow: Mapping[tuple[int, int], float], every: Mapping[tuple[int, int], float]) -> list[int]:
-    """Return the hosts all of whose links are slow, unless all hosts are; else the ends of the slowest link."""
+    """Return the hosts to or from which all ways are slow, unless those are all hosts; else the ends of the slowest way."""
     hosts = sorted({place for pair in every for place in pair})
-    all_slow = [place for place in hosts if all(pair in slow for pair in every if place in pair)]
-    if all_slow and len(all_slow) < len(hosts):
-        return all_slow
-    return all_slow or sorted({*min(slow, key=lambda pair: slow[pair])})
+    found = [
+        place for place in hosts if any(all(pair in slow for pair in every if pair[end] == place) for end in (0, 1))
+    ]
+    return found if 0 < len(found) < len(hosts) else sorted({*min(slow, key=lambda pair: slow[pair])})
 
 
 def _late_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine: Hardware) -> Iterator[Line]:

@@ -147,7 +147,7 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
             works,
         )
     else:
-        back = f", its own address {net.reverse}" if net.reverse else ""
+        back = f"; its own address has the name {net.reverse}" if net.reverse else ""
         where = f" is {net.meeting_addresses[0]}" if net.meeting_addresses[0] != at else ""
         yield "ok", "names", f"{at}, at which all meet,{where or ' is an address'}{back}"
 
