@@ -72,7 +72,8 @@ class Interpreter:
         microbatches = Microbatches(self.assembly, batch, reading)
         model.dropout.begin_step(model.module)
         store.begin_step()
-        parallel.stage.begin_step(microbatches.shapes_of)
+        for part in parallel.step_parts:
+            part.begin_step(batch, microbatches.shapes_of)
         objective.sums.begin_step(batch.shares)
         with parallel.checkpoints():
             for task in parallel.program.tasks_of(index):
@@ -86,8 +87,8 @@ class Interpreter:
         store.finish_gradients(delivers=not self.of.is_apart)
         if self.observer.dropout_mode() is None and not store.gave_up:
             model.dropout.end_step(model.module)
-        parallel.stage.finish()
-        parallel.batch_norms.values.finish()
+        for part in parallel.step_parts:
+            part.end_backwards()
         return totals / layout.model_ranks  # which count the same samples
 
     def _run(self, task: Task, microbatches: Microbatches, totals: Tensor) -> None:
@@ -122,7 +123,8 @@ class Interpreter:
                 found = objective.sums.result(task.microbatch, given, part, objective.loss)
             later = functools.partial(self._later, task, microbatches)
             loss = objective.part(found, outputs, given, mine, later, weight)
-        self.trials.refuse_moved_counts(objective.sums.moved)
+        if objective.sums.moved:
+            self.trials.refuse_moved_counts(objective.sums.moved)
         if weight and not self.trials.loss_is_tried:
             self.trials.try_loss(self.assembly, loss.own, outputs, *mine)
         totals += loss.numbers(found, objective.names, totals) * weight

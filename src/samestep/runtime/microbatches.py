@@ -84,7 +84,6 @@ class Microbatches:
         step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
         mine = mesh.index("dp"), step.layout.dp, step.num_microbatches
         self._shares = batch.shares(*mine)
-        assembly.parallel.batch_norms.begin_step(batch)
         batch.read_ahead(*mine, pin=mesh.device.type == "cuda")
         self.wait_s = 0.0
         """Seconds spent so far until samples were read and on their way to the device."""

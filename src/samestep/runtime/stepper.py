@@ -375,7 +375,8 @@ class Stepper:
             update()
             self.guards.trials.check_generators(assembly, self.steps_taken + 1, "the optimizer")
             self.refusals.raise_own()
-            assembly.parallel.batch_norms.values.write()
+            for part in assembly.parallel.step_parts:
+                part.end_update()
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)
 

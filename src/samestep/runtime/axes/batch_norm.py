@@ -31,10 +31,11 @@ from samestep.errors import DataError, ModelError
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
-from samestep.runtime.axes.batch_values import BatchValues, SharedBatch
+from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.recompute import Anew
+from samestep.runtime.axes.step_part import ShapesOf, SharedBatch, StepPart
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts
@@ -105,7 +106,7 @@ def running_buffers(model: nn.Module, spec: ModelSpec) -> list[Tensor]:
     return [buffer for path in paths for buffer in model.get_submodule(path).buffers(recurse=False)]
 
 
-class BatchNorms:
+class BatchNorms(StepPart):
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
@@ -129,7 +130,7 @@ class BatchNorms:
             module = model.get_submodule(path)
             module.forward = functools.partial(self._forward, module, path, module.forward)
 
-    def begin_step(self, batch: SharedBatch) -> None:
+    def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
         """Follow the size of a step's batch where it is another one than the job's.
 
         Raises:
@@ -149,6 +150,19 @@ class BatchNorms:
                 f"{groups.size}, of which batch norm takes its statistics: one of {shares.global_batch} samples works, as the job has"
             )
         self._groups = groups
+
+    def end_backwards(self) -> None:
+        """Compute the next values of buffers, collective over `dp` where they are made of values of all samples."""
+        self.values.finish()
+
+    def end_update(self) -> None:
+        """Write the next values into the buffers."""
+        self.values.write()
+
+    @property
+    def are_used(self) -> bool:
+        """Whether a step has to do with them, or with values of all samples."""
+        return self._groups is not None or self.values.are_used or self.values.keeps
 
     @property
     def takes_statistics(self) -> bool:

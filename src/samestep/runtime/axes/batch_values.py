@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,23 +25,11 @@ from samestep.program.program import Program
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.later_values import LaterTensor, value_of
+from samestep.runtime.axes.step_part import SharedBatch
 from samestep.shares import Shares
 from samestep.strategies.batch_values import OWNER, is_sent_once
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class SharedBatch(Protocol):
-    """The batch of a step, of which ranks have shares."""
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of all ranks."""
-        ...
-
-    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Indices]:
-        """Return the samples of each micro-batch of a rank."""
-        ...
 
 
 class BatchValues:

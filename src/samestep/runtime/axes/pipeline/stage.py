@@ -41,6 +41,7 @@ from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.axes.step_part import ShapesOf, SharedBatch, StepPart
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
 from samestep.schedules import Action, TaskKind
@@ -55,9 +56,6 @@ from samestep.tracing.crossings import (
 from samestep.tracing.flow import CannotPassError, Flow
 from samestep.tracing.trace import samples_traced
 from samestep.trees import tree_leaves, tree_map_only
-
-ShapesOf = Callable[[int], Hashable]
-"""Returns, for a micro-batch, the shapes of its samples, which determine the shapes of activations."""
 
 
 def shapes_in(samples: Any) -> tuple[torch.Size, ...]:
@@ -77,9 +75,6 @@ class WholeModel:
         """Return whether a chunk ends the model, and so has the loss: the only one does."""
         return True
 
-    def begin_step(self, shapes_of: ShapesOf) -> None:
-        """Do nothing: no message will come."""
-
     def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
         """Run all layers on a micro-batch; return the model's outputs."""
         return call_model(self._model, samples)
@@ -89,9 +84,6 @@ class WholeModel:
         assert loss is not None
         loss.backward()
 
-    def finish(self) -> None:
-        """Do nothing: nothing was sent."""
-
     def finish_forward(self) -> None:
         """Do nothing: nothing was kept."""
 
@@ -100,7 +92,7 @@ class WholeModel:
         return outputs
 
 
-class Stage:
+class Stage(StepPart):
     """The chunks of layers of this rank, and the tensors that pass between it and other ranks."""
 
     def __init__(
@@ -135,7 +127,7 @@ class Stage:
         """Return whether a chunk ends the model, and so has the loss."""
         return self._program.chunks[chunk].stop == len(self._layers)
 
-    def begin_step(self, shapes_of: ShapesOf) -> None:
+    def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
         """Set the messages of the step; `shapes_of` gives the shapes of each micro-batch's samples."""
         self._shapes_of = shapes_of
         self._messages.begin_step()
@@ -185,13 +177,13 @@ class Stage:
             gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in given]
             self._messages.send(action, gradients, self._awaited(layers.start, given, backward=True))
 
-    def finish(self) -> None:
+    def end_backwards(self) -> None:
         """Wait until every send has completed, which it does once the neighbour has received it."""
         self._messages.finish()
 
     def finish_forward(self) -> None:
         """End a forward that no backward follows: wait for its sends and free its tensors."""
-        self.finish()
+        self.end_backwards()
         self._inputs.clear()
         self._outputs.clear()
 
