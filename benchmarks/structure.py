@@ -55,7 +55,7 @@ _FRAGMENT = re.compile(r"^(Of|By|Whose|What|At|From|As|That|Where|Which|Say|Behi
 _DIALECT = re.compile(r"\b(beside|apart|behind|told|meets?|lies|lie|made|own)\b")
 _MAIN_PATH = re.compile(
     "(job|layout|program|step|bodies|ops|holding|ranks|stack|examine|preparation|assembly|held_assembly|run|parallelize|stepper"
-    "|deciders|step_scalars|objective|interpreter|microbatches|weight_store|replicated|data|optimizer_step|pieces|mesh)"
+    "|open_step|deciders|step_scalars|objective|interpreter|microbatches|weight_store|replicated|data|optimizer_step|pieces|mesh)"
 )
 _OURS = re.compile(r"(Error|refuse|refused)$")
 
