@@ -24,7 +24,7 @@ from samestep.runtime.step_scalars import StepNumbers, SummedScalars
 
 
 class Progress(Enum):
-    """How far a run has come between two updates.
+    """The progress of a run from one update to the next.
 
     BETWEEN ─ take ─► WITHIN ─┬──────────────────────► BETWEEN
        └───── close ──────────┴─► REPEATING ─► (back)

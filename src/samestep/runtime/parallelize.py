@@ -18,6 +18,7 @@ from samestep.layout import Layout
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.processes import join, mesh, rank_order
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import Following, ModelAverages
 
@@ -66,6 +67,21 @@ def parallelize(
         InputError: a model, optimizer or layout that cannot run; the text says what would.
     """
     job = (job or Job()).with_stages(stages)
+    place, where = _joined(job, layout)
+    averages = ModelAverages(ema or {})
+    averages.check(where, job)
+    whole = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
+    run = Run(_source_of(whole, loss, optimizer, job), where, job, place, shared=SharedWeights(), batch_dim=batch_dim)
+    run.averages = averages
+    return run
+
+
+def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:
+    """Join the ranks of the job; return this rank's place among them, and the layout, which has as many ranks.
+
+    Raises:
+        LayoutError: it has another number, or its order of ranks does not fit the hosts.
+    """
     had_joined = dist.is_initialized()
     place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -78,13 +94,17 @@ def parallelize(
         if not had_joined:  # a process in no group may still fork the ranks that the refusal asks for
             join.leave()
         raise
-    loss = scoped(named_loss(loss) if isinstance(loss, str) else loss, job)
-    averages = ModelAverages(ema or {})
-    averages.check(where, job)
-    model = as_one(model, forward, {name: source for name, (source, _) in averages.following.items()})
+    return place, where
+
+
+def _source_of(
+    model: Built,
+    loss: Loss | str,
+    optimizer: OptimizerLike | Sequence[OptimizerLike] | Mapping[str, OptimizerLike],
+    job: Job,
+) -> Source:
+    """Return a model, a loss and an optimizer as a run takes them."""
+    of_samples = scoped(named_loss(loss) if isinstance(loss, str) else loss, job)
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
-    source = Source(model, loss, optimizer_source(optimizer, names), name)
-    run = Run(source, where, job, place, shared=SharedWeights(), batch_dim=batch_dim)
-    run.averages = averages
-    return run
+    return Source(model, of_samples, optimizer_source(optimizer, names), name)

@@ -26,7 +26,7 @@ from samestep.runtime.weights.moving_averages import WeightAverages
 
 
 class Lent(Enum):
-    """What the model of a run has in place of the weights that are trained, with the words of an error.
+    """The tensors that the model of a run has in place of the weights that are trained, with the words of an error.
 
     NOTHING ─┬─ run.gathered() ─► WHOLE ────┬─► NOTHING
              └─ run.averaged() ─► AVERAGES ─┘
