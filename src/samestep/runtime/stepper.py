@@ -142,7 +142,7 @@ class Stepper:
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
             own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
             # Agree: one all_reduce, whose sums the host does not wait for.
-            host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.hears_scalars
+            host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
             sums = self._agree(own, decider.wrote_unseen(self.place.device))
         return OpenStep(
@@ -274,7 +274,7 @@ class Stepper:
         self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
-        self.guards.agreed(summed.agreed)
+        self.guards.observer.agreed(summed.agreed)
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
             join.note_stop()
@@ -342,7 +342,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         held, trials = of.held or self.held, of.trials or self.guards.trials
-        interpreter = Interpreter(held, self.job, self.place, self.guards, trials, self.steps_taken + 1, of)
+        interpreter = Interpreter(held, self.job, self.place, self.guards.observer, trials, self.steps_taken + 1, of)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = self.held.weights.store.gave_up
@@ -370,7 +370,7 @@ class Stepper:
     def update(self, assembly: Assembly, update: Callable[[], None]) -> None:
         """Update this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
-        with self.guards.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
+        with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
             self.guards.trials.settle()
             update()
             self.guards.trials.check_generators(assembly, self.steps_taken + 1, "the optimizer")

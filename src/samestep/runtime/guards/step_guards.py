@@ -3,7 +3,7 @@
 ```
 take    ─► watch          a watched step: samples run again, one update made again, ranks compared
 begin   ─► begin_step     what the loop has changed since the last step; samples read twice
-tasks   ─► running ...    passed to the observer of the run, in a watched step by way of the canary
+tasks   ─► observer       that of the run, in a watched step by way of the canary
         ─► trials         random numbers, calls of torch.distributed, the loss
 agree   ─► refusals       one flag of the step's all_reduce
 decide  ─► skips          a step that is not finite, a spike, or all masked
@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
-from samestep.program.bodies import Task
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
@@ -35,41 +34,23 @@ from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import copy_modes
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 
 
-class StepGuards(StepObserver):
+class StepGuards:
     """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
 
     def __init__(self, own: HeldAssembly, observer: StepObserver) -> None:
         """Make them before the run is prepared; `observer` sees the steps as the guards do."""
         self.observer = observer
+        """What sees the steps: in a watched step the canary, which passes on what it hears."""
         self.refusals = Refusals(own.job.run)
         self.skipped = SkippedSteps(own.job.numerics)
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
         self._own = own
         self._loop_changes: LoopChanges | None = None
-
-    # -- what they observe -------------------------------------------------------------------------
-
-    @property
-    def hears_scalars(self) -> bool:
-        """Whether the observer reads a step's scalars, as the canary does."""
-        return self.observer.hears_scalars
-
-    def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
-        """Return the observer's context of a task."""
-        return self.observer.running(task, samples)
-
-    def dropout_mode(self) -> MakeMode | None:
-        """Return the observer's factory of the dropout mode."""
-        return self.observer.dropout_mode()
-
-    def agreed(self, scalars: StepScalars) -> None:
-        """Pass the scalars on."""
-        self.observer.agreed(scalars)
 
     # -- a whole step ------------------------------------------------------------------------------
 
