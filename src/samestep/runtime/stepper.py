@@ -37,10 +37,10 @@ from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward
-from samestep.runtime.optimizers.closures import with_closure
 from samestep.runtime.optimizers.optimizer_step import clip_factor
-from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart
+from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
+from samestep.runtime.own_steps.evaluated_steps import with_closure
 from samestep.runtime.processes import join
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak
@@ -213,7 +213,7 @@ class Stepper:
                     factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
                     if must_reread:
                         updater.reread()
-                    part = self.with_closure(ALL, opened, numbers)
+                    part = with_closure(ALL, self, opened, numbers)
                     self.update(
                         assembly, functools.partial(updater.step, factor, was_held_back=opened.was_held_back, part=part)
                     )
@@ -223,18 +223,6 @@ class Stepper:
         opened.state = StepState.CLOSED
         self.steps_taken = opened.batch.step + 1
         return self.report(opened, summed, numbers, note, skipped=skipped)
-
-    def with_closure(self, part: UpdatedPart, opened: OpenStep, numbers: StepNumbers) -> UpdatedPart:
-        """Return a part of the optimizer with a closure that repeats the step's forwards and backwards, if one of its members needs it."""
-        updater, again = self.held.weights.updater, functools.partial(self._again, opened)
-        return with_closure(part, updater.evaluating, updater.pieces_of, numbers.loss, again)
-
-    def _again(self, opened: OpenStep) -> tuple[float, float]:
-        self.held.weights.updater.publish()
-        self.held.weights.store.publish()
-        repeated = self.open(opened.batch, replace(opened.of, is_apart=True))
-        found = StepNumbers.of(self.read(repeated).agreed, repeated.numerator)
-        return found.loss, (found.scales[0] or 0.0) * clip_factor(found.norms[0], self.job.optimizer.clip_norm)
 
     def read(self, opened: OpenStep) -> SummedScalars:
         """Wait for a step's sums and exchange what a flag asks for; a step that some rank gave up is taken once more.

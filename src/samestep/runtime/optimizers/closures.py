@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from samestep.errors import ModelError
 from samestep.runtime.optimizers.loss_scale import LossScale
 from samestep.runtime.optimizers.one_process import alone, rejoined
 from samestep.runtime.optimizers.optimizer_source import WholeWeights
-from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart
 from samestep.runtime.optimizers.skeletons import over_small_weights, skeleton
 from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
 from samestep.runtime.weights.pieces import Piece
@@ -73,19 +72,6 @@ class Closure:
         yield [*map(id, gradients)]
         yield marks_of([piece.value for piece in self.pieces])
         yield marks_of([gradient for gradient in gradients if gradient is not None])
-
-
-def with_closure(
-    part: UpdatedPart,
-    evaluating: frozenset[int],
-    pieces_of: Callable[[UpdatedPart], list[Piece]],
-    loss: float,
-    evaluate: Evaluate,
-) -> UpdatedPart:
-    """Return a part of the optimizer with a closure over a step whose loss is given, where some members are `evaluating`."""
-    if not evaluating:
-        return part
-    return replace(part, evaluating=evaluating, closure=Closure(pieces_of(part), evaluate, loss))
 
 
 def members_that_evaluate(source: OptimizerSource, whole: WholeWeights) -> frozenset[int]:

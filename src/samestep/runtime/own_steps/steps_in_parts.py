@@ -44,6 +44,7 @@ from samestep.runtime.optimizers.optimizer_source import check_call
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
+from samestep.runtime.own_steps.evaluated_steps import with_closure
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport
@@ -315,7 +316,7 @@ class StepsInParts:
                 "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one whose loss "
                 "is the sum of theirs works"
             )
-        return self._stepper.with_closure(part, taken.opened, taken.numbers)
+        return with_closure(part, self._stepper, taken.opened, taken.numbers)
 
     def _check_options(self, part: UpdatedPart) -> None:
         """Refuse options that the step of an optimizer does not take.
