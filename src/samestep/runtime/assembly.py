@@ -152,6 +152,14 @@ class Weights:
     lr_factor: Callable[[int], float]
     """Returns the factor on the learning rate in a step, counted from 0."""
 
+    def adapt_loss_scale(self, *, overflowed: bool, has_moves: bool = False) -> None:
+        """Adapt the loss scale after a step, and what codes have lost of gradients under it, but not of moves of replicas."""
+        loss_scale = self.updater.loss_scale
+        before = loss_scale.scale
+        loss_scale.after(overflowed=overflowed)
+        if loss_scale.scale != before and not has_moves:
+            self.store.codes.scale(loss_scale.scale / before)
+
 
 @dataclass(frozen=True, slots=True)
 class Assembly:

@@ -200,7 +200,7 @@ class Stepper:
         note = self.note_of(numbers, opened.batch) or spike
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
-        must_reread = opened.was_written or self._own.replicas.are_apart
+        are_apart = self._own.replicas.are_apart
         for number, assembly in self._own.each():
             updater = assembly.weights.updater
             if opened.state is StepState.HELD_BACK:
@@ -211,14 +211,14 @@ class Stepper:
                     updater.offload.forget()
                 else:
                     factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
-                    if must_reread:
+                    if opened.was_written or are_apart:
                         updater.reread()
                     part = with_closure(ALL, self, opened, numbers)
                     self.update(
                         assembly, functools.partial(updater.step, factor, was_held_back=opened.was_held_back, part=part)
                     )
             if math.isfinite(numbers.loss):
-                self.adapt_loss_scale(assembly, overflowed=not numbers.are_finite)
+                assembly.weights.adapt_loss_scale(overflowed=not numbers.are_finite, has_moves=are_apart)
         # Report.
         opened.state = StepState.CLOSED
         self.steps_taken = opened.batch.step + 1
@@ -295,14 +295,6 @@ class Stepper:
         report = opened.report_of(summed, numbers, self.place.device, lr)
         is_spike = numbers.are_finite and bool(note)
         return replace(report, note=note, skipped=skipped, spike=is_spike, remarks=self.refusals.news())
-
-    def adapt_loss_scale(self, assembly: Assembly, *, overflowed: bool) -> None:
-        """Adapt the loss scale after a step, and what codes have lost of gradients under it."""
-        loss_scale = assembly.weights.updater.loss_scale
-        before = loss_scale.scale
-        loss_scale.after(overflowed=overflowed)
-        if loss_scale.scale != before and not self._own.replicas.are_apart:
-            assembly.weights.store.codes.scale(loss_scale.scale / before)
 
     def _own_scalars(self, batch: StepBatch, of: StepBackward, index: int, number: int, assembly: Assembly) -> Tensor:
         """Run the forwards and backwards of the replica at `index`, of this number; return this rank's share of its loss, count

@@ -228,7 +228,7 @@ class StepsInParts:
             held.weights.store.deliver()
             stepper.update(held, functools.partial(updater.step, factor, part=part))
         if math.isfinite(numbers.loss):
-            stepper.adapt_loss_scale(held, overflowed=not numbers.are_finite)
+            held.weights.adapt_loss_scale(overflowed=not numbers.are_finite)
         updater.rates.count(step, part)
         report = replace(
             self._taken[-1].report,
