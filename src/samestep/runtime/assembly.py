@@ -57,7 +57,7 @@ from samestep.runtime.axes.joined_exchanges import BackwardExchanges
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
-from samestep.runtime.axes.step_part import StepPart
+from samestep.runtime.axes.step_part import PartOfStep
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.objective import Objective
 from samestep.runtime.optimizers.closures import members_that_evaluate
@@ -99,7 +99,7 @@ class Parallel:
     """The slice of every sequence that this rank runs."""
     batch_norms: batch_norm.BatchNorms
     """The batch norms that take statistics of samples, also of those that other ranks have."""
-    step_parts: tuple[StepPart, ...]
+    step_parts: tuple[PartOfStep, ...]
     """Those of them that hold something from the beginning of a step to its end."""
     deferred: Deferred
     """Weight gradients that a split backward has postponed."""

@@ -27,6 +27,7 @@ from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import forward_state
 from samestep.runtime.deciders import Deciders, DeviceDecides, StepState
+from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.skipped_steps import MASKED
 from samestep.runtime.guards.step_guards import StepGuards
@@ -40,7 +41,6 @@ from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
-from samestep.runtime.own_steps.evaluated_steps import with_closure
 from samestep.runtime.processes import join
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak

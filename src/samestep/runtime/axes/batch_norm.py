@@ -35,7 +35,7 @@ from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.recompute import Anew
-from samestep.runtime.axes.step_part import ShapesOf, SharedBatch, StepPart
+from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts
@@ -106,7 +106,7 @@ def running_buffers(model: nn.Module, spec: ModelSpec) -> list[Tensor]:
     return [buffer for path in paths for buffer in model.get_submodule(path).buffers(recurse=False)]
 
 
-class BatchNorms(StepPart):
+class BatchNorms(PartOfStep):
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:

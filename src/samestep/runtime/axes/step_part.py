@@ -30,7 +30,7 @@ class SharedBatch(Protocol):
         ...
 
 
-class StepPart:
+class PartOfStep:
     """A part of a layout that holds something during a step. Every method of this base class does nothing."""
 
     def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:

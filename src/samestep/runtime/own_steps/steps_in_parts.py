@@ -35,6 +35,7 @@ from samestep.randomness import mode as dropout
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
+from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
@@ -44,7 +45,6 @@ from samestep.runtime.optimizers.optimizer_source import check_call
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
-from samestep.runtime.own_steps.evaluated_steps import with_closure
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport

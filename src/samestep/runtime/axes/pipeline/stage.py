@@ -41,7 +41,7 @@ from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.axes.step_part import ShapesOf, SharedBatch, StepPart
+from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
 from samestep.schedules import Action, TaskKind
@@ -92,7 +92,7 @@ class WholeModel:
         return outputs
 
 
-class Stage(StepPart):
+class Stage(PartOfStep):
     """The chunks of layers of this rank, and the tensors that pass between it and other ranks."""
 
     def __init__(
