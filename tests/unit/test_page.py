@@ -204,7 +204,18 @@ def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> 
         proof, checks=(replace(check, error=math.inf, where="step 1"),), cause=Cause.DATA, explanation="other rows"
     )
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {5 / step}}}\n' for step in (1, 2, 3)))
-    trained = Summary(tmp_path, 3, 1.5, 1.25, 0.5, stopped=False, proof="proven", remarks=("a remark",))
+    trained = Summary(
+        tmp_path,
+        3,
+        1.5,
+        1.25,
+        0.5,
+        stopped=False,
+        proof="proven",
+        remarks=("a remark",),
+        goodput=0.75,
+        seconds={"start": 1.0, "steps": 6.0, "saves": 1.0},
+    )
     planned = plan.plan(Job(model={"source": "preset:gpt2"}, train={"global_batch": 64}), 2, "a100-80x8", top=1)
     shown: list[tuple[Any, str]] = [
         (gpt2("dp=2"), "a step on 2 devices"),
@@ -213,6 +224,7 @@ def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> 
         (proof, "The same result as one device"),
         (differs, "Differs: different data"),
         (trained, "held-out accuracy"),
+        (trained, "Where the time of the run went"),
     ]
     for found, words in shown:
         frame = found._repr_html_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from samestep.output.page.charts import Bar, bars
 from samestep.output.page.page import Answer, Page, Section
 from samestep.output.page.quantities import Quantity, count, share
 from samestep.training.logged_steps import curves, logged
@@ -28,13 +29,15 @@ def page_of(found: Summary, *, small: bool = False) -> Page:
         middle = sorted(speed.values)[len(speed.values) // 2]
         unit = "tokens" if "tokens_per_s" in series else "samples"
         answers.append(Answer(f"{unit} a second", count(middle), None, "median of the logged steps"))
+    if found.seconds:
+        answers.append(Answer("goodput", share(found.goodput), None, "of the time, in steps that counted"))
     return Page(
         verb="train",
         title=f"{found.steps:,} steps in {found.folder.name}",
         subject=found.started_from,
         answers=answers,
         verdict=found.proof,
-        sections=[*curves(series), *_remarks(found)],
+        sections=[*curves(series), *_times(found), *_remarks(found)],
         record=None if small else {**found.to_record(), "folder": str(found.folder)},
     )
 
@@ -46,6 +49,24 @@ def _sets(found: Summary) -> dict[str, float]:
         if len(found.held_out_losses) > 1
         else {}
     )
+
+
+_TIME_KINDS = {
+    "start": "host",
+    "steps": "forward",
+    "skipped": "dp",
+    "saves": "checkpoint",
+    "evaluations": "data",
+    "restarts": "tp",
+}
+
+
+def _times(found: Summary) -> list[Section]:
+    """Return the seconds of the run by what they were spent on."""
+    whole_s = sum(found.seconds.values())
+    rows = [Bar(name, _TIME_KINDS.get(name, "rest"), seconds, None) for name, seconds in found.seconds.items()]
+    caption = "All starts of the run together."
+    return [Section("Where the time of the run went", bars(rows, whole_s), caption)] if whole_s > 0 else []
 
 
 def _remarks(found: Summary) -> list[Section]:
