@@ -108,6 +108,11 @@ class ForwardTracer(DispatchMode):
         self.values = values_of(module, keeps_all=keeps_all)
         self.slots = WeightSlots(module)
         """Weights in whose place a module had another tensor when it was entered."""
+        self._open_notes()
+        self._learn_weights(module)
+
+    def _open_notes(self) -> None:
+        """Make the notes of what the forward does, all empty."""
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
         self.varies_within = True
@@ -146,6 +151,8 @@ class ForwardTracer(DispatchMode):
         """Whether a call of a module with weights runs, and whether the operation at hand writes into its operands."""
         self._events = 0
         self._depth = 0
+
+    def _learn_weights(self, module: nn.Module) -> None:
         self.looks.data = {self.key(param) for param in module.parameters()}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         facts = facts_of(module)

@@ -13,7 +13,7 @@ LookedUp = Literal["tokens", "positions"]
 
 
 class EmbeddingInputs:
-    """What the embeddings of a model look up, where it is known."""
+    """The inputs of a model's embeddings: tokens or positions, where it is known."""
 
     def __init__(self, key: Callable[[Tensor], int]) -> None:
         self._key = key

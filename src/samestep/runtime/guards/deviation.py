@@ -52,7 +52,7 @@ def samples_dim(whole: torch.Size, alone: torch.Size, count: int) -> int | None:
 
 
 def relative_deviation(expected: Tensor, found: Tensor) -> float:
-    """Return max|difference| over the largest finite value expected; what is not finite must be the same."""
+    """Return the ratio of max|difference| to the largest finite value expected; what is not finite must be the same."""
     a, b = expected.double(), found.double()
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):

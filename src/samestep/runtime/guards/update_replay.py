@@ -61,7 +61,7 @@ class UpdateReplay:
         return None if twin is None else cls(updater, piece, twin, copied, half)
 
     def deviation(self) -> float:
-        """Update the copy too; return by how much the update differs, over the largest weight, or 0 within rounding."""
+        """Update the copy too; return the ratio of the difference to the largest weight, or 0 within rounding."""
         if self.piece.name not in self._updater.unused:
             self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
         held = [vars(self._twin), *self._twin.param_groups]
