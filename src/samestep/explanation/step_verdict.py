@@ -2,7 +2,7 @@
 
 Candidates are seconds of the step that one cause takes: waits that are charged to a rank belong to its cause, not to the axis on
 which others met it. A rank is called a straggler only by its own processor time, which other load on the machine does not raise: in
-most steps above that of the other ranks of its stage by more than a quarter and by `WORTH` of the step.
+most steps above that of the other ranks of its stage (`runtime/recording/stragglers.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from dataclasses import dataclass
 
 from samestep.explanation.step_parts import MeasuredSteps, StepPart
 from samestep.output.byte_sizes import readable
+from samestep.runtime.recording.stragglers import WORTH, straggler_among
 from samestep.simulation.partition import BUBBLE, IMBALANCE, TRANSFER, row_name
 
-WORTH = 0.05
-"""StepPart of a step from which on a cause is worth a word."""
 MOST_REASONS = 3
 HAS_PROCESSOR = 0.7
 """Part of its work for which a rank has the processor where nothing else runs."""
-STRAGGLES = 1.25
-"""Processor time of a straggler over the median of the other ranks of its stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +72,8 @@ def verdict_of(found: MeasuredSteps, parts: Sequence[StepPart], tries: Sequence[
 
 def straggler_of(found: MeasuredSteps) -> tuple[int, float] | None:
     """Return the rank whose own work takes longer than that of its peers in most steps, and by how many seconds; None if none does."""
-    worst: tuple[int, float] | None = None
-    for rank, record in found.records.items():
-        peers = [other for other, one in found.records.items() if other != rank and one.head.stage == record.head.stage]
-        if not peers:
-            continue
-        mine = found.cpu_s[rank]
-        usual = [statistics.median(found.cpu_s[peer][index] for peer in peers) for index in range(len(mine))]
-        more = [own - other for own, other in zip(mine, usual, strict=True)]
-        far = [
-            excess > max((STRAGGLES - 1) * other, WORTH * found.step_s)
-            for excess, other in zip(more, usual, strict=True)
-        ]
-        if sum(far) > 0.7 * len(far) and (worst is None or statistics.median(more) > worst[1]):
-            worst = rank, statistics.median(more)
-    return worst
+    stages = {rank: record.head.stage for rank, record in found.records.items()}
+    return straggler_among({rank: found.cpu_s[rank] for rank in stages}, stages, found.step_s)
 
 
 def _candidates(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:

@@ -232,12 +232,14 @@ class Metrics:
             weakref.finalize(self, self._file.close)  # a loop may end without close
         self._pending = b""
         """Lines that did not fit on the disk."""
+        self.straggler: dict[str, Any] = {}
+        """A slow rank that the next line names."""
         self._first, self._every, self._speed, self._trackers = first_step + 1, log_every or 1, speed, trackers
 
     def write(self, report: StepReport, is_last: bool = False, sums: StepSums | None = None) -> None:
         """Append one step, unless `log_every` leaves it out; `sums` are of the newest step whose times are known."""
         is_due = is_last or report.step == self._first or report.step % self._every == 0
-        if not is_due and not report.note and not report.held_out:
+        if not is_due and not report.note and not report.held_out and not self.straggler:
             return
         row: dict[str, Any] = {
             "step": report.step,
@@ -260,6 +262,8 @@ class Metrics:
                 row[key] = _finite(named)
         if sums is not None and sums.step:
             row["time"] = _finite(sums.to_record())
+        if self.straggler:
+            row["straggler"], self.straggler = self.straggler, {}
         if report.skipped:
             row["skipped"] = True
         if report.note:

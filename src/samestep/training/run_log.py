@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from samestep.output.output_file import write_whole
+from samestep.runtime.recording import stragglers
 from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
@@ -48,6 +49,9 @@ class NoLog:
         """Do nothing."""
 
     def rolled_back(self) -> None:
+        """Do nothing."""
+
+    def straggler(self, found: Mapping[str, Any]) -> None:
         """Do nothing."""
 
 
@@ -93,6 +97,12 @@ class RunLog:
     def saved(self, step: int) -> None:
         """Note that all steps up to this one are in a checkpoint."""
         self.goodput.save(step)
+
+    def straggler(self, found: Mapping[str, Any]) -> None:
+        """Say that a rank is slow, on the terminal and in the next line of the metrics."""
+        if found:
+            self._metrics.straggler = dict(found)
+            self.say(stragglers.describe(found))
 
     def rolled_back(self) -> None:
         """Note that the steps since the last checkpoint are undone."""
