@@ -1,7 +1,7 @@
 """Nested containers of tensors: batches, outputs and arguments, walked here and nowhere else.
 
     tensors_in, map_tensors     what users nest: whatever torch's pytree knows, and mappings, dataclasses, tuples and lists of
-                                other classes; with `records` also objects that hold a tensor as a plain attribute
+                                other classes; with `records` also objects that hold a tensor, or a list or dict of some, as a plain attribute
     operands                    what torch's operators nest: one list at most
     fold                        nested lists and tuples, made into a text or something that can be compared
     replace_tensors             the attributes of a module, whose lists and dicts stay the same objects
@@ -103,7 +103,13 @@ def _items_of(leaf: Any, records: bool) -> list[tuple[Any, Any]]:
             (field.name, getattr(leaf, field.name)) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)
         ]
     held = getattr(leaf, "__dict__", {}) if records else {}
-    return list(held.items()) if any(isinstance(item, Tensor) for item in held.values()) else []
+    return list(held.items()) if any(map(_holds_tensors, held.values())) else []
+
+
+def _holds_tensors(attribute: Any) -> bool:
+    """Return whether a plain attribute is a tensor, or a list, a tuple or a dict with one."""
+    items = attribute.values() if type(attribute) is dict else attribute if type(attribute) in (list, tuple) else ()
+    return isinstance(attribute, Tensor) or any(isinstance(item, Tensor) for item in items)
 
 
 def operands(*values: Any) -> list[Tensor]:

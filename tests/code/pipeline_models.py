@@ -751,6 +751,45 @@ class Carried(Language):
         return self.head(carrier.x)
 
 
+class Bag:
+    """Tensors in a list, and an object within the object."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.seen, self.inner, self.name = [x.mean(-1, keepdim=True)], Carrier(x), "bag"
+
+
+class _Bagging(Block):
+    def forward(self, bag: Bag, scale: Carrier) -> Bag:  # type: ignore[override]
+        found = Bag(super().forward(bag.inner.x) * scale.x)
+        found.seen += bag.seen
+        return found
+
+
+class Bags(Language):
+    """An object with a list and another object passes from block to block, beside one that all of them read."""
+
+    block = _Bagging
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        bag = Bag(self.embed(input_ids))
+        scale = Carrier(bag.inner.x.abs().mean(-1, keepdim=True) + 0.5)
+        for block in self.blocks:
+            bag = block(bag, scale)
+        return self.head(bag.inner.x + sum(bag.seen[1:], bag.seen[0]))
+
+
+class _Writing(Block):
+    def forward(self, carrier: Carrier) -> Carrier:  # type: ignore[override]
+        carrier.x = super().forward(carrier.x)
+        return carrier
+
+
+class Written(Carried):
+    """Each block writes into the one object, and returns it."""
+
+    block = _Writing
+
+
 class OneNorm(Language):
     """One norm behind all blocks, so that no two of them can be apart."""
 

@@ -20,7 +20,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +35,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
 from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _replace_checkpoint, _takes_gradient
-from samestep.trees import tree_leaves
+from samestep.trees import map_tensors, tensors_in, tree_leaves
 
 """What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
 TAKEN = "the model checkpoints its own blocks, which is taken as recompute=full"
@@ -163,11 +162,11 @@ def _recompute_forward(path: str, forward: Callable[..., Any], around: ContextFn
 def _with_arguments_as_given(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return a forward whose recomputations get dicts and lists with the items that they had in front of the first run.
+    """Return a forward whose recomputations get dicts, lists and objects with what they held in front of the first run.
 
     A block may write what later blocks read into them (keys and values that layers share); repeated, it would find it there.
     """
-    given = {id(one): copy(one) for one in (*args, *kwargs.values()) if type(one) in (dict, list)}
+    given = {id(one): _twin(one) for one in (*args, *kwargs.values()) if _can_be_written(one)}
     if not given:
         return forward
     runs = itertools.count()
@@ -175,11 +174,22 @@ def _with_arguments_as_given(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not next(runs):
             return forward(*args, **kwargs)
-        anew = [copy(given[id(one)]) if id(one) in given else one for one in args]
-        named = {name: copy(given[id(one)]) if id(one) in given else one for name, one in kwargs.items()}
+        anew = [_twin(given[id(one)]) if id(one) in given else one for one in args]
+        named = {name: _twin(given[id(one)]) if id(one) in given else one for name, one in kwargs.items()}
         return forward(*anew, **named)
 
     return run
+
+
+def _can_be_written(argument: Any) -> bool:
+    """Return whether an argument is a dict or a list, or has objects of the user's own that hold tensors."""
+    objects = [leaf for leaf in tree_leaves(argument) if not isinstance(leaf, Tensor)]
+    return type(argument) in (dict, list) or bool(tensors_in(objects, records=True))
+
+
+def _twin(argument: Any) -> Any:
+    """Return other containers and objects with the same tensors."""
+    return map_tensors(argument, lambda tensor: tensor, records=True)
 
 
 def _buffers_written_once(block: nn.Module) -> ContextFn | None:

@@ -35,7 +35,7 @@ from samestep.program.units import Unit
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.precision import DTYPES
 from samestep.state.fingerprints import marks_of
-from samestep.trees import tree_leaves
+from samestep.trees import tensors_in, tree_leaves
 
 ParamSlots = list[tuple[nn.Module, str]]
 """Modules of a unit that hold a weight, each with the weight's name in it."""
@@ -221,7 +221,7 @@ class RunningUnit:
         self._open[self._microbatch] += 1
         if not self.unit.input_takes_gradient:
             return  # its gradients are reduced at the end of the task, also where an input takes one this time
-        inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
+        inputs = {id(x): x for x in tensors_in((args, kwargs), records=True) if x.requires_grad}
         if any(x.is_leaf for x in inputs.values()):
             return  # received from a stage: autograd gives leaves their gradients in any order, so the input's may come first
         waiting = set(inputs)
@@ -231,9 +231,12 @@ class RunningUnit:
             hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
             hooks.move_to_end(handle.id, last=False)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, _: nn.Module, args: Any, outputs: Any) -> None:
         if current_backward_id() == -1:
             self._compare()
+        # FSDP2 gathers at the first gradient of a tensor that pytree finds, and finds none in an object of the user's own.
+        if objects := [leaf for leaf in tree_leaves(outputs) if not isinstance(leaf, Tensor)]:
+            self.gather_again(_, args, tensors_in(objects, records=True))
 
     def gather_again(self, _: nn.Module, args: Any, outputs: Any) -> Any:
         """Gather the weights at the first gradient of any of the unit's modules; FSDP2 waits for one of the last module."""

@@ -96,13 +96,13 @@ class StageForward(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._depth or is_transformed():
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs), records=True)
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not reads or reads_shape_alone(func) or not self._is_next(name_of(func), reads, is_call=False):
             outcome = func(*args, **kwargs)
             # After the last event come hooks of the run, such as those of FSDP2.
             ends = self._next == len(self._flow.events)
-            if reads and not ends and not reads_shape_alone(func) and tensors_in(outcome):
+            if reads and not ends and not reads_shape_alone(func) and tensors_in(outcome, records=True):
                 raise self._differs(name_of(func))
             return outcome
         return self._follow(name_of(func), func, given, args, kwargs)
@@ -111,7 +111,7 @@ class StageForward(TorchFunctionMode):
         """Call a module with weights, if that is one of this stage's events; if not, return stand-ins of its results."""
         if self._depth:
             return module(*args, **kwargs)
-        given = tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs), records=True)
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not self._is_next(path, reads, is_call=True):
             raise self._differs(path)
@@ -202,9 +202,9 @@ class StageForward(TorchFunctionMode):
                 made[value] = placeholder(recorded.shape, recorded.dtype, self._device)
             return made[value]
 
-        outcome = map_tensors(event.outcome, stand_in)
+        outcome = map_tensors(event.outcome, stand_in, records=True)
         for change in event.changes:
-            change.make(containers, map_tensors(change.items, stand_in))
+            change.make(containers, map_tensors(change.items, stand_in, records=True))
         return outcome
 
     def _whole_zeros(self, tensor: Tensor) -> Tensor:
@@ -223,9 +223,9 @@ class StageForward(TorchFunctionMode):
 
         is_apart = all(
             value is None or id(tensor) not in ours
-            for value, tensor in zip(event.makes, tensors_in(outcome), strict=False)
+            for value, tensor in zip(event.makes, tensors_in(outcome, records=True), strict=False)
         )
-        return outcome if is_apart else map_tensors(outcome, apart)
+        return outcome if is_apart else map_tensors(outcome, apart, records=True)
 
     def _number(self, event: Event, given: list[Tensor], made: Sequence[Tensor], name: str) -> None:
         """Note which values an event's results are, and the arguments that it has written into."""
