@@ -81,9 +81,10 @@ def _has_values(found: Any) -> bool:
 
 def mark_of(loss: Loss) -> OverBatch | None:
     """Return what a loss of the whole batch asks for; None for a loss that is a sum over samples."""
-    while isinstance(loss, functools.partial):
-        loss = loss.func
-    found: OverBatch | None = getattr(loss, _MARK, None)
+    function: Any = loss
+    while function is not None and not hasattr(function, _MARK):
+        function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+    found: OverBatch | None = getattr(function, _MARK, None)
     return found
 
 

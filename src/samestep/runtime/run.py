@@ -321,7 +321,9 @@ class Run:
             InputError: as `step` says.
         """
         loss = named_loss(loss) if isinstance(loss, str) else loss
-        report, _ = self._taken(batch, "backward", lambda given: self._parts.backward(given, loss, into), local=local)
+        report, _ = self._taken(
+            batch, "backward", lambda given: self._parts.backward(given, self._batches.loss_of(loss), into), local=local
+        )
         return report
 
     def update(self, name: str | int | None = None, **options: Any) -> StepReport:

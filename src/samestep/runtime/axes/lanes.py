@@ -52,6 +52,8 @@ class CarriedLanes:
         self._now: dict[int, list[Tensor]] = {}
         """The state before the step, by lane: its tensors without the dimension of lanes."""
         self._next: dict[int, list[Tensor]] = {}
+        self._step = -1
+        """The step whose forwards leave the next state."""
         self._form: Any = None
         """How the tensors are nested."""
         self._dims: list[int] | None = None
@@ -76,7 +78,9 @@ class CarriedLanes:
         stream = getattr(batch, "stream", None)
         if stream is None or not stream.has_lanes or isinstance(batch, LaneBatch):
             return batch
-        self._commit()
+        if batch.step != self._step:  # each forward of one step begins with the state before it
+            self._commit()
+            self._step = batch.step
         if self._count not in (0, batch.num_samples):
             raise DataError(
                 f"step {batch.step + 1} has {batch.num_samples} samples, and the steps before had {self._count} lanes: the same number in "
@@ -86,6 +90,10 @@ class CarriedLanes:
         if stream.begins_lanes(batch.step):
             self._now = {}
         return LaneBatch(batch, self)
+
+    def loss_of(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return a loss that is given the outputs without the state of the lanes."""
+        return _loss_of(loss) if self.are_ready else loss
 
     def source_of(self, source: Source, job: Job, layout: Layout, example: Any, turn: BatchDim | None = None) -> Source:
         """Return the source of a run whose forward is given the state of lanes, and whose loss is not.
@@ -167,7 +175,7 @@ class CarriedLanes:
 
     def resume(self, states: Sequence[Any], device: torch.device) -> None:
         """Set the state of all lanes to that which the ranks of a checkpoint held."""
-        self._now, self._next = {}, {}
+        self._now, self._next, self._step = {}, {}, -1
         for state in states:
             leaves, self._form = tree_flatten(state["carried"])
             self._count = state["count"]

@@ -397,10 +397,14 @@ class WholeBatch:
         found = [_largest([of_rank[index] for of_rank in everything]) for index in range(len(parts))]
         for index, sizes in enumerate(found):
             if self._pad is None and (differ[index] or any(of_rank[index] != sizes for of_rank in everything)):
-                least = tuple(map(min, *(of_rank[index] for of_rank in everything), *shapes[index][:1]))
+                least = tuple(map(min, *(of_rank[index] for of_rank in everything), *shapes[index]))
+                some = (
+                    f"sizes {list(least[1:])} and {list(sizes[1:])}"
+                    if least != sizes
+                    else f"sizes up to {list(sizes[1:])}"
+                )
                 raise JobError(
-                    f"the loss over the whole batch is given tensors of sizes {list(least[1:])} and {list(sizes[1:])} by different "
-                    "parts of it: samestep.whole_batch(loss, pad=0.0) pads them, and samples of one size work"
+                    f"the loss over the whole batch is given tensors of {some} by different parts of it: samestep.whole_batch(loss, pad=0.0) pads them, and samples of one size work"
                 )
         return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from samestep.building.batch_dim import BatchDim
 from samestep.errors import ModelError
+from samestep.examination.examine import Loss
 from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
 from samestep.runtime.batches.given_batches import GivenBatches
 from samestep.runtime.batches.next_labels import NextLabels
@@ -33,6 +34,8 @@ class RunBatches:
         """The state that samples hand to those of the next step."""
         self._turn = BatchDim(batch_dim) if batch_dim else None
         self._given = GivenBatches(own.job, own.place, self._turn)
+        self._loss = own.source.loss
+        """The loss of the run, as it was given."""
         self._labels = NextLabels(own.source.loss, own.job)
 
     def of(self, given: Any, method: str, step: int, *, local: bool) -> StepBatch:
@@ -69,6 +72,14 @@ class RunBatches:
             )
         first = batch.samples(batch.shares(0, 1, 1)[0][:1])
         own.source = self.lanes.source_of(own.source, own.job, own.layout, first, self._turn)
+
+    def loss_of(self, loss: Loss | None) -> Loss | None:
+        """Return the loss of a backward as the run's model is called: given its outputs without the state of lanes, and both in the
+        dimension that it knows; None for the run's own."""
+        if loss is None or loss is self._loss:
+            return None
+        loss = loss if self._turn is None else self._turn.loss_of(loss)
+        return self.lanes.loss_of(loss)
 
     def turn_model(self) -> None:
         """Let the run's model and loss be given samples in the dimension that they know; lanes have done so already."""
