@@ -61,7 +61,9 @@ bench: .venv/.bench-ready
 
 setup: $(READY)
 
-# torch first and alone, at one exact version: a range would choose another build and fetch gigabytes.
+# torch first and alone, at one exact version: a range would choose another build and fetch gigabytes. The rest by its digests,
+# where the lock holds for this Python and machine.
+LOCK ?= $(shell $(PYTHON) .ci/lock.py)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "samestep needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv

@@ -1,23 +1,50 @@
-"""Write the lock of CI: the exact version and the digest of every package that the tests install, torch and samestep aside.
+"""The lock of `make setup`: the exact version and the digests of every package that the tests install, torch and samestep aside.
 
-    python -m pip install --quiet --dry-run --ignore-installed --report report.json \
-        --constraint constraints.txt '.[dev]' hatchling editables
-    python .ci/lock.py report.json > .ci/requirements.lock
+    for version in 3.11 3.12 3.13; do
+        python -m pip install --quiet --dry-run --ignore-installed --report $version.json --python-version $version \\
+            --only-binary :all: --target nowhere --constraint constraints.txt '.[dev]' hatchling editables
+    done
+    python .ci/lock.py 3.11.json 3.12.json 3.13.json > .ci/requirements.lock
+    python .ci/lock.py                 prints the path of the lock where it holds for the Python that runs this, and else nothing
 
-The lock holds for Linux on x86_64 with Python 3.11, where .ci/run uses it. torch has builds of one version for many kinds of
-machines, so it is installed by its version alone.
+The lock holds for Linux on x86_64 with the versions of Python that its first line names; elsewhere make takes the versions of
+constraints.txt without digests. torch has builds of one version for many kinds of machines, so it is installed by its version alone.
 """
 
 import json
+import platform
 import sys
 from pathlib import Path
 
+LOCK = Path(__file__).with_name("requirements.lock")
+
+
+def holding() -> str:
+    """Return the path of the lock if it holds here, else nothing."""
+    versions = LOCK.read_text().partition("\n")[0].split()
+    here = platform.python_version().rpartition(".")[0]
+    is_linux = (platform.system(), platform.machine()) == ("Linux", "x86_64")
+    return str(LOCK.relative_to(LOCK.parents[1])) if is_linux and here in versions else ""
+
+
+def lock(reports: list[str]) -> str:
+    """Return the lock of pip's reports, one for each version of Python."""
+    versions: list[str] = []
+    digests: dict[str, list[str]] = {}
+    for path in reports:
+        report = json.loads(Path(path).read_text())
+        versions.append(Path(path).name.removesuffix(".json"))
+        for one in report["install"]:
+            name, version = one["metadata"]["name"], one["metadata"]["version"]
+            if name not in ("torch", "samestep"):
+                digest = one["download_info"]["archive_info"]["hashes"]["sha256"]
+                digests.setdefault(f"{name}=={version}", []).append(digest)
+    rows = [
+        " ".join([name, *(f"--hash=sha256:{digest}" for digest in dict.fromkeys(found))])
+        for name, found in sorted(digests.items(), key=lambda item: item[0].lower())
+    ]
+    return "\n".join([f"# Linux x86_64, Python {' '.join(versions)}", *rows])
+
+
 if __name__ == "__main__":
-    rows = {}
-    for one in json.loads(Path(sys.argv[1]).read_text())["install"]:
-        name, version = one["metadata"]["name"], one["metadata"]["version"]
-        if name not in ("torch", "samestep"):
-            rows[name.lower()] = (
-                f"{name}=={version} --hash=sha256:{one['download_info']['archive_info']['hashes']['sha256']}"
-            )
-    print("\n".join(rows[name] for name in sorted(rows)))
+    print(lock(sys.argv[1:]) if sys.argv[1:] else holding())

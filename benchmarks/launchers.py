@@ -2,8 +2,8 @@
 
     make launchers
 
-Writes `rows/launchers.json`. The tests are those of `tests/launchers/`; a launcher is skipped where its programs are not
-installed, and the row says which.
+Writes `rows/launchers.json`, from which `python docs/tables.py` makes the table of docs/launching.md. The tests are those of
+`tests/launchers/` and others; a launcher is skipped where its programs are not installed, and the row says which.
 """
 
 from __future__ import annotations
@@ -13,50 +13,112 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "rows" / "launchers.json"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The tests of one way to start ranks, and which of them, by words in their names, prove what."""
+
+    tests: str
+    """Paths of tests for pytest, and options of it."""
+    losses: str = ""
+    """Those that hold the losses against one rank's."""
+    stop: str = ""
+    """Those that ask a run to stop, and look for the checkpoint, the status, and how it goes on."""
+    lost: str = ""
+    """Those that lose a node, a host or a process while the run trains."""
+
+
 LAUNCHERS = {
-    "Slurm, srun and torchrun": "tests/launchers/test_slurm.py",
-    "Open MPI and MPICH": "tests/launchers/test_mpi.py",
-    "Ray Train, two nodes": "tests/launchers/test_ray.py",
-    "torchrun": "tests/parity/test_training.py::test_torchrun_gives_the_losses_of_our_own_launcher",
-    "our agent on hosts that are network namespaces": "tests/crashes/test_hosts.py",
-    "variables of Kubernetes, SkyPilot, dstack, srun, mpirun": "tests/launchers/test_variables.py",
-    "samestep doctor on hosts that are broken in twelve ways": "tests/launchers/test_doctor.py",
-    "scripts, and manifests against schemas": "tests/unit/test_engines.py",
+    "Slurm, srun and torchrun": Launcher(
+        "tests/launchers/test_slurm.py", "losses_of_one_rank uneven_numbers", "asked_to_stop", "node_that_is_lost"
+    ),
+    "Open MPI": Launcher("tests/launchers/test_mpi.py -k openmpi", "losses_of_one_rank", "asked_to_stop"),
+    "MPICH": Launcher("tests/launchers/test_mpi.py -k mpich", "losses_of_one_rank", "asked_to_stop"),
+    "Ray Train, two nodes": Launcher("tests/launchers/test_ray.py", "two_nodes_of_ray", "", "node_of_ray_that_is_lost"),
+    "torchrun, and two of its agents in network namespaces": Launcher(
+        "tests/parity/test_training.py tests/crashes/test_hosts.py -k torchrun", "losses_of_our_own", "", "two_agents"
+    ),
+    "our agent on hosts that are network namespaces": Launcher(
+        "tests/crashes/test_hosts.py -k (not(torchrun))", "one_machine_to_the_bit", "asked_to_stop", "without_a_host without_the_leading"
+    ),
+    "variables of Kubernetes, SkyPilot, dstack, srun, mpirun, in processes": Launcher(
+        "tests/launchers/test_variables.py", "losses_of_one_rank", "asked_to_stop", "pod_that_fails"
+    ),
+    "scripts, and manifests against schemas": Launcher("tests/unit/test_engines.py"),
+}  # fmt: skip
+ASPECTS = {
+    "losses": "losses of one rank",
+    "stop": "asked to stop: saves, ends with its status, goes on",
+    "lost": "a part is lost: goes on, or ends with its name",
 }
 
 
-def outcome(path: str) -> dict[str, object]:
-    """Run the tests of one launcher; return how many passed and failed, and why others were skipped."""
+def outcome(launcher: Launcher) -> dict[str, object]:
+    """Run the tests of one launcher; return how many passed and failed, why others were skipped, and what is proven."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        words = [sys.executable, "-m", "pytest", "-q", "--every-layout", f"--junitxml={report}", *path.split()]
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--every-layout",
+            f"--junitxml={report}",
+            *launcher.tests.split(),
+        ]
         subprocess.run(words, cwd=ROOT, check=False)
         cases = [*ElementTree.parse(report).iter("testcase")]
     skipped = [one.get("message", "") for case in cases for one in case.iter("skipped")]
-    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
-    passed = len(cases) - failed - len(skipped)
-    return {"passed": passed, "failed": failed, "skipped": len(skipped), "why": "; ".join(dict.fromkeys(skipped))}
+    ends = {case.get("name", ""): _end(case) for case in cases}
+    counts = {end: [*ends.values()].count(end) for end in ("passed", "failed", "skipped")}
+    found = {aspect: _found(ends, getattr(launcher, aspect).split()) for aspect in ASPECTS}
+    return {**counts, "why": "; ".join(dict.fromkeys(skipped)), **found}
+
+
+def _end(case: ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "passed" if case.find("skipped") is None else "skipped"
+
+
+def _found(ends: dict[str, str], words: list[str]) -> str:
+    """Return `yes` where every test with one of the words in its name has passed, else how the first one ended."""
+    asked = {name: end for name, end in ends.items() if any(word in name for word in words)}
+    worst = [end for kind in ("failed", "skipped") for end in asked.values() if end == kind]
+    return worst[0] if worst else "yes" if asked else ""
 
 
 def table(rows: dict[str, dict[str, object]]) -> str:
     """Return the outcomes as a table in Markdown."""
-    lines = ["| launcher | tests passed | failed | skipped, and why |", "| --- | --- | --- | --- |"]
+    lines = [f"| launcher | {' | '.join(ASPECTS.values())} | tests passed | failed | skipped, and why |"]
+    lines.append("| --- |" + " --- |" * (len(ASPECTS) + 3))
     for name, row in rows.items():
         why = f"{row['skipped']}: {row['why']}" if row["skipped"] else "0"
-        lines.append(f"| {name} | {row['passed']} | {row['failed']} | {why} |")
+        proven = " | ".join(str(row[aspect]) for aspect in ASPECTS)
+        lines.append(f"| {name} | {proven} | {row['passed']} | {row['failed']} | {why} |")
     return "\n".join(lines)
 
 
+def stored() -> str:
+    """Return the table of the last `make launchers`."""
+    return table(json.loads(ROWS.read_text(encoding="utf-8")))
+
+
 def main() -> int:
-    """Run all launchers that are here, and return 1 where one fails."""
-    rows = {name: outcome(path) for name, path in LAUNCHERS.items()}
+    """Run all launchers that are here, or those whose names have a word of the command line; return 1 where one fails."""
+    wanted = {name: one for name, one in LAUNCHERS.items() if not sys.argv[1:] or any(w in name for w in sys.argv[1:])}
+    before = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() and len(wanted) < len(LAUNCHERS) else {}
+    found = {name: outcome(launcher) for name, launcher in wanted.items()}
+    rows = {name: (before | found)[name] for name in LAUNCHERS if name in before | found}
     ROWS.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
-    return int(any(row["failed"] for row in rows.values()))
+    return int(any(row["failed"] for row in found.values()))
 
 
 if __name__ == "__main__":

@@ -278,6 +278,12 @@ def plans() -> str:
     return str(importlib.import_module("plans").markdown())
 
 
+def launchers() -> str:
+    """What `make launchers` has found of each way to start ranks."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("launchers").stored())
+
+
 def sharded() -> str:
     """ZeRO-3 over all devices beside the best layout, as `benchmarks/plans.py` has found it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -515,6 +521,7 @@ TABLES = {
     "codec_kernels": codec_kernels,
     "plans": plans,
     "sharded": sharded,
+    "launchers": launchers,
     "gpu": gpu,
     "family_counts": family_counts,
     "families": families,

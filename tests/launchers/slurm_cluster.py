@@ -48,6 +48,20 @@ class Cluster:
         said = self.run("scontrol", "show", "job", job, folder=self.config.parent).stdout
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
+    def stop_node(self, node: str) -> list[int]:
+        """Freeze the daemon of a node, and what it has started there; return their pids, which are to be killed."""
+        found = [int((self.config.parent / f"slurmd.{node}.pid").read_text())]
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if f"SLURMD_NODENAME={node}".encode() in variables and str(self.config).encode() in b"".join(variables):
+                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                    is_step = Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd")
+                    found += [int(folder.name), *[parent] * is_step]
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+        return [*dict.fromkeys(found)]
+
 
 @contextlib.contextmanager
 def cluster(folder: Path, nodes: int = 2, cpus: int = 4) -> Iterator[Cluster]:

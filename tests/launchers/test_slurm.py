@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(tmp_path_factory.mktemp("slurm")) as made:
+    with cluster(tmp_path_factory.mktemp("slurm"), nodes=3) as made:
         yield made
 
 
@@ -94,6 +95,33 @@ def test_a_run_that_is_asked_to_stop_is_requeued_and_resumes_exactly(by: str, sl
     whole = tmp_path / "whole"
     assert small.train("--layout", "dp=1", "--out", whole, "--steps", str(step + 3), **keys, **real.FLOAT64) == 0
     assert small.losses(tmp_path / "run")[: step + 3] == pytest.approx(small.losses(whole), abs=1e-9)
+
+
+def test_a_run_goes_on_without_a_node_that_is_lost(slurm: Cluster, tmp_path: Path) -> None:
+    """As when its power fails: what ran there sends nothing more, Slurm notices, and puts the job back into the queue."""
+    keys = {"train.steps": 100_000, "checkpoint.every": 2}
+    script = real.emitted("slurm", tmp_path / "x.sbatch", keys, nodes=2, layout="dp=2 tp=2", out="run")
+    job = slurm.run("sbatch", "--parsable", script, folder=tmp_path).stdout.strip()
+    log = tmp_path / "run" / "metrics.jsonl"
+    small.wait_for(lambda: log.exists() and log.read_text().count("\n") >= 5, 300)
+    dead = slurm.stop_node("n2")
+    try:
+        ended = slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=power", folder=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        small.wait_for(lambda: slurm.state(job).get("Restarts") == "1", 120)
+    finally:
+        for pid in dead:
+            os.kill(pid, signal.SIGKILL)
+    small.wait_for(lambda: slurm.state(job).get("JobState") == "RUNNING", 300)
+    assert slurm.state(job)["NodeList"] == "n[1,3]"
+    before = len(small.losses(tmp_path / "run"))
+    small.wait_for(lambda: "resume" in _log(tmp_path) and len(small.losses(tmp_path / "run")) > before + 2, 300)
+    assert slurm.run("scancel", job, folder=tmp_path).returncode == 0
+    small.wait_for(lambda: slurm.state(job).get("JobState") == "CANCELLED", 120)
+    found = small.losses(tmp_path / "run")[: before + 3]
+    whole = tmp_path / "whole"
+    assert small.train("--layout", "dp=1", "--out", whole, "--steps", str(len(found)), **keys, **real.FLOAT64) == 0
+    assert found == pytest.approx(small.losses(whole), abs=1e-9)
 
 
 def test_a_shell_in_an_allocation_starts_its_own_workers(slurm: Cluster, tmp_path: Path) -> None:
