@@ -16,6 +16,8 @@ import platform
 import sys
 from pathlib import Path
 
+_OF_TORCH = ("nvidia-", "cuda-", "triton")
+"""What only builds of torch for GPUs need, which bring it themselves."""
 LOCK = Path(__file__).with_name("requirements.lock")
 
 
@@ -36,7 +38,7 @@ def lock(reports: list[str]) -> str:
         versions.append(Path(path).name.removesuffix(".json"))
         for one in report["install"]:
             name, version = one["metadata"]["name"], one["metadata"]["version"]
-            if name not in ("torch", "samestep"):
+            if name not in ("torch", "samestep") and not name.startswith(_OF_TORCH):
                 digest = one["download_info"]["archive_info"]["hashes"]["sha256"]
                 digests.setdefault(f"{name}=={version}", []).append(digest)
     rows = [

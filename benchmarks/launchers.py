@@ -114,9 +114,11 @@ def main() -> int:
     """Run all launchers that are here, or those whose names have a word of the command line; return 1 where one fails."""
     wanted = {name: one for name, one in LAUNCHERS.items() if not sys.argv[1:] or any(w in name for w in sys.argv[1:])}
     before = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() and len(wanted) < len(LAUNCHERS) else {}
-    found = {name: outcome(launcher) for name, launcher in wanted.items()}
-    rows = {name: (before | found)[name] for name in LAUNCHERS if name in before | found}
-    ROWS.write_text(json.dumps(rows, indent=1) + "\n")
+    found: dict[str, dict[str, object]] = {}
+    for name, launcher in wanted.items():
+        found[name] = outcome(launcher)
+        rows = {name: (before | found)[name] for name in LAUNCHERS if name in before | found}
+        ROWS.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
     return int(any(row["failed"] for row in found.values()))
 

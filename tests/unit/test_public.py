@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import samestep
 
@@ -141,3 +143,31 @@ def test_every_extra_is_used():
             module = {"pillow": "PIL"}.get(package, package)
             assert re.search(rf"(import|from|import_module\(|find_spec\() *\"?{module}\b", sources), (extra, package)
     assert set(re.findall(r"[\w-]+", extras["all"][0])) - {"samestep"} == extras.keys() - {"dev", "bench", "all"}
+
+
+def test_the_lock_holds_what_the_tests_install() -> None:
+    """Each package that dev needs, and what those need, in the version of constraints.txt: make setup installs nothing else."""
+    lines = (ROOT / ".ci" / "requirements.lock").read_text().splitlines()
+    locked = {canonicalize_name(line.partition("==")[0]): line.partition("==")[2].split()[0] for line in lines[1:]}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        if canonicalize_name(name) in locked:
+            assert locked[canonicalize_name(name)] == version.strip()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = [Requirement(line) for line in extras["dev"]]
+    known: set[tuple[str, frozenset[str]]] = set()
+    while wanted:
+        one = wanted.pop()
+        name, its = canonicalize_name(one.name), frozenset(one.extras)
+        if (name, its) in known or name == "torch":
+            continue
+        known.add((name, its))
+        assert name == "samestep" or name in locked, (
+            f"{name} has no line in .ci/requirements.lock: .ci/lock.py writes it"
+        )
+        try:
+            needs = [Requirement(line) for line in metadata.requires(one.name) or ()]
+        except metadata.PackageNotFoundError:  # where the tests run, some of dev may be left out
+            continue
+        marks = [{"extra": extra, "python_version": "3.11"} for extra in its or {""}]
+        wanted += [need for need in needs if not need.marker or any(need.marker.evaluate(mark) for mark in marks)]
