@@ -40,7 +40,7 @@ LAUNCHERS = {
     ),
     "Open MPI": Launcher("tests/launchers/test_mpi.py -k openmpi", "losses_of_one_rank", "asked_to_stop"),
     "MPICH": Launcher("tests/launchers/test_mpi.py -k mpich", "losses_of_one_rank", "asked_to_stop"),
-    "Ray Train, two nodes": Launcher("tests/launchers/test_ray.py", "two_nodes_of_ray", "", "node_of_ray_that_is_lost"),
+    "Ray Train, two nodes": Launcher("tests/launchers/test_ray.py", "two_nodes_of_ray"),
     "torchrun, and two of its agents in network namespaces": Launcher(
         "tests/parity/test_training.py tests/crashes/test_hosts.py -k torchrun", "losses_of_our_own", "", "two_agents"
     ),

@@ -60,7 +60,7 @@ def _argument(action: Action, words: Mapping[str, Sequence[str]]) -> Argument:
     shown = str(action.metavar or "")
     files = ""
     if action.type is Path or shown.endswith(("FILE", "RUN")):
-        files = ".toml" if shown.endswith(".toml") else "folders" if shown in ("DIR", "RUN") else "files"
+        files = ".toml" if shown.endswith((".toml", "JOB")) else "folders" if shown in ("DIR", "RUN") else "files"
     is_several = bool({*flags} & {*SEVERAL})
     return Argument(flags, action.help or "", action.nargs != 0, chosen, files, is_several)
 

@@ -58,7 +58,7 @@ def test_every_verb_and_every_flag_is_offered(script: Path) -> None:
     for verb, (_, parser) in VERBS.items():
         flags = [flag for action in parser._actions for flag in action.option_strings]
         assert _completed(script, verb, "-") == flags
-        assert _completed(script, verb, "--j") == ["--json"]
+        assert _completed(script, verb, "--js") == ["--json"]
 
 
 def test_choices_of_every_flag_are_offered(script: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,13 +39,14 @@ WORDS: dict[str, tuple[str, ...]] = {
     "profiles": ("--show", "h100x8"),
     "env": (),
     "completion": ("bash",),
+    "calibrate": ("rows.csv",),
 }
 """Words with which each verb has a result; RUN stands for a run folder."""
 ASKS = {
     "train": ("folder", "ranks"), "verify": ("layout", "proven"), "launch": ("engine", "script"), "export": ("folder", "step"),
     "sample": ("text",), "evaluate": ("loss",), "plan": ("best", "why"), "simulate": ("step_s",), "explain": ("verdict",),
     "layouts": ("layout", "legal"), "inspect": ("layers",), "measure": ("file", "profile"), "doctor": ("faults", "lines"), "presets": ("source", "num_params"),
-    "profiles": ("h100x8",), "env": ("python", "packages"), "completion": ("shell", "script"),
+    "profiles": ("h100x8",), "env": ("python", "packages"), "completion": ("shell", "script"), "calibrate": ("rows",),
 }  # fmt: skip
 """Keys of each verb's result, or of its first row."""
 
@@ -103,12 +105,15 @@ def test_a_verb_gives_its_result(
     from samestep.diagnosis import doctor
     from samestep.diagnosis.report import Report
     from samestep.measurement import profile
+    from samestep.planning.calibration import calibrate
     from samestep.proof import verify
 
     verdict = Verdict(layout="dp=2", job="", steps=1, precision="float64", checks=())
     monkeypatch.setattr(verify, "verify", lambda *_, **__: verdict)
     report = Report("one host", (), 0.0)
     monkeypatch.setattr(doctor, "doctor", lambda *_, say, **__: say(report.to_text()) or report)
+    refit = SimpleNamespace(to_record=lambda: {"rows": []}, to_text=lambda: "refitted", kept="")
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: refit)
     monkeypatch.setattr(profile, "measure", lambda **_: hardware.load("cpu-laptop"))
     platform.platform()  # runs a program the first time, of which tests/audit.py would complain
     words = [str(run[0]) if word == "RUN" else word for word in WORDS[verb]]
