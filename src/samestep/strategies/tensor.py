@@ -226,7 +226,7 @@ def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
     loss of one's own in chunks."""
     rows = step.model.logit_rows
     own = step.model.chunk_reduces if step.layout.loss_chunk is not None else ()
-    for held, numel in (own or (("largest", rows), ("sums", 2 * rows))) if rows else ():
+    for held, numel in (own or (("largest", rows), ("sums", 2 * rows))) if rows and step.cuts_loss else ():
         yield _sum(f"loss.{held}", step.master_dtype, after).sized(numel * step.microbatch_samples)
 
 

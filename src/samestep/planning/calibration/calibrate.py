@@ -24,7 +24,7 @@ from samestep.job import Job
 from samestep.output.output_file import check_writable, write_whole
 from samestep.output.text_table import align_columns
 from samestep.planning.calibration.factors import FACTORS, Factors, as_toml, limits, scaled
-from samestep.planning.calibration.measured_steps import MeasuredStep, read_steps
+from samestep.planning.calibration.measured_steps import TimedStep, read_steps
 from samestep.program.ops import COMPUTE_DTYPE
 from samestep.program.program import Program
 from samestep.simulation import clock
@@ -148,7 +148,7 @@ def calibrate(
 
 
 def _calibrated(
-    steps: Sequence[MeasuredStep],
+    steps: Sequence[TimedStep],
     programs: Sequence[tuple[Program, ...]],
     machine: Hardware,
     file: Path | None,
@@ -182,7 +182,7 @@ def _why_kept(found: Calibration) -> str:
     return ""
 
 
-def _refuse_impossible(steps: Sequence[MeasuredStep], machine: Hardware) -> None:
+def _refuse_impossible(steps: Sequence[TimedStep], machine: Hardware) -> None:
     """Refuse steps whose products alone would need more than the peak of all devices."""
     mistakes = []
     for one in steps:

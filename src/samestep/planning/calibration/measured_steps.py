@@ -47,7 +47,7 @@ MOST_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredStep:
+class TimedStep:
     """One measured step: the job and the layout, and its seconds."""
 
     origin: str
@@ -58,13 +58,13 @@ class MeasuredStep:
     step_s: float
 
 
-def read_steps(paths: Sequence[Path], job: Job | None) -> tuple[list[MeasuredStep], list[str]]:
+def read_steps(paths: Sequence[Path], job: Job | None) -> tuple[list[TimedStep], list[str]]:
     """Return the measured steps of CSV files and run folders, and a line for each column that was ignored.
 
     Raises:
         InputError: a file cannot be read, or a line cannot be a measured step; all such lines are named.
     """
-    steps: list[MeasuredStep] = []
+    steps: list[TimedStep] = []
     said: list[str] = []
     mistakes: list[str] = []
     for path in paths:
@@ -110,7 +110,7 @@ def _rows_of(path: Path) -> tuple[list[tuple[int, dict[str, str]]], list[str]]:
     return rows, [f"{path}: columns that mean nothing here are ignored: {', '.join(ignored)}"] if ignored else []
 
 
-def _step_of(origin: str, row: Mapping[Any, Any], job: Job | None) -> MeasuredStep:
+def _step_of(origin: str, row: Mapping[Any, Any], job: Job | None) -> TimedStep:
     """Return the measured step of one line."""
     if None in row or any(value is None for value in row.values()):
         raise InputError("it has more or fewer values than the file has columns")
@@ -128,7 +128,7 @@ def _step_of(origin: str, row: Mapping[Any, Any], job: Job | None) -> MeasuredSt
         raise InputError(f"devices = {given['devices']}, and layout {str(layout)!r} has {layout.world_size} ranks")
     model = catalog.model_spec(own)
     step_s = _seconds_of(given, own, model, layout)
-    return MeasuredStep(origin=origin, job=own, model=model, layout=layout, step_s=step_s)
+    return TimedStep(origin=origin, job=own, model=model, layout=layout, step_s=step_s)
 
 
 def _layout_of(given: Mapping[str, str]) -> Layout:
@@ -169,7 +169,7 @@ def _seconds_of(given: Mapping[str, str], job: Job, model: ModelSpec, layout: La
     return model.length * samples / per_s
 
 
-def _of_run(folder: Path) -> MeasuredStep:
+def _of_run(folder: Path) -> TimedStep:
     """Return the median step of a run, without its first ones."""
     try:
         job = jobs.load(folder / "job.toml")
@@ -184,7 +184,7 @@ def _of_run(folder: Path) -> MeasuredStep:
         raise InputError(
             f"{folder} has {len(times)} measured steps, and the first {_FIRST_STEPS} are left out: more steps work"
         )
-    return MeasuredStep(
+    return TimedStep(
         origin=str(folder),
         job=job,
         model=catalog.model_spec(job),
