@@ -21,7 +21,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
 from samestep.output.page.quantities import SECONDS, digits, duration, share, tick_labels, ticks
-from samestep.output.page.timeline_figure import Box, Lane, TimelineFigure, some_of
+from samestep.output.page.timeline_figure import MOST_BOXES, Box, Lane, TimelineFigure, some_of
 from samestep.planning import plan, plan_page
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.simulation import cases, prediction_page
@@ -153,6 +153,9 @@ def test_many_lanes_of_many_ops_are_drawn_by_tasks_and_stay_small() -> None:
             ]
             lanes.append(Lane(f"rank {rank}", stream, boxes[::2]))
     assert len(TimelineFigure(lanes, 1.0).to_html()) < 350_000
+    shown = pages.read(TimelineFigure(lanes, 1.0).to_html()).boxes["lanes"]
+    assert sum(map(len, shown)) <= 4 * MOST_BOXES
+    assert all(shown)
     assert some_of(range(100), [37], 8) == sorted({*some_of(range(100), [37], 8)})
     assert {0, 37, 99} <= {*some_of(range(100), [37], 8)}
     assert len(some_of(range(100), [37], 8)) == 8

@@ -93,12 +93,14 @@ def _figures(found: Explained, *, small: bool) -> Iterator[Section]:
     ranks = some_of([*found.found.records], [found.found.busiest], most_drawn(timeline))
     lanes = [lane for rank in ranks for lane in _lanes(found, rank)]
     longest_s = max(timeline.step_s, found.predicted.timeline.step_s if found.predicted else 0.0)
-    note = (
-        "" if len(ranks) == len(found.found.records) else f"{len(ranks)} of {len(found.found.records)} ranks are drawn."
+    some = (
+        ""
+        if len(ranks) == len(found.found.records)
+        else f" {len(ranks)} of {len(found.found.records)} ranks are drawn."
     )
     said = " The prediction is the slim lane above." if found.predicted else ""
     caption = f"Step {found.found.last.step}, one lane for each rank and stream, as it was measured.{said}"
-    yield Section("The step", TimelineFigure(lanes, longest_s, note).to_html(small=small), caption)
+    yield Section("The step", TimelineFigure(lanes, longest_s).to_html(small=small), caption + some)
     parts = [*found.parts, StepPart("rest", None, found.rest_s, None if found.predicted is None else 0.0)]
     rows = [Bar(part.label, row_kind(part.name, part.axis), part.measured_s, part.predicted_s) for part in parts]
     caption = f"The rows of rank {found.found.busiest}, which waits least; they add up to its step."

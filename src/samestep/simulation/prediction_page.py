@@ -89,12 +89,12 @@ def figures_of(found: Prediction, *, small: bool = False) -> Iterator[Section]:
     """Yield the figures of a prediction: the step, its parts, its memory."""
     stages, peak = found.timeline.stages, found.memory.index(found.peak)
     drawn = some_of(stages, [peak], most_drawn(found.timeline))
-    note = "" if len(drawn) == len(stages) else f"{len(drawn)} of {len(stages)} stages are drawn."
-    figure = TimelineFigure([*lanes_of(found.timeline, drawn)], found.timeline.step_s, note)
+    some = "" if len(drawn) == len(stages) else f" {len(drawn)} of {len(stages)} stages are drawn."
+    figure = TimelineFigure([*lanes_of(found.timeline, drawn)], found.timeline.step_s)
     yield Section(
         "The step",
         figure.to_html(small=small),
-        "One lane for each pipeline stage and stream, all ranks of a stage at once.",
+        f"One lane for each pipeline stage and stream, all ranks of a stage at once.{some}",
     )
     parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in found.parts]
     if found.exchange_s:
@@ -114,7 +114,7 @@ def most_drawn(timeline: Timeline) -> int:
     """Return the number of stages or ranks of a timeline that a page draws."""
     groups = max(1, len(timeline.stages))
     streams = sum(len(timeline.streams(stage)) for stage in timeline.stages)
-    return most_groups(streams / groups, sum(1 for stage in timeline.stages for _ in timeline.spans_of(stage)) / groups)
+    return most_groups(streams / groups)
 
 
 def lanes_of(timeline: Timeline, drawn: list[int], *, predicted: bool = False) -> Iterator[Lane]:

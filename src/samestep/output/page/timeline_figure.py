@@ -12,7 +12,7 @@ import base64
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from samestep.output.page.quantities import SECONDS, Quantity, tick_labels, tick
 COLUMNS = 500
 """Columns in which a whole step is drawn."""
 MOST_BOXES = 30_000
-"""Number of boxes above which a page keeps tasks, and no ops."""
+"""Number of boxes above which a page keeps tasks, or what is close together, and no ops."""
 MOST_LANES = 64
 """Number of lanes that are drawn at most, unless two stages or ranks have more."""
 MOST_GROUPS = 16
@@ -61,23 +61,20 @@ class TimelineFigure:
 
     lanes: Sequence[Lane]
     step_s: float
-    note: str = ""
-    """Lanes that are left out, as a sentence."""
 
     def to_html(self, *, small: bool = False) -> str:
         """Return the figure; a small one has no boxes to zoom into."""
         groups = "".join(self._group(name, [*lanes]) for name, lanes in groupby(self.lanes, lambda lane: lane.group))
         packed = "" if small else f'<script type="application/octet-stream" class="boxes">{self.packed()}</script>'
         controls = "" if small else _CONTROLS
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
             f'<div class="timeline" tabindex="0" role="group" aria-label="Timeline of one step">{controls}{groups}'
-            f'<div class="axis"><span></span><div class="ticks">{self._axis()}</div></div>{packed}</div>{_legend(self.lanes)}{note}'
+            f'<div class="axis"><span></span><div class="ticks">{self._axis()}</div></div>{packed}</div>{_legend(self.lanes)}'
         )
 
     def packed(self) -> str:
         """Return the boxes of all lanes as base64 of deflated JSON."""
-        lanes = _by_tasks(self.lanes) if sum(len(lane.boxes) for lane in self.lanes) > MOST_BOXES else self.lanes
+        lanes = _fewer(self.lanes, self.step_s)
         unit_s = (self.step_s or 1.0) / _TICKS
         names: dict[tuple[str, str], int] = {}
         tasks: dict[str, int] = {}
@@ -154,17 +151,33 @@ def _paths(boxes: Sequence[Box], step_s: float) -> str:
     return "".join(f'<path class="{kind}" d="{path}"/>' for kind, path in paths.items())
 
 
-def _by_tasks(lanes: Sequence[Lane]) -> list[Lane]:
-    """Return lanes with one box for consecutive ops of one task."""
-    found = []
-    for lane in lanes:
-        boxes: list[Box] = []
-        for box in lane.boxes:
-            if boxes and boxes[-1].task == box.task and boxes[-1].kind == box.kind:
-                boxes[-1] = boxes[-1]._replace(end_s=box.end_s, name=box.kind)
-            else:
-                boxes.append(box)
-        found.append(Lane(lane.group, lane.name, boxes, lane.is_predicted))
+def _fewer(lanes: Sequence[Lane], step_s: float) -> Sequence[Lane]:
+    """Return lanes of at most `MOST_BOXES` boxes: as they are, or by tasks, or with what is close together as one box."""
+    if sum(len(lane.boxes) for lane in lanes) <= MOST_BOXES:
+        return lanes
+    lanes = [replace(lane, boxes=_joined(lane.boxes, 0.0)) for lane in lanes]
+    near_s = step_s / 8000
+    while sum(len(lane.boxes) for lane in lanes) > MOST_BOXES:
+        lanes = [replace(lane, boxes=_joined(lane.boxes, near_s)) for lane in lanes]
+        near_s *= 2
+    return lanes
+
+
+def _joined(boxes: Sequence[Box], near_s: float) -> list[Box]:
+    """Return one box for consecutive ops of one task; and for what follows within `near_s`, is of one kind or as short as that."""
+    found: list[Box] = []
+    for box in boxes:
+        last = found[-1] if found else None
+        if last is not None and last.kind == box.kind and last.task == box.task:
+            found[-1] = last._replace(end_s=box.end_s, name=box.kind)
+        elif (
+            last is not None
+            and box.start_s - last.end_s < near_s
+            and (last.kind == box.kind or box.end_s - box.start_s < near_s)
+        ):
+            found[-1] = last._replace(end_s=max(last.end_s, box.end_s), name=last.kind, task="")
+        else:
+            found.append(box)
     return found
 
 
@@ -174,10 +187,9 @@ def _legend(lanes: Sequence[Lane]) -> str:
     return f'<p class="legend">{keys}</p>'
 
 
-def most_groups(lanes_of_groups: float, num_boxes: float) -> int:
-    """Return how many stages or ranks a page draws, given the mean numbers of lanes and of boxes of one."""
-    by_lanes = MOST_LANES / max(1.0, lanes_of_groups)
-    return max(2, int(min(MOST_GROUPS, by_lanes, MOST_BOXES / max(1.0, num_boxes))))
+def most_groups(num_lanes: float) -> int:
+    """Return how many stages or ranks a page draws, given the mean number of lanes of one."""
+    return max(2, int(min(MOST_GROUPS, MOST_LANES / max(1.0, num_lanes))))
 
 
 def some_of(indices: Sequence[int], wanted: Sequence[int] = (), most: int = MOST_GROUPS) -> list[int]:
