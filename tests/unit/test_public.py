@@ -118,7 +118,10 @@ def test_help_and_mistakes_import_no_torch(tmp_path: Path) -> None:
 
 
 def test_planning_names_import_no_torch(tmp_path: Path) -> None:
-    assert _modules_after("import samestep; samestep.plan, samestep.simulate, samestep.layouts", tmp_path) == set()
+    assert (
+        _modules_after("import samestep; samestep.plan, samestep.simulate, samestep.layouts, samestep.doctor", tmp_path)
+        == set()
+    )
 
 
 def test_a_name_that_needs_torch_imports_it(tmp_path: Path) -> None:
