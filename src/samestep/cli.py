@@ -27,7 +27,7 @@ from samestep.models import published
 from samestep.models.presets import PRESETS
 from samestep.output import results, temporary_folder
 from samestep.output.output_file import check_writable, write
-from samestep.output.results import Failure, Result
+from samestep.output.results import Result, VerbFailure
 from samestep.training import run_folder
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.JSON_ALONE in given:
             return _print_json(given)
         found = _run(given)
-        if isinstance(found, Failure):
+        if isinstance(found, VerbFailure):
             return _fail(found)
         if found.text:
             print(found.text)
@@ -62,13 +62,13 @@ def _print_json(given: Sequence[str]) -> int:
         try:
             found = _run(given)
         except Exception as error:  # a mistake of ours: its traceback follows
-            say(verb, Failure(error, 1))
+            say(verb, VerbFailure(error, 1))
             raise
         say(verb, found)
     return found.status
 
 
-def _run(words: Sequence[str]) -> Result | Failure:
+def _run(words: Sequence[str]) -> Result | VerbFailure:
     """Run one verb, and write its result to the file of `--json`."""
     try:
         given = _parser().parse_args(words)
@@ -76,15 +76,15 @@ def _run(words: Sequence[str]) -> Result | Failure:
             path = getattr(given, flag, None)
             if path is not None and path != results.STANDARD_OUTPUT:
                 check_writable(path)
-        found: Result | Failure = given.verb(given)
+        found: Result | VerbFailure = given.verb(given)
         if isinstance(found, Result) and given.json not in (None, results.STANDARD_OUTPUT):
             results.write_file(given.json, found)
     except RunError as error:
-        return Failure(error, 1)
+        return VerbFailure(error, 1)
     except InputError as error:
-        return Failure(error, 2)
+        return VerbFailure(error, 2)
     except KeyboardInterrupt as error:
-        return Failure(error, 130)
+        return VerbFailure(error, 130)
     return found
 
 
@@ -97,7 +97,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"samestep {metadata.version('samestep')}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
-    def verb(name: str, run: Callable[[Namespace], Result | Failure], about: str) -> ArgumentParser:
+    def verb(name: str, run: Callable[[Namespace], Result | VerbFailure], about: str) -> ArgumentParser:
         added: ArgumentParser = verbs.add_parser(name, help=about, allow_abbrev=False)
         added.set_defaults(verb=run)
         arguments.add_json(added)
@@ -242,7 +242,7 @@ def _rendezvous(words: Namespace) -> Rendezvous | None:
     return meeting.Rendezvous.of(words.rendezvous, int(words.nodes), token)
 
 
-def _verify(words: Namespace) -> Result | Failure:
+def _verify(words: Namespace) -> Result | VerbFailure:
     job = _allowing(words)
     _limit_threads(job.run.threads)
     from samestep.proof import verify
@@ -263,7 +263,7 @@ def _verify(words: Namespace) -> Result | Failure:
                 print(verdict.to_line(), flush=True)
             verdicts.append(verdict)
     except WorkerError as error:
-        return Failure(error, 2)
+        return VerbFailure(error, 2)
     status = 0 if all(verdict.proven for verdict in verdicts) else 1
     if words.all:
         return Result(lambda: [verdict.to_record() for verdict in verdicts], status=status)
@@ -550,7 +550,7 @@ def _completion(words: Namespace) -> Result:
     return Result(lambda: {"shell": words.shell, "script": text}, text.rstrip("\n"))
 
 
-def _fail(failure: Failure) -> int:
+def _fail(failure: VerbFailure) -> int:
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden behind its live line
     print(f"samestep: {_visible(failure.text)}", file=sys.stderr)

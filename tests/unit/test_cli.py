@@ -550,7 +550,7 @@ def test_who_stops_reading_stops_the_writing() -> None:
 
 def test_a_terminal_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli._fail(cli.Failure(WorkerError("a worker died"), 1)) == 1
+    assert cli._fail(cli.VerbFailure(WorkerError("a worker died"), 1)) == 1
     said, complaint = capsys.readouterr()
     assert said == "\x1b[?25h"
     assert complaint == "samestep: a worker died [worker-error]\n"

@@ -19,14 +19,14 @@ from samestep import job as jobs
 from samestep.diagnosis import all_hosts, doors, gathering, link_rates, one_host
 from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.doors import REACHED, Attempt, Rate
-from samestep.diagnosis.findings import Findings, at_once, of_record
+from samestep.diagnosis.findings import HostFindings, at_once, of_record
 from samestep.diagnosis.gathering import Followed, Leads
 from samestep.diagnosis.gpus import Gpus, Torch
 from samestep.diagnosis.identity import Identity, identify
 from samestep.diagnosis.limits import Limits
 from samestep.diagnosis.link_rates import Links
 from samestep.diagnosis.names import Interface, Network
-from samestep.diagnosis.report import Line, Report, merged
+from samestep.diagnosis.report import Report, ReportLine, merged
 from samestep.diagnosis.shared_folder import Folder, Sight
 from samestep.diagnosis.software import Software
 from samestep.runtime.processes.rank_variables import listed_hosts
@@ -36,7 +36,7 @@ MACHINE = hardware.load("cpu-laptop")
 Case = tuple[Heard, Links]
 
 
-def _host(place: int, draw: random.Random, num_hosts: int, *, has_gpus: bool) -> Findings:
+def _host(place: int, draw: random.Random, num_hosts: int, *, has_gpus: bool) -> HostFindings:
     name = f"n{place + 1}"
     names = ("NVIDIA H100",) * 8 if has_gpus else ()
     interfaces = (
@@ -44,7 +44,7 @@ def _host(place: int, draw: random.Random, num_hosts: int, *, has_gpus: bool) ->
         Interface("eth0", f"10.0.0.{place + 1}", True),
         Interface("eth1", f"10.9.0.{place + 1}", True),
     )
-    return Findings(
+    return HostFindings(
         Identity(
             name,
             f"key {place}",
@@ -108,7 +108,7 @@ def healthy(seed: int) -> Case:
     return heard, Links({way: Rate(draw.uniform(0.5e9, 1e9), draw.uniform(5e-6, 5e-5)) for way in ways}, inside)
 
 
-def lines_of(case: Case) -> list[Line]:
+def lines_of(case: Case) -> list[ReportLine]:
     heard, links = case
     lines = [line for found in heard.hosts for line in one_host.lines_of(found)]
     lines += [*all_hosts.lines_of(heard), *link_rates.lines_of(heard, links, MACHINE)]
@@ -414,13 +414,13 @@ def test_a_host_whose_ways_out_or_in_are_slow_is_the_one_that_is_named(end: int)
 def test_findings_survive_the_way_as_json() -> None:
     heard, _ = healthy(3)
     for found in heard.hosts:
-        assert of_record(Findings, json.loads(json.dumps(found.to_record()))) == found
+        assert of_record(HostFindings, json.loads(json.dumps(found.to_record()))) == found
     assert of_record(Identity, {"rank": "many"}) is None
 
 
 def test_the_record_has_the_lines_and_the_status() -> None:
-    fault = Line("fault", "clock", "its clock is 9 s ahead", "chrony works", ("n2",))
-    report = Report("head", (fault, Line("ok", "names", "n1")), 1.5)
+    fault = ReportLine("fault", "clock", "its clock is 9 s ahead", "chrony works", ("n2",))
+    report = Report("head", (fault, ReportLine("ok", "names", "n1")), 1.5)
     assert report.status == 1
     record = json.loads(json.dumps(report.to_record()))
     assert record["faults"] == 1

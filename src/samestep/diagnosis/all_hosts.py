@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.diagnosis.doors import REACHED, Attempt
-from samestep.diagnosis.findings import Findings
+from samestep.diagnosis.findings import HostFindings
 from samestep.diagnosis.gpus import Torch
 from samestep.diagnosis.identity import Identity
-from samestep.diagnosis.report import Level, Line
+from samestep.diagnosis.report import Level, ReportLine
 from samestep.diagnosis.shared_folder import Sight
 
 _LITTLE_SKEW_S, _SKEW_S = 1.0, 30.0
@@ -25,7 +25,7 @@ class Heard:
 
     identities: tuple[Identity, ...]
     """Every process that came."""
-    hosts: tuple[Findings, ...]
+    hosts: tuple[HostFindings, ...]
     """The findings of one process on each host."""
     unknown: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """The names of other hosts that have no address on a host."""
@@ -55,14 +55,14 @@ class Heard:
         return f"{who.host} ({number})"
 
 
-def lines_of(heard: Heard) -> list[Line]:
+def lines_of(heard: Heard) -> list[ReportLine]:
     """Return the lines about all hosts together."""
     parts = [world_lines, _software_lines, _unknown_lines, _reach_lines, _meeting_lines]
     parts += [_folder_lines, _clock_lines, _gpu_lines, _mute_lines]
     return [line for part in parts for line in part(heard)]
 
 
-def world_lines(heard: Heard) -> Iterator[Line]:
+def world_lines(heard: Heard) -> Iterator[ReportLine]:
     """Yield whether all processes see one world, each of its ranks once, and who of it never came."""
     who, size = heard.identities, heard.identities[0].size
     if size == 1 and len(who) == 1:
@@ -74,7 +74,7 @@ def world_lines(heard: Heard) -> Iterator[Line]:
             f"{count} of {size}: {_some([one.named() for one in who if one.size == size])}"
             for size, count in sizes.most_common()
         )
-        yield Line(
+        yield ReportLine(
             "fault", "world", f"the processes see worlds of different sizes: {shown}", "one WORLD_SIZE for all works"
         )
     ranks = defaultdict(list)
@@ -83,18 +83,18 @@ def world_lines(heard: Heard) -> Iterator[Line]:
     for rank, same in sorted(ranks.items()):
         if rank >= 0 and len(same) > 1:
             shown = f"{unit} {rank} was given to {len(same)} processes: {_some([one.named() for one in same])}"
-            yield Line(
+            yield ReportLine(
                 "fault", "world", shown, f"a {unit.upper() if unit == 'rank' else 'number'} of its own works for each"
             )
     yield from _silent_lines(heard, unit, min(sizes), set(ranks))
     if len(sizes) == 1 and len(who) == size and all(len(same) == 1 for rank, same in ranks.items() if rank >= 0):
         on = f" on {len(heard.hosts)} hosts" if len(heard.hosts) > 1 else " on one host"
-        yield Line(
+        yield ReportLine(
             "ok", "world", f"all {size} {unit}s by {who[0].launcher} came{'' if unit == 'host' else on}, each once"
         )
 
 
-def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterator[Line]:
+def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterator[ReportLine]:
     """Yield who never came, by the launcher's list of hosts where it has one."""
     absent = [number for number in range(size) if number not in came] if -1 not in came else []
     if len(heard.identities) >= size:  # a number that is missing was given to another process, which is said already
@@ -116,7 +116,7 @@ def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterato
     if net is not None and all(one.startswith(("127.", "::1")) for one in net.meeting_addresses):
         shown += f"; {net.meets_at}, at which they meet, is every host itself"
     works = "what such a host wrote itself says why: no process, no way to the first host, or other variables; --wait S waits longer"
-    yield Line("fault", "world", shown, works)
+    yield ReportLine("fault", "world", shown, works)
 
 
 _SOFTWARE: tuple[tuple[str, str, str], ...] = (
@@ -129,7 +129,7 @@ _SOFTWARE: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _software_lines(heard: Heard) -> Iterator[Line]:
+def _software_lines(heard: Heard) -> Iterator[ReportLine]:
     known = [(place, found.software) for place, found in enumerate(heard.hosts) if found.software is not None]
     if not known:
         return
@@ -138,13 +138,13 @@ def _software_lines(heard: Heard) -> Iterator[Line]:
         shown = _different(heard, [(place, getattr(software, key)) for place, software in known])
         if shown:
             differs = True
-            yield Line("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", works)
+            yield ReportLine("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", works)
     if not differs:
         one = known[0][1]
         commit = f", commit {one.commit}" if one.commit else ""
         on = " on all hosts" if len(heard.hosts) > 1 else ""
         job = f", job {one.job}" if one.job else ""
-        yield Line(
+        yield ReportLine(
             "ok", "software", f"samestep {one.samestep}, torch {one.torch}, Python {one.python}{commit}{job}{on}"
         )
 
@@ -162,7 +162,7 @@ def _different(heard: Heard, values: Sequence[tuple[int, Any]]) -> str:
     )
 
 
-def _unknown_lines(heard: Heard) -> Iterator[Line]:
+def _unknown_lines(heard: Heard) -> Iterator[ReportLine]:
     """Yield the names in the launcher's list that hosts do not know, where they know others: a list of mere labels is no fault.
 
     A host always knows itself, so that its own name counts on the others alone. The name at which all meet has a line of each host.
@@ -179,10 +179,10 @@ def _unknown_lines(heard: Heard) -> Iterator[Line]:
     for name in dict.fromkeys(name for _, name in dead):
         places = [place for place, other in dead if other == name]
         found, works = f"the name {name} has no address here", "an entry for it in DNS or /etc/hosts works"
-        yield Line("fault", "names", found, works, _hosts(heard, places))
+        yield ReportLine("fault", "names", found, works, _hosts(heard, places))
 
 
-def _reach_lines(heard: Heard) -> Iterator[Line]:
+def _reach_lines(heard: Heard) -> Iterator[ReportLine]:
     """Yield which hosts are not reached: over which interface, and at which ports."""
     problems: dict[tuple[int, str, str, str], list[int]] = {}
     pairs = 0
@@ -191,7 +191,7 @@ def _reach_lines(heard: Heard) -> Iterator[Line]:
         if problem := _problem(heard, target, attempts):
             problems.setdefault((target, *problem), []).append(place)
     for (target, about, found, works), places in problems.items():
-        yield Line(
+        yield ReportLine(
             "fault",
             about,
             f"{found}, from {_some([heard.name(place) for place in places])}",
@@ -199,7 +199,7 @@ def _reach_lines(heard: Heard) -> Iterator[Line]:
             (heard.name(target),),
         )
     if pairs and not problems:
-        yield Line("ok", "ports", f"every host reaches every other: {pairs} ways, at free ports")
+        yield ReportLine("ok", "ports", f"every host reaches every other: {pairs} ways, at free ports")
 
 
 def _problem(heard: Heard, target: int, attempts: Sequence[Attempt]) -> tuple[str, str, str] | None:
@@ -228,11 +228,11 @@ def _problem(heard: Heard, target: int, attempts: Sequence[Attempt]) -> tuple[st
     )
 
 
-def _meeting_lines(heard: Heard) -> Iterator[Line]:
+def _meeting_lines(heard: Heard) -> Iterator[ReportLine]:
     port = heard.identities[0].port
     if port in heard.taken:
         works = "another MASTER_PORT works"
-        yield Line(
+        yield ReportLine(
             "fault",
             "ports",
             f"port {port}, at which a run would meet, is held by another program",
@@ -246,10 +246,10 @@ def _meeting_lines(heard: Heard) -> Iterator[Line]:
             at = heard.meeting[places[0]].address
             found = f"port {port} of {at}, at which a run would meet, is blocked: {outcome}"
             works = "a firewall that leaves it open works, or another MASTER_PORT"
-            yield Line("fault", "ports", found, works, _hosts(heard, places))
+            yield ReportLine("fault", "ports", found, works, _hosts(heard, places))
 
 
-def _folder_lines(heard: Heard) -> Iterator[Line]:
+def _folder_lines(heard: Heard) -> Iterator[ReportLine]:
     if len(heard.hosts) < 2 or not heard.sights:
         return
     folder = heard.hosts[0].folder
@@ -262,7 +262,7 @@ def _folder_lines(heard: Heard) -> Iterator[Line]:
         alone = _apart(len(heard.hosts), unseen)
         shown = _some([heard.name(place) for place in alone])
         works = "a folder that all hosts mount works for --out and the data; --folder DIR looks at another one"
-        yield Line(
+        yield ReportLine(
             "fault",
             "folder",
             f"{path} is not shared: what the others write there is not seen on {shown}",
@@ -272,11 +272,13 @@ def _folder_lines(heard: Heard) -> Iterator[Line]:
     blind = [place for place, sight in heard.sights.items() if not sight.sees_lock]
     if blind:
         works = "NFS with its lock service, Lustre with -o flock; else no run goes on without its leading host"
-        yield Line("warning", "folder", f"locks of other hosts in {path} are not seen", works, _hosts(heard, blind))
+        yield ReportLine(
+            "warning", "folder", f"locks of other hosts in {path} are not seen", works, _hosts(heard, blind)
+        )
     refused = [place for place, why in heard.written.items() if why.startswith("no lock")]
     if refused:
         works = "NFS with its lock service, or Lustre with -o flock, works"
-        yield Line(
+        yield ReportLine(
             "fault",
             "folder",
             f"files in {path} cannot be locked: {heard.written[refused[0]]}",
@@ -284,7 +286,7 @@ def _folder_lines(heard: Heard) -> Iterator[Line]:
             _hosts(heard, refused),
         )
     if not unseen and not blind and not refused and not any(heard.written.values()):
-        yield Line("ok", "folder", f"{path} is one folder for all {len(heard.hosts)} hosts, with locks")
+        yield ReportLine("ok", "folder", f"{path} is one folder for all {len(heard.hosts)} hosts, with locks")
 
 
 def _apart(num_hosts: int, unseen: Mapping[tuple[int, ...], Sequence[int]]) -> list[int]:
@@ -302,7 +304,7 @@ def _apart(num_hosts: int, unseen: Mapping[tuple[int, ...], Sequence[int]]) -> l
     return [place for place in range(num_hosts) if place not in largest]
 
 
-def _clock_lines(heard: Heard) -> Iterator[Line]:
+def _clock_lines(heard: Heard) -> Iterator[ReportLine]:
     if not heard.skews:
         return
     ahead = {0: (0.0, 0.0), **heard.skews}
@@ -314,13 +316,13 @@ def _clock_lines(heard: Heard) -> Iterator[Line]:
             level: Level = "fault" if abs(off_s) > _SKEW_S else "warning"
             others = "the others" if len(ahead) > 2 else f"that of {heard.name(1 - place)}"
             found = f"its clock is {abs(off_s):.1f} s {'ahead of' if off_s > 0 else 'behind'} {others}"
-            yield Line(level, "clock", found, "chrony or ntpd on every host works", (heard.name(place),))
+            yield ReportLine(level, "clock", found, "chrony or ntpd on every host works", (heard.name(place),))
     most_s = max(abs(ahead_s) + exact_s for ahead_s, exact_s in heard.skews.values())
     if most_s <= _LITTLE_SKEW_S:
-        yield Line("ok", "clock", f"the clocks of all hosts agree within {max(most_s, 0.001) * 1e3:.0f} ms")
+        yield ReportLine("ok", "clock", f"the clocks of all hosts agree within {max(most_s, 0.001) * 1e3:.0f} ms")
 
 
-def _gpu_lines(heard: Heard) -> Iterator[Line]:
+def _gpu_lines(heard: Heard) -> Iterator[ReportLine]:
     """Yield how the GPUs, drivers and NCCL of the hosts differ."""
     known = [
         (place, found.gpus)
@@ -339,19 +341,19 @@ def _gpu_lines(heard: Heard) -> Iterator[Line]:
     )
     for about, word, values in compared:
         if shown := _different(heard, values):
-            yield Line("fault", about, f"{word}: {shown}", "the same on all hosts works")
+            yield ReportLine("fault", about, f"{word}: {shown}", "the same on all hosts works")
 
 
-def _mute_lines(heard: Heard) -> Iterator[Line]:
+def _mute_lines(heard: Heard) -> Iterator[ReportLine]:
     for name, questions in heard.mute.items():
         if name in heard.gone:
             works = "what this host printed itself says why"
-            yield Line(
+            yield ReportLine(
                 "fault", "answers", f"it came, and left during the examination: {heard.gone[name]}", works, (name,)
             )
         else:
             works = "a host that is less busy, or whose file server answers, works"
-            yield Line("warning", "answers", f"no answer to {'; '.join(questions)}", works, (name,))
+            yield ReportLine("warning", "answers", f"no answer to {'; '.join(questions)}", works, (name,))
 
 
 def _hosts(heard: Heard, places: Sequence[int]) -> tuple[str, ...]:

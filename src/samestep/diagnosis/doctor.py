@@ -4,7 +4,7 @@
 every process         who am I; the first of each host also: names, interfaces, folder, space, GPUs      its own findings
 the one that leads    who came; one process a host: all pairs, one folder, one clock, rates, torch        the report
 ```
-Each probe ends within 3 s. Findings of a host are written before it meets the others, so that they are there where it meets nobody.
+Each probe ends within 3 s. HostFindings of a host are written before it meets the others, so that they are there where it meets nobody.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from samestep.diagnosis import all_hosts, gathering, link_rates, one_host
 from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.examined import Examined
 from samestep.diagnosis.findings import at_once
-from samestep.diagnosis.gathering import Absent, Followed, Peer
+from samestep.diagnosis.gathering import AbsentHost, Followed, Peer
 from samestep.diagnosis.identity import Identity, identify
 from samestep.diagnosis.questions import Questions
-from samestep.diagnosis.report import Line, Report, merged
+from samestep.diagnosis.report import Report, ReportLine, merged
 from samestep.errors import InputError
 from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
@@ -107,7 +107,7 @@ def doctor(
         if say is not None and identity.is_first_of_host:
             say(own.to_short_text())
         met = gathering.meet(identity, secret, wait_s)
-        if isinstance(met, Absent):
+        if isinstance(met, AbsentHost):
             return _of_absent(own, met, identity, wanted, say)
         if isinstance(met, Followed):
             return _of_follower(own, gathering.follow(met.channel, me.answer), wanted)
@@ -182,19 +182,19 @@ def _of_follower(own: Report, status: int | None, wanted: _Wanted) -> Report:
     seconds = time.monotonic() - wanted.began_s
     if status is not None:
         return replace(own, seconds=seconds, told=status)
-    gone = Line(
+    gone = ReportLine(
         "fault", "meeting", "the process that leads ended before its report", "what that process printed says why"
     )
     return replace(own, lines=(gone, *own.lines), seconds=seconds)
 
 
 def _of_absent(
-    own: Report, met: Absent, identity: Identity, wanted: _Wanted, say: Callable[[str], object] | None
+    own: Report, met: AbsentHost, identity: Identity, wanted: _Wanted, say: Callable[[str], object] | None
 ) -> Report:
     """Return the report of a process that met nobody, after a time in which the others may end."""
     tried = "; ".join(f"{at}: {what}" for at, what in met.outcomes.items())
     works = "the first host must run this too, and be reached there: a name, an interface or a firewall is in the way"
-    line = Line("fault", "meeting", f"nobody was met. {tried}", works, (identity.host,))
+    line = ReportLine("fault", "meeting", f"nobody was met. {tried}", works, (identity.host,))
     if say is not None:
         say(line.to_text())
     time.sleep(max(0.0, wanted.began_s + _LINGER_S - time.monotonic()))

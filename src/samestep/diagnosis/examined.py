@@ -10,7 +10,7 @@ from typing import Any
 
 from samestep.diagnosis import doors, findings
 from samestep.diagnosis.doors import Door, Target
-from samestep.diagnosis.findings import Findings, at_once, of_record
+from samestep.diagnosis.findings import HostFindings, at_once, of_record
 from samestep.diagnosis.gpus import TorchQuestion
 from samestep.diagnosis.identity import Identity
 from samestep.diagnosis.names import without_address
@@ -29,12 +29,12 @@ class Examined:
             folder,
             token,
         )
-        self._found: Findings | None = None
+        self._found: HostFindings | None = None
         self._door: Door | None = None
         self._files: SharedFiles | None = None
         self._torch: TorchQuestion | None = None
 
-    def findings(self) -> Findings:
+    def findings(self) -> HostFindings:
         """Return what is found on this host; it is looked for once."""
         if self._found is None:
             self._found = findings.find(self._identity, self._job, self._job_folder, self._folder)

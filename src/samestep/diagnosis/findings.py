@@ -26,7 +26,7 @@ PROBE_S = 3.0
 
 
 @dataclass(frozen=True)
-class Findings:
+class HostFindings:
     """What was found on one host; None where a probe did not end in time."""
 
     identity: Identity
@@ -51,7 +51,7 @@ def of_record(kind: type[T], record: object) -> T | None:
         return None
 
 
-def find(identity: Identity, job: Job | None, job_folder: Path, folder: Path) -> Findings:
+def find(identity: Identity, job: Job | None, job_folder: Path, folder: Path) -> HostFindings:
     """Return what is found on this host, all probes at once.
 
     Args:
@@ -68,7 +68,7 @@ def find(identity: Identity, job: Job | None, job_folder: Path, folder: Path) ->
         "gpus": find_gpus,
     }
     found, late = at_once(probes)
-    return Findings(identity, **found, late=late)
+    return HostFindings(identity, **found, late=late)
 
 
 def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> tuple[dict[str, Any], tuple[str, ...]]:

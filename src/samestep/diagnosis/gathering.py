@@ -84,7 +84,7 @@ def ask_all(questions: Mapping[Peer, Mapping[str, Any]], probe_s: float) -> dict
 
 
 @dataclass(frozen=True)
-class Absent:
+class AbsentHost:
     """A process that met nobody, and why, port by port."""
 
     outcomes: Mapping[str, str]
@@ -106,7 +106,7 @@ class Leads:
     taken: tuple[int, ...]
 
 
-def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Followed | Absent:
+def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Followed | AbsentHost:
     """Lead, or find the process that leads."""
     began_s, outcomes = time.monotonic(), dict[str, str]()
     while True:
@@ -128,7 +128,7 @@ def meet(identity: Identity, token: bytes, wait_s: float) -> Leads | Followed | 
             if (found := _lead_at(address, identity.ports, held)) is not None:
                 return found
         if passed_s > wait_s + _LATER_S:
-            return Absent(outcomes)
+            return AbsentHost(outcomes)
         time.sleep(_RETRY_S)
 
 

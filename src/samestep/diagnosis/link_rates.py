@@ -17,7 +17,7 @@ import tomli_w
 from samestep import hardware
 from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.doors import Rate
-from samestep.diagnosis.report import Line
+from samestep.diagnosis.report import ReportLine
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
@@ -71,14 +71,14 @@ class Links:
         return Rate(min(one.bytes_per_s for one in measured), max(one.latency_s for one in measured))
 
 
-def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[Line]:
+def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[ReportLine]:
     """Yield whether the links are as fast as the profile says, and as each other."""
     yield from _inside_lines(heard, links.inside, machine)
     if not links.between:
         return
     failed = {pair: one for pair, one in links.between.items() if one.error}
     for (start, end), one in failed.items():
-        yield Line(
+        yield ReportLine(
             "fault",
             "bandwidth",
             f"nothing could be measured to {heard.name(end)}: {one.error}",
@@ -92,10 +92,12 @@ def lines_of(heard: Heard, links: Links, machine: Hardware) -> Iterator[Line]:
     longest = max(one.latency_s for one in measured.values())
     shown = f"{_rate(lower)} to {_rate(higher)} and at most {longest * 1e6:,.0f} us between hosts, one TCP stream"
     if fast := _faster(heard, machine):
-        yield Line("ok", "bandwidth", f"{shown}; NCCL goes over {', '.join(fast)}, which this does not measure")
+        yield ReportLine("ok", "bandwidth", f"{shown}; NCCL goes over {', '.join(fast)}, which this does not measure")
         return
     slow = [*_slow_lines(heard, measured, machine), *_late_lines(heard, measured, machine)]
-    yield from slow or [Line("ok", "bandwidth", f"{shown}; {machine.name} has {_rate(machine.inter.bytes_per_s)}")]
+    yield from slow or [
+        ReportLine("ok", "bandwidth", f"{shown}; {machine.name} has {_rate(machine.inter.bytes_per_s)}")
+    ]
 
 
 def judged(heard: Heard, links: Links, machine: Hardware) -> Links:
@@ -109,7 +111,7 @@ def _faster(heard: Heard, machine: Hardware) -> list[str]:
     return sorted(names) if machine.library == "nccl" else []
 
 
-def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine: Hardware) -> Iterator[Line]:
+def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine: Hardware) -> Iterator[ReportLine]:
     wanted = min(machine.inter.bytes_per_s, _ONE_STREAM_BYTES_PER_S)
     rates = {pair: one.bytes_per_s for pair, one in measured.items()}
     below = {pair: rate for pair, rate in rates.items() if rate < _SLOW * wanted}
@@ -126,7 +128,7 @@ def _slow_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
         way = f"{heard.name(worst[0])} to {heard.name(worst[1])}"
         found = f"a slow link: {_rate(slow[worst])} from {way}, while {what}"
         works = "the interface of the fast network works, by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; plan --hardware FILE with --out FILE of this reckons with it"
-        yield Line(
+        yield ReportLine(
             "fault" if level == "fault" else "warning",
             "bandwidth",
             found,
@@ -144,13 +146,13 @@ def _common(slow: Mapping[tuple[int, int], float], every: Mapping[tuple[int, int
     return found if 0 < len(found) < len(hosts) else sorted({*min(slow, key=lambda pair: slow[pair])})
 
 
-def _late_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine: Hardware) -> Iterator[Line]:
+def _late_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine: Hardware) -> Iterator[ReportLine]:
     least_s = min(one.latency_s for one in measured.values())
     pair, worst = max(measured.items(), key=lambda item: item[1].latency_s)
     wanted_s = machine.inter.latency_s
     if worst.latency_s > max(_LATE_TIMES * wanted_s, wanted_s + _LATE_S):
         found = f"a slow link: {worst.latency_s * 1e3:.3g} ms from {heard.name(pair[0])} to {heard.name(pair[1])}, at least {least_s * 1e3:.3g} ms on the others, while {machine.name} has {wanted_s * 1e3:.3g} ms"
-        yield Line(
+        yield ReportLine(
             "fault",
             "latency",
             found,
@@ -159,11 +161,11 @@ def _late_lines(heard: Heard, measured: Mapping[tuple[int, int], Rate], machine:
         )
 
 
-def _inside_lines(heard: Heard, inside: Mapping[int, Rate], machine: Hardware) -> Iterator[Line]:
+def _inside_lines(heard: Heard, inside: Mapping[int, Rate], machine: Hardware) -> Iterator[ReportLine]:
     for place, one in inside.items():
         host = (heard.name(place),)
         if one.error:
-            yield Line(
+            yield ReportLine(
                 "fault",
                 "bandwidth",
                 f"nothing could be measured inside the host: {one.error}",
@@ -176,9 +178,9 @@ def _inside_lines(heard: Heard, inside: Mapping[int, Rate], machine: Hardware) -
             found = (
                 f"{_rate(one.bytes_per_s)} inside the host, while {machine.name} has {_rate(machine.intra.bytes_per_s)}"
             )
-            yield Line("warning", "bandwidth", found, "a host without other programs works", host)
+            yield ReportLine("warning", "bandwidth", found, "a host without other programs works", host)
         else:
-            yield Line(
+            yield ReportLine(
                 "ok", "inside", f"{_rate(one.bytes_per_s)} and {one.latency_s * 1e6:,.0f} us inside the host", "", host
             )
 

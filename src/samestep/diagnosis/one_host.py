@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from samestep.diagnosis.findings import Findings
+from samestep.diagnosis.findings import HostFindings
 from samestep.diagnosis.gpus import LEAST_DRIVER, Gpus, Torch
 from samestep.diagnosis.identity import Identity
 from samestep.diagnosis.limits import NO_LIMIT, Limits
 from samestep.diagnosis.names import Network
-from samestep.diagnosis.report import Level, Line
+from samestep.diagnosis.report import Level, ReportLine
 from samestep.diagnosis.shared_folder import Folder
 from samestep.output.byte_sizes import readable
 
@@ -21,7 +21,7 @@ _FEW_PROCESSES, _LITTLE_PROCESSES = 64, 512
 _LOOPBACK_ADDRESSES = ("127.", "::1")
 
 
-def lines_of(found: Findings) -> list[Line]:
+def lines_of(found: HostFindings) -> list[ReportLine]:
     """Return the lines about one host by itself."""
     host = found.identity.host
     lines = [about(host, *identity_line(found.identity))]
@@ -41,12 +41,12 @@ def lines_of(found: Findings) -> list[Line]:
 Parts = tuple[Level, str, str] | tuple[Level, str, str, str]
 
 
-def about(host: str, level: Level, topic: str, found: str, remedy: str = "") -> Line:
+def about(host: str, level: Level, topic: str, found: str, remedy: str = "") -> ReportLine:
     """Return a line about one host."""
-    return Line(level, topic, found, remedy, (host,))
+    return ReportLine(level, topic, found, remedy, (host,))
 
 
-def _late_line(host: str, late: str) -> Line:
+def _late_line(host: str, late: str) -> ReportLine:
     name, _, why = late.partition(": ")
     is_fault = name in ("folder", "network")
     remedy = (
@@ -54,7 +54,7 @@ def _late_line(host: str, late: str) -> Line:
         if is_fault
         else "samestep doctor again, on a host that is less busy"
     )
-    return Line("fault" if is_fault else "warning", name, f"this probe found nothing: {why}", remedy, (host,))
+    return ReportLine("fault" if is_fault else "warning", name, f"this probe found nothing: {why}", remedy, (host,))
 
 
 def identity_line(who: Identity) -> Parts:
@@ -239,20 +239,20 @@ def _gpu_line(gpus: Gpus, torch_cuda: str) -> Parts:
     return "ok", "driver", f"{shown}, {gpus.num_visible} visible; torch is built for {torch_cuda}"
 
 
-def torch_line(host: str, torch: Torch, found: Findings) -> Line:
+def torch_line(host: str, torch: Torch, found: HostFindings) -> ReportLine:
     """Return the line about what torch says on one host."""
     has_cuda = found.software is not None and bool(found.software.torch_cuda)  # a build without it has a line already
     gpus = found.gpus if has_cuda else None
     if torch.error:
         works = "python -c 'import torch; torch.ones(1).cuda()' shows more"
         level: Level = "warning" if torch.is_late else "fault"
-        return Line(level, "torch", torch.error.splitlines()[0], works, (host,))
+        return ReportLine(level, "torch", torch.error.splitlines()[0], works, (host,))
     if gpus is not None and not gpus.error and gpus.names and torch.gpus != gpus.num_visible:
         shown = f"torch sees {torch.gpus} GPUs, and the driver {gpus.num_visible}"
         works = "the device files of all GPUs in the container work, and one form of CUDA_VISIBLE_DEVICES"
-        return Line("fault", "torch", shown, works, (host,))
+        return ReportLine("fault", "torch", shown, works, (host,))
     more = f", {torch.gpus} GPUs, NCCL {torch.nccl}" if torch.gpus else ""
-    return Line("ok", "torch", f"torch {torch.version}{more}", "", (host,))
+    return ReportLine("ok", "torch", f"torch {torch.version}{more}", "", (host,))
 
 
 def _major(version: str) -> int:

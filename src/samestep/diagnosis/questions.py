@@ -10,7 +10,7 @@ from typing import Any
 from samestep.diagnosis import link_rates
 from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.doors import REACHED, Attempt, Rate
-from samestep.diagnosis.findings import PROBE_S, Findings, of_record
+from samestep.diagnosis.findings import PROBE_S, HostFindings, of_record
 from samestep.diagnosis.gathering import Peer, ask_all
 from samestep.diagnosis.gpus import Torch
 from samestep.diagnosis.link_rates import Links
@@ -37,7 +37,7 @@ class Questions:
         for peer in peers:
             chosen.setdefault(peer.identity.key, peer)
         self._hosts = [*chosen.values()]
-        self._found: list[Findings] = []
+        self._found: list[HostFindings] = []
         self._ports: list[tuple[int, ...]] = []
         self._reached: dict[tuple[int, int], tuple[Attempt, ...]] = {}
 
@@ -95,7 +95,7 @@ class Questions:
         said = self._asked("findings", self._all(), 2 * PROBE_S)
         kept = []
         for place, one in said.items():
-            found = of_record(Findings, one.get("findings"))
+            found = of_record(HostFindings, one.get("findings"))
             if found is not None:
                 kept.append(self._hosts[place])
                 self._found.append(found)

@@ -14,7 +14,7 @@ _WIDTH = 160
 
 
 @dataclass(frozen=True)
-class Line:
+class ReportLine:
     """One finding: its topic, whether it is well, and the hosts that it is about."""
 
     level: Level
@@ -49,7 +49,7 @@ class Report:
 
     head: str
     """The hosts and their launcher, in words."""
-    lines: tuple[Line, ...]
+    lines: tuple[ReportLine, ...]
     seconds: float
     bound: str = ""
     """The part of a step that a layout would be bound by; empty where no job was given."""
@@ -101,12 +101,12 @@ class Report:
         }
 
 
-def merged(lines: Iterable[Line]) -> tuple[Line, ...]:
+def merged(lines: Iterable[ReportLine]) -> tuple[ReportLine, ...]:
     """Return the lines of several hosts, those that say the same as one, by level and in the order of their topics.
 
     A topic that is well on several hosts is one line, with what was found on the first of them.
     """
-    groups: dict[tuple[str, ...], list[Line]] = {}
+    groups: dict[tuple[str, ...], list[ReportLine]] = {}
     for line in lines:
         is_well = line.level == "ok" and bool(line.hosts)
         groups.setdefault((line.level, line.about, *(() if is_well else (line.found, line.remedy))), []).append(line)
@@ -115,7 +115,7 @@ def merged(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(sorted(one_each, key=lambda line: (_ORDER.index(line.level), topics[line.about])))
 
 
-def _as_one(group: Sequence[Line]) -> Line:
+def _as_one(group: Sequence[ReportLine]) -> ReportLine:
     first, hosts = group[0], tuple(dict.fromkeys(host for line in group for host in line.hosts))
     is_same = all(line.found == first.found for line in group)
     return replace(

@@ -46,7 +46,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class VerbFailure:
     """Why a verb has no result."""
 
     error: BaseException
@@ -73,7 +73,7 @@ class Failure:
 
 
 @contextlib.contextmanager
-def only_json() -> Iterator[Callable[[str, Result | Failure], None]]:
+def only_json() -> Iterator[Callable[[str, Result | VerbFailure], None]]:
     """Keep standard output, of this process and of those it starts, for what the yielded function prints.
 
     The function takes the name of a verb and its result or failure. All other output goes to standard error meanwhile.
@@ -83,10 +83,10 @@ def only_json() -> Iterator[Callable[[str, Result | Failure], None]]:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         out = stack.enter_context(_descriptor_kept(stdout))
 
-        def say(verb: str, found: Result | Failure) -> None:
-            key = "error" if isinstance(found, Failure) else "result"
-            record = found.to_record() if isinstance(found, Failure) else found.record and found.record()
-            if isinstance(found, Failure) or found.record is not None:
+        def say(verb: str, found: Result | VerbFailure) -> None:
+            key = "error" if isinstance(found, VerbFailure) else "result"
+            record = found.to_record() if isinstance(found, VerbFailure) else found.record and found.record()
+            if isinstance(found, VerbFailure) or found.record is not None:
                 head = {"samestep": metadata.version("samestep"), "format": FORMAT, "verb": verb}
                 print(json.dumps(plain({**head, key: record}), allow_nan=False), file=out, flush=True)
 

@@ -431,8 +431,7 @@ class Run:
         """Return the mean of the loss over a data set or a batch, as {"loss": ...}, without gradients; each sample counts once.
 
         `measure`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of what it sums up, such as
-        {"accuracy": (right answers, answers)}. (sum, count) alone has the function's name, and that of a lambda is "measure".
-        Values of a batch are taken as `step` takes them.
+        {"accuracy": (right, answers)}. (sum, count) alone has the function's name. Values are taken as by `step`.
         """
         given = self._to_evaluate(batch, "evaluate", local=local)
         self._stepper.guards.find_loss(self._stepper.held, given)
@@ -444,8 +443,7 @@ class Run:
         """Return the model's outputs for all samples of a data set or a batch, in order, on every rank's host, without gradients.
 
         They are dicts, lists and tuples of tensors as the forward nests them, the samples first; other objects, such as caches, are
-        left out. Where samples have sizes of their own, it is a list with the outputs of each sample. Values of a batch are taken as
-        `step` takes them.
+        left out. Where samples have sizes of their own, it is a list with the outputs of each. Values are taken as by `step`.
 
         Raises:
             DataError: an output has no dimension of samples, and is not the same for all of them.
@@ -495,8 +493,7 @@ class Run:
         """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
 
         Raises:
-            DataError: a causal model of transformers is trained with the cross entropy, and the samples do not show which
-                token their labels are, or contradict `data.labels`.
+            DataError: the samples of a causal model do not show which token their labels are, or contradict `data.labels`.
         """
         if not self._own.is_prepared:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
