@@ -15,33 +15,9 @@ import torch.distributed as dist
 
 import samestep
 from samestep.engines import ray_worker
-from samestep.engines.ray_worker import layout_of
-from samestep.errors import InputError, LayoutError
+from samestep.errors import InputError
 from tests import small
 from tests.launchers import real
-
-
-@pytest.mark.parametrize(
-    ("given", "world", "taken"),
-    [
-        ("dp=4 tp=2", 8, "dp=4 tp=2"),
-        ("dp=4 tp=2", 6, "dp=3 tp=2"),
-        ("dp_replicate=2 dp_shard=2", 2, "dp_shard=2"),
-        ("dp=4 tp=2", 7, ""),
-        ("dp=2", 4, ""),
-        ("auto", 3, "auto"),
-        (None, 3, "None"),
-    ],
-)
-def test_a_layout_for_the_workers_that_there_are(
-    given: str | None, world: int, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_world_size", lambda: world)
-    if taken:
-        assert str(layout_of(given)) == (str(samestep.Layout.parse(taken)) if "=" in taken else taken)
-    else:
-        with pytest.raises(LayoutError, match=f"and Ray started {world}: its data degrees shrink"):
-            layout_of(given)
 
 
 def test_outside_of_ray_it_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from samestep.errors import JobError, WorkerError
+from samestep.errors import JobError, LayoutError, WorkerError
+from samestep.layout import Layout
 from samestep.runtime.processes.launch_info import LaunchInfo
 from samestep.runtime.processes.launchers import discover
 from samestep.runtime.processes.rank_variables import _first_host, _read_srun, _tasks_per_node
 from samestep.runtime.processes.this_host import agreed_name
+from samestep.training.elastic import fitted_layout
 
 
 def test_torchruns_variables() -> None:
@@ -301,3 +303,23 @@ def test_a_pod_of_an_indexed_job() -> None:
     assert discover({"JOB_COMPLETION_INDEX": "0"}).launcher == "alone"
     with pytest.raises(JobError, match="PET_NNODES=1:4 is a range, which torchrun takes"):
         discover(env | {"PET_NNODES": "1:4"})
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "taken"),
+    [
+        ("dp=4 tp=2", 8, "dp=4 tp=2"),
+        ("dp=4 tp=2", 6, "dp=3 tp=2"),
+        ("dp_replicate=2 dp_shard=2", 2, "dp_shard=2"),
+        ("dp=4 tp=2", 7, ""),
+        ("dp=2", 4, ""),
+        ("auto", 3, "auto"),
+        (None, 3, "None"),
+    ],
+)
+def test_a_layout_for_the_ranks_that_a_launcher_has_started(layout: str | None, world: int, taken: str) -> None:
+    if taken:
+        assert str(fitted_layout(layout, world)) == (str(Layout.parse(taken)) if "=" in taken else taken)
+    else:
+        with pytest.raises(LayoutError, match=f"and the launcher started {world}: its data degrees shrink"):
+            fitted_layout(layout, world)

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.errors import InputError, LayoutError
+from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.step_report import StepReport
 from samestep.training import run_folder
-from samestep.training.elastic import shrunk
+from samestep.training.elastic import fitted_layout
 from samestep.training.train import train
 
 
@@ -47,29 +47,12 @@ def ray_worker(
     def train_loop_per_worker(_config: dict[str, Any] | None = None) -> None:
         if not dist.is_initialized():
             raise InputError("ray_worker is a function for ray.train.torch.TorchTrainer, which makes the process group")
-        where = layout_of(layout if layout is not None else Layout.of(job.layout) if job.layout else None)
+        where = fitted_layout(
+            layout if layout is not None else Layout.of(job.layout) if job.layout else None, dist.get_world_size()
+        )
         train(job, layout=where, out=out, steps=steps, auto_resume=True, on_step=_Reporter(job, Path(out)))
 
     return train_loop_per_worker
-
-
-def layout_of(layout: Layout | str | None) -> Layout | str | None:
-    """Return a layout for the workers that there are: the given one, or one with smaller data degrees.
-
-    Raises:
-        LayoutError: no layout of so many workers is the given one with smaller data degrees.
-    """
-    if layout is None or layout == "auto":
-        return layout
-    given, world = Layout.parse(layout) if isinstance(layout, str) else layout, dist.get_world_size()
-    if given.world_size == world:
-        return given
-    for fewer in shrunk(given, world) if world < given.world_size else ():
-        return fewer
-    raise LayoutError(
-        f"layout {str(given)!r} has {given.world_size} ranks, and Ray started {world}: its data degrees shrink to numbers of workers "
-        f"that {given.world_size // given.dp} divides"
-    )
 
 
 class _Reporter:

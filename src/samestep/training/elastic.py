@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from samestep.errors import InputError, WorkerError
+from samestep.errors import InputError, LayoutError, WorkerError
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.processes.meeting import Meeting
@@ -112,6 +112,25 @@ def shrunk(layout: Layout, ranks: int) -> Iterator[Layout]:
         replicas, uneven = divmod(data, shards)
         if not uneven and replicas <= layout.dp_replicate:
             yield dataclasses.replace(layout, dp_replicate=replicas, dp_shard=shards)
+
+
+def fitted_layout(layout: Layout | str | None, world: int) -> Layout | str | None:
+    """Return a layout for the ranks that a launcher has started: the given one, or one with smaller data degrees.
+
+    Raises:
+        LayoutError: no layout of so many ranks is the given one with smaller data degrees.
+    """
+    if layout is None or layout == "auto":
+        return layout
+    given = Layout.parse(layout) if isinstance(layout, str) else layout
+    if given.world_size == world:
+        return given
+    for fewer in shrunk(given, world) if world < given.world_size else ():
+        return fewer
+    raise LayoutError(
+        f"layout {str(given)!r} has {given.world_size} ranks, and the launcher started {world}: its data degrees shrink to numbers of "
+        f"ranks that {given.world_size // given.dp} divides"
+    )
 
 
 T = TypeVar("T")

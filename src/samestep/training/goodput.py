@@ -31,6 +31,8 @@ class Goodput:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Spent), 0.0))
     _last: float = 0.0
     """When the time was last given to something."""
+    _before: dict[str, float] = field(default_factory=dict)
+    """The seconds of the processes before this one, and of the way to it."""
     _saved_steps_s: float = 0.0
     """Seconds of steps up to the last checkpoint."""
 
@@ -40,13 +42,12 @@ class Goodput:
         found = cls(folder / FILE, clock, _last=clock())
         if first == 0:
             found.path.unlink(missing_ok=True)
-            return found
-        rows = [row for row in _rows(found.path) if row["step"] <= first]
-        if rows:
+        if rows := [row for row in _rows(found.path) if row["step"] <= first]:
             found.seconds |= rows[-1]["seconds"]
             found._saved_steps_s = found.seconds["steps"]
             if not rows[-1]["ended"] or rows[-1]["step"] != max(row["step"] for row in _rows(found.path)):
                 found.seconds["restarts"] += max(0.0, found._last - rows[-1]["unix_s"])
+        found._before = dict(found.seconds)
         return found
 
     def give(self, to: Spent) -> None:
@@ -63,6 +64,10 @@ class Goodput:
             yield
         finally:
             self.give(to)
+
+    def forget(self) -> None:
+        """Forget what was given to anything by this process, which has taken no step."""
+        self.seconds = dict(self._before)
 
     def roll_back(self) -> None:
         """Count the steps since the last checkpoint as skipped: the run has gone back to it."""

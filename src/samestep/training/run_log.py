@@ -61,6 +61,7 @@ class RunLog:
     def __init__(self, checked: Checked, run: Run) -> None:
         """Write the head of the run folder, and say what is trained, where, and from which weights."""
         workload, first = checked.workload, run.steps_taken
+        self._first = first
         write_whole(checked.folder / run_folder.JOB, checked.job.to_toml(with_folder=True))
         write_whole(checked.folder / "layout.txt", f"{checked.layout}\n")
         speed, every = speed_of(workload.spec, run.job, run.layout, run.place.device), run.job.run.log_every
@@ -139,6 +140,9 @@ class RunLog:
             self.say(describe_losses(losses, evaluated.run.job.judge))
         if accuracy is not None:
             self.say(f"held-out accuracy {accuracy:.1%}")
+        if evaluated.run.steps_taken == self._first:
+            self.goodput.forget()  # a finished run was looked at, and is as it was
+            return
         self.goodput.save(evaluated.run.steps_taken, ended=True)
         self.say(self.goodput.to_line())
 

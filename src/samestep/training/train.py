@@ -25,7 +25,7 @@ import torch
 
 from samestep import calls
 from samestep.building.pretrained_form import unread_tokenizer
-from samestep.errors import JobError, RunError, WorkerError
+from samestep.errors import JobError, LayoutError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import record
@@ -37,7 +37,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.training import foreign_code, hosts, out_of_memory, rank_part, run_folder
 from samestep.training.check import AUTO, Checked, check, decide_on_rank_0
-from samestep.training.elastic import Elasticity, restarting
+from samestep.training.elastic import Elasticity, fitted_layout, restarting
 from samestep.training.rank_part import OnStep
 from samestep.training.summary import Summary
 
@@ -105,12 +105,12 @@ def _start(
     Raises:
         JobError: the flags do not go together, or with the launcher.
     """
-    if least_ranks is not None and not job.run.restarts:
+    place, info = None, hosts.launched_by(rendezvous)
+    if least_ranks is not None and not job.run.restarts and not info.is_engine:
         raise JobError(
             f"--ranks {least_ranks}:{given['ranks']} lets a restart go on with fewer ranks, and run.restarts = 0: "
             f"--set run.restarts=3 works"
         )
-    place, info = None, hosts.launched_by(rendezvous)
     if (info.is_engine or info.num_hosts > 1) and (prove or rendezvous):
         flag = "--prove" if prove else "--rendezvous"
         more = "; prove it with samestep verify, whose proof a run finds" if prove else ""
@@ -121,11 +121,26 @@ def _start(
         run = job.run
         given_to_join: dict[str, Any] = {"timeout_s": run.timeout_s, "ranks_per_node": run.ranks_per_node}
         place = join.join(run.device, **given_to_join, threads=run.threads, may_renew=True)
+        if least_ranks is not None:  # the launcher starts again with those that are left
+            given = {**given, "layout": _fitted(job, given["layout"], place.world_size, least_ranks)}
     if rendezvous is None:
         workers.say_inside(info)
         elastic = Elasticity(least_ranks, given["layout"] == AUTO)
         return _lead_workers(job, given, place, prove, elastic, on_step=on_step)
     return _on_hosts(job, given, prove, least_ranks, rendezvous)
+
+
+def _fitted(job: Job, layout: Layout | str | None, world: int, least: int) -> Layout | str | None:
+    """Return the layout for so many ranks of a launcher as it has started, at least so many.
+
+    Raises:
+        LayoutError: there are fewer, or the layout cannot be that of so many.
+    """
+    if world < least:
+        raise LayoutError(
+            f"the launcher has started {world} ranks, and --ranks {least}:N goes on with {least} at least"
+        )
+    return fitted_layout(layout or (Layout.of(job.layout) if job.layout else None), world)
 
 
 def _rank_of_host(place: RankInfo, job: Job, given: Mapping[str, Any]) -> tuple[Summary | None, int]:
