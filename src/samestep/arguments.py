@@ -22,7 +22,11 @@ class Parser(ArgumentParser):
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments, and refuse an unknown one, since the flags of the verb are known by now."""
+        """Parse the arguments, and refuse an unknown one, since the flags of the verb are known by now.
+
+        Raises:
+            InputError: an argument is unknown.
+        """
         self._given = list(sys.argv[1:] if args is None else args)
         words, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -36,7 +40,11 @@ class Parser(ArgumentParser):
         return flag, did_you_mean(flag, self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the mistake as an `InputError`; where a flag is missing, an unknown one that may stand for it is named."""
+        """Raise the mistake; where a flag is missing, an unknown one that may stand for it is named.
+
+        Raises:
+            InputError: always.
+        """
         if "arguments are required" in message:
             flags = (word for word in self._given if word.startswith("--"))
             unknown = (flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions)

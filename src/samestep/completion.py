@@ -24,7 +24,7 @@ SEVERAL = ("--layout", "--why", "--why-not")
 
 @dataclass(frozen=True)
 class Argument:
-    """What stands in one place of a command."""
+    """A flag or a word in one place of a command."""
 
     flags: tuple[str, ...]
     """The names of the flag; none for a word without one."""

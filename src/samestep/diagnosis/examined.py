@@ -19,7 +19,7 @@ from samestep.job import Job
 
 
 class Examined:
-    """What this process is asked, and what it has opened for that; `close` ends all of it."""
+    """The questions that this process is asked, with the doors and files that it has opened for them; `close` ends all of it."""
 
     def __init__(self, identity: Identity, job: Job | None, job_folder: Path, folder: Path, token: bytes) -> None:
         self._identity, self._job, self._job_folder, self._folder, self._token = (

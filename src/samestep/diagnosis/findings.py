@@ -27,7 +27,7 @@ PROBE_S = 3.0
 
 @dataclass(frozen=True)
 class HostFindings:
-    """What was found on one host; None where a probe did not end in time."""
+    """The findings of all probes on one host; None where a probe did not end in time."""
 
     identity: Identity
     software: Software | None

@@ -60,7 +60,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says of one host."""
+    """The answers of torch about one host."""
 
     version: str
     gpus: int

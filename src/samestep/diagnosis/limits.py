@@ -20,7 +20,7 @@ NO_LIMIT = -1
 
 @dataclass(frozen=True)
 class Limits:
-    """What one host has left; -1 where nothing limits it."""
+    """The room that is left on one host: bytes, files and processes; -1 where nothing limits it."""
 
     temporary: str
     """The folder for temporary files."""

@@ -45,7 +45,7 @@ class ReportLine:
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found on the hosts that came, the faults first."""
+    """The findings on the hosts that came, as lines, the faults first."""
 
     head: str
     """The hosts and their launcher, in words."""

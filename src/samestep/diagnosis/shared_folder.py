@@ -32,7 +32,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Sight:
-    """What one host sees of the files of the others."""
+    """The files of other hosts that one host sees, and does not see."""
 
     missing: tuple[int, ...] = ()
     """The hosts whose files it does not see, by number."""

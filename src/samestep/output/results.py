@@ -35,7 +35,7 @@ STANDARD_OUTPUT = Path("-")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a verb has found."""
+    """The result of a verb: data for JSON, text for people, and an exit status."""
 
     record: Callable[[], object] | None
     """Makes plain data for JSON, only where it is asked for; None where another process has the result, as on ranks but 0."""

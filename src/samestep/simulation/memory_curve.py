@@ -18,7 +18,7 @@ from samestep.simulation.spans import COMPUTE
 
 @dataclass(frozen=True, slots=True)
 class MemoryMoment:
-    """What a rank holds from one time of a step on."""
+    """The bytes that a rank holds from one time of a step on, by part."""
 
     time_s: float
     task: str

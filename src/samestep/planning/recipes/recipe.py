@@ -22,7 +22,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFacts:
-    """What a recipe asks of a framework: a layout for a job, on nodes of so many devices."""
+    """The facts that a recipe is made of: a layout for a job, on nodes of so many devices."""
 
     job: Job
     layout: Layout
@@ -132,7 +132,7 @@ class Recipe:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What has to be written in code, what the framework cannot do, and what is different, a line each."""
+        """Lines for people: parts that have to be written in code, that the framework lacks, and that it does in another way."""
         groups = {"in code": self.in_code, "cannot": self.lacks, "differs": self.differs}
         return tuple(f"{kind}: {line}" for kind, lines in groups.items() for line in lines)
 
