@@ -40,9 +40,10 @@ LAUNCHERS = {
     ),
     "Open MPI": Launcher("tests/launchers/test_mpi.py -k openmpi", "losses_of_one_rank", "asked_to_stop"),
     "MPICH": Launcher("tests/launchers/test_mpi.py -k mpich", "losses_of_one_rank", "asked_to_stop"),
-    "Ray Train, two nodes": Launcher("tests/launchers/test_ray.py", "two_nodes_of_ray"),
+    "Ray Train, two nodes": Launcher("tests/launchers/test_ray.py", "two_nodes_of_ray", "", "node_of_ray_that_is_lost"),
     "torchrun, and two of its agents in network namespaces": Launcher(
-        "tests/parity/test_training.py tests/crashes/test_hosts.py -k torchrun", "losses_of_our_own", "", "two_agents"
+        "tests/launchers/test_torchrun.py tests/parity/test_training.py tests/crashes/test_hosts.py -k torchrun",
+        "losses_of_our_own", "", "two_agents ranks_that_are_left",
     ),
     "our agent on hosts that are network namespaces": Launcher(
         "tests/crashes/test_hosts.py -k (not(torchrun))", "one_machine_to_the_bit", "asked_to_stop", "without_a_host without_the_leading"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,22 @@ def test_each_logged_step_is_reported_and_a_new_checkpoint_with_it_by_rank_0(
 
 
 _NODES = """
-import json, os, sys
+import json, os, sys, threading, time
+from pathlib import Path
 from ray.cluster_utils import Cluster
 import ray
 nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-for _ in range(2):
-    nodes.add_node(num_cpus=2)
+workers = [nodes.add_node(num_cpus=2) for _ in range(2)]
 nodes.wait_for_nodes()
 ray.init(address=nodes.address, log_to_driver=False)
+
+def kill_behind(checkpoints):
+    while not list(checkpoints.glob("step-*")):
+        time.sleep(0.1)
+    nodes.remove_node(workers[1], allow_graceful=False)
+
+if os.environ.get("KILLED_BEHIND"):
+    threading.Thread(target=kill_behind, args=(Path(os.environ["KILLED_BEHIND"]),), daemon=True).start()
 from samestep.engines import ray_job
 sys.argv = ["ray_job", *json.loads(os.environ["WORDS"])]
 status = ray_job.main()
@@ -68,16 +77,40 @@ sys.exit(status)
 """
 
 
+def _on_ray(folder: Path, *words: str, **variables: str) -> None:
+    """Train on two nodes of Ray, of two ranks each, in processes of their own."""
+    environment = {
+        **os.environ,
+        "WORDS": json.dumps([*words, "--out", str(folder)]),
+        "RAY_AUTH_MODE": "disabled",
+        **variables,
+    }
+    environment["PYTHONPATH"] = f"{real.ROOT}/src:{environment.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-c", _NODES]
+    ended = subprocess.run(command, cwd=folder.parent, env=environment, text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def _keys(settings: Sequence[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 @pytest.mark.nightly
 @pytest.mark.time_limit(900)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (samestep[ray])")
 def test_two_nodes_of_ray_give_the_losses_of_one_rank(tmp_path: Path) -> None:
-    keys = [word for setting in real.settings() for word in ("--set", setting)]
-    words = [*keys, "--layout", "dp=2 tp=2", "--ranks", "4", "--out", str(tmp_path / "run")]
-    environment = {**os.environ, "WORDS": json.dumps(words), "RAY_AUTH_MODE": "disabled"}
-    environment["PYTHONPATH"] = f"{real.ROOT}/src:{environment.get('PYTHONPATH', '')}"
-    ended = subprocess.run(
-        [sys.executable, "-c", _NODES], cwd=tmp_path, env=environment, text=True, capture_output=True
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    _on_ray(tmp_path / "run", *_keys(real.settings()), "--layout", "dp=2 tp=2", "--ranks", "4")
     assert small.losses(tmp_path / "run") == pytest.approx(real.one_rank(tmp_path / "one"), abs=1e-9)
+
+
+@pytest.mark.nightly
+@pytest.mark.time_limit(900)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (samestep[ray])")
+def test_a_node_of_ray_that_is_lost_is_gone_on_without(tmp_path: Path) -> None:
+    keys = {"train.steps": 120, "checkpoint.every": 5}
+    words = ["--layout", "dp=2 tp=2", "--ranks", "2:4", "--failures", "3"]
+    run = tmp_path / "run"
+    _on_ray(run, *_keys(real.settings(**keys)), *words, KILLED_BEHIND=str(run / "checkpoints"))
+    assert (run / "layout.txt").read_text() == "dp=1 tp=2\n"
+    assert small.train("--layout", "dp=1", "--out", tmp_path / "one", **{**real.FLOAT64, **keys}) == 0
+    assert small.losses(run) == pytest.approx(small.losses(tmp_path / "one"), abs=1e-9)

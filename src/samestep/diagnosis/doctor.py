@@ -165,7 +165,8 @@ def _bound(wanted: _Wanted, devices: int, measured: Hardware) -> str:
 def _head(heard: Heard) -> str:
     who, hosts = heard.identities[0], len(heard.hosts)
     names = ", ".join(heard.name(place) for place in range(min(hosts, 8))) + (", ..." if hosts > 8 else "")
-    return f"samestep doctor: {hosts} host{'s' * (hosts > 1)} by {who.launcher or 'no launcher'}: {names}"
+    by = "" if who.launcher in ("", "alone") else f" by {who.launcher}"
+    return f"samestep doctor: {hosts} host{'s' * (hosts > 1)}{by}: {names}"
 
 
 def _own_report(me: Examined, identity: Identity, wanted: _Wanted) -> Report:
