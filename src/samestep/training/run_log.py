@@ -100,7 +100,7 @@ class RunLog:
         self.goodput.save(step)
 
     def straggler(self, found: Mapping[str, Any]) -> None:
-        """Say that a rank is slow, on the terminal and in the next line of the metrics."""
+        """Print that a rank is slow, on the terminal and in the next line of the metrics."""
         if found:
             self._metrics.straggler = dict(found)
             self.say(stragglers.describe(found))

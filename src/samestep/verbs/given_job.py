@@ -14,7 +14,11 @@ from samestep.output import temporary_folder
 
 
 def job_of(words: Namespace) -> jobs.Job:
-    """Return the job of a file, or the default job, with the settings of the command line."""
+    """Return the job of a file, or the default job, with the settings of the command line.
+
+    Raises:
+        InputError: there is no such file, and the name is that of a preset.
+    """
     if words.job is None:
         return jobs.default(words.set)
     name = words.job.name.lower().removeprefix("preset:")

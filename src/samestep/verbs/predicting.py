@@ -126,7 +126,11 @@ def simulate(words: Namespace) -> Result:
 
 
 def explain(words: Namespace) -> Result:
-    """Say where the time of recorded steps went, or how two runs differ."""
+    """Return where the time of recorded steps went, or how two runs differ.
+
+    Raises:
+        InputError: the arguments do not go together.
+    """
     from samestep.explanation import differences, explain, foreign_traces
 
     if len(words.run) > 2:

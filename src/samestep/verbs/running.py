@@ -99,7 +99,11 @@ def _rendezvous(words: Namespace) -> Rendezvous | None:
 
 
 def verify(words: Namespace) -> Result | VerbFailure:
-    """Prove one layout, or all layouts of a number of devices."""
+    """Prove one layout, or all layouts of a number of devices.
+
+    Raises:
+        LayoutError: neither one layout nor all of a number of devices are asked for.
+    """
     job = allowing(words)
     limit_threads(job.run.threads)
     from samestep.proof import verify
