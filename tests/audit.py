@@ -50,9 +50,11 @@ MAY = {
     "building/imported.py": ("exec", "import"), "datasets/source.py": ("exec", "import"),
     "runtime/processes/local_workers.py": ("exec", "import"), "models/catalog.py": _BY_SUBPROCESS, "training/ssh.py": _BY_SUBPROCESS,
     "engines/scripts.py": _BY_SUBPROCESS,
+    **dict.fromkeys(("engines/ray_job.py", "engines/ray_worker.py"), ("exec", "import", "pickle.find_class", *_BY_SUBPROCESS)),
 }  # fmt: skip
 """What files of samestep may do: run the user's own module, which the job names, import modules that they name themselves,
-trace a model in another process, start ssh, and hand a script to the command of an engine."""
+trace a model in another process, start ssh, hand a script to the command of an engine, and call Ray, whose processes send each other
+pickles."""
 COMPILER = ("/torch/_dynamo/", "/torch/_inductor/")
 """Whose code is generated in a temporary folder, and starts processes: torch.compile's, where `run.compile` asks for it."""
 CUDA = "/cuda/pathfinder/"
