@@ -4,7 +4,7 @@
 every process         who am I; the first of each host also: names, interfaces, folder, space, GPUs      its own findings
 the one that leads    who came; one process a host: all pairs, one folder, one clock, rates, torch        the report
 ```
-Each probe ends within 3 s. HostFindings of a host are written before it meets the others, so that they are there where it meets nobody.
+Each probe ends within 3 s. Findings of a host are written before it meets the others, so that they are there where it meets nobody.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.output_file import write_whole
 from samestep.output.text_table import align_columns
+from samestep.planning.calibration.factors import plain
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
@@ -266,7 +267,7 @@ def slower(machine: Hardware, compute: float, links: float) -> Hardware:
 
 def as_toml(fitted: Hardware, machine: Hardware, factors: tuple[float, float], layouts: str) -> str:
     """Return a refitted profile as TOML; the source of a refitted number names the factor, then its former source."""
-    table: dict[str, Any] = _plain(asdict(fitted))
+    table: dict[str, Any] = plain(asdict(fitted))
     del table["name"]
     sources = dict(machine.sources)
     for key in sources:
@@ -277,10 +278,3 @@ def as_toml(fitted: Hardware, machine: Hardware, factors: tuple[float, float], l
                 f"refitted: times {factor:.3g} those of {machine.name}, on steps of {layouts}; before: {sources[key]}"
             )
     return tomli_w.dumps({**table, "sources": sources})
-
-
-def _plain(value: Any) -> Any:
-    """Return nested data without the values that are not set: TOML cannot write None."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items() if one is not None and one != {}}
-    return value

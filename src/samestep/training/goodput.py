@@ -42,10 +42,11 @@ class Goodput:
         found = cls(folder / FILE, clock, _last=clock())
         if first == 0:
             found.path.unlink(missing_ok=True)
-        if rows := [row for row in _rows(found.path) if row["step"] <= first]:
+        every = _rows(found.path)
+        if rows := [row for row in every if row["step"] <= first]:
             found.seconds |= rows[-1]["seconds"]
             found._saved_steps_s = found.seconds["steps"]
-            if not rows[-1]["ended"] or rows[-1]["step"] != max(row["step"] for row in _rows(found.path)):
+            if not rows[-1]["ended"] or rows[-1]["step"] != max(row["step"] for row in every):
                 found.seconds["restarts"] += max(0.0, found._last - rows[-1]["unix_s"])
         found._before = dict(found.seconds)
         return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +165,11 @@ def _calibrated(
     )  # fmt: skip
     result = Calibration(steps=found, factors=factors, hardware=fitted, path=None, kept="", skipped=tuple(said))
     if kept := _why_kept(result):
-        return Calibration(steps=found, factors=factors, hardware=machine, path=None, kept=kept, skipped=tuple(said))
+        return replace(result, hardware=machine, kept=kept)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, as_toml(fitted, machine, factors, f"{len(steps)} measured steps"))
-    return Calibration(steps=found, factors=factors, hardware=fitted, path=file, kept="", skipped=tuple(said))
+    return replace(result, path=file)
 
 
 def _why_kept(found: Calibration) -> str:

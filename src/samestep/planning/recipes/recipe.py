@@ -148,7 +148,7 @@ def recipe_of(framework: Framework, job: Job, layout: Layout, model: ModelSpec, 
     """Return a layout in the words of a framework."""
     facts = RecipeFacts(job=job, layout=layout, model=model, devices_per_node=hardware.devices_per_node)
     known, said = framework.words(facts), []
-    for name in _words_given(facts):
+    for name in _words_given(layout):
         word = f"{name}={getattr(layout, name)}" if getattr(layout, name) is not True else name
         said.append(known.get(name, Said(lacks=f"{word} has no word here")))
     settings: dict[str, Any] = {}
@@ -176,10 +176,10 @@ def _with_text(recipe: Recipe, framework: Framework, body: str) -> Recipe:
     return replace(recipe, text=comments + body)
 
 
-def _words_given(facts: RecipeFacts) -> list[str]:
+def _words_given(layout: Layout) -> list[str]:
     """Return the names of the layout's words that say something, and those of the batch and the precision in front of them."""
     default = Layout()
-    given = [one.name for one in fields(Layout) if getattr(facts.layout, one.name) != getattr(default, one.name)]
+    given = [one.name for one in fields(Layout) if getattr(layout, one.name) != getattr(default, one.name)]
     return list(dict.fromkeys(["dp_replicate", "dp_shard", "zero", "microbatch", *given]))
 
 
