@@ -68,7 +68,7 @@ class LoaderParts:
 
 
 def parts_of(loader: DataLoader[Any], job: Job) -> LoaderParts:
-    """Take apart a loader over a map-style data set.
+    """Split a loader over a map-style data set into its parts.
 
     Raises:
         DataError: its batches are of another size than the job's, or it has no batch.

@@ -129,7 +129,7 @@ class Run:
 
     @property
     def spikes(self) -> SpikeWatch:
-        """The losses of the last steps, by which a spike is told."""
+        """The losses of the last steps, by which a spike is recognised."""
         return self._stepper.spikes
 
     @property

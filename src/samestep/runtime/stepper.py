@@ -58,7 +58,7 @@ class Stepper:
         self.job, self.place = own.job, own.place
         self.steps_taken = 0
         self.spikes = SpikeWatch(self.job.numerics)
-        """The losses of the last steps, by which a spike is told."""
+        """The losses of the last steps, by which a spike is recognised."""
         self.guards = StepGuards(own, observer)
         self.refusals = self.guards.refusals
         self._deciders = Deciders(own, self.spikes)

@@ -64,7 +64,7 @@ def by_sample(tensor: Tensor, place: RowsPlace, num_samples: int) -> Tensor:
 
 
 def joined(tensor: Tensor, place: RowsPlace) -> Tensor:
-    """Return what `by_sample` has taken apart."""
+    """Return the values that `by_sample` has split, joined again."""
     return tensor.transpose(0, 1).flatten(0, 2).movedim(0, place.dim)
 
 
