@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
 from samestep.models.layer_spec import BatchValueCall, LayerSpec
 from samestep.models.loss_names import LossNames
 from samestep.models.param_spec import ParamSpec
+
+
+def enclosing(path: str) -> Iterator[str]:
+    """Yield a module's path and those of the modules that it is in, the innermost first, without the model itself."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def is_below(path: str, root: str) -> bool:
@@ -74,7 +82,7 @@ class LossTensor:
         return self.rows is None or self.rows[0] >= 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """The shape of a model: layers in the order of the forward, parameters in the module's order, buffers, and
     refusals.
@@ -141,27 +149,32 @@ class ModelSpec:
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks with a row for each token: their place, and the dimension of the tokens."""
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Number of weights, tied ones counted once."""
         return sum(param.numel for param in self.params)
 
-    @property
+    @cached_property
     def forward_flops(self) -> int:
         """FLOPs of one sample's forward."""
         return sum(layer.forward_flops for layer in self.layers)
 
-    @property
+    @cached_property
+    def takes_batch_statistics(self) -> bool:
+        """Whether a layer calls batch norm on statistics of samples."""
+        return any(layer.batch_norms for layer in self.layers)
+
+    @cached_property
     def couples_samples(self) -> bool:
         """Whether samples influence each other by statistics."""
-        return bool(self.coupled_modules) or any(layer.batch_norms or layer.batch_values for layer in self.layers)
+        return bool(self.coupled_modules) or self.takes_batch_statistics or any(one.batch_values for one in self.layers)
 
-    @property
+    @cached_property
     def uses_batch_values(self) -> bool:
         """Whether the forward or the loss takes values of all samples by name (`samestep.batch_sum`)."""
         return bool(self.loss_values) or any(layer.batch_values for layer in self.layers)
 
-    @property
+    @cached_property
     def batch_norm_owners(self) -> tuple[str, ...]:
         """Paths of the modules whose code calls batch norm on statistics of samples, each once."""
         return tuple(dict.fromkeys(call.owner for layer in self.layers for call in layer.batch_norms))

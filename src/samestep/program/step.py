@@ -15,7 +15,7 @@ from samestep.job import Job
 from samestep.job_tables import Compression, NumericsTable, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.exchange_times import Contributions, parts_of
@@ -129,7 +129,7 @@ class StepSpec:
             exchange_delay=job.numerics.exchange_delay,
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
             compression_rank=_compression_rank(job.numerics),
-            unsure=tuple(p.name for p in model.params if p.trainable and p.numel and p.may_be_unused),
+            unsure=_unsure_weights(model),
             allow=job.run.waivers,
         )
 
@@ -168,7 +168,7 @@ class StepSpec:
     @cached_property
     def sample_groups(self) -> SampleGroups | None:
         """The groups of samples whose statistics batch norm takes; None in a model without one."""
-        if not any(layer.batch_norms for layer in self.model.layers):
+        if not self.model.takes_batch_statistics:
             return None
         return SampleGroups.of(self.global_batch, self.coupled_samples, self.layout.dp, self.num_microbatches)
 
@@ -337,6 +337,12 @@ def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, in
     if compression == "none" or not CODECS[compression].has_blocks:
         return {}
     return {param.name: block_of(param.shape) or 1 for param in model.params}
+
+
+@cache_by_model
+def _unsure_weights(model: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the trained weights that a step may give no gradient."""
+    return tuple(p.name for p in model.params if p.trainable and p.may_be_unused and p.numel)
 
 
 def _compression_rank(numerics: NumericsTable) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from samestep.models.packing import packed_bytes
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import is_below
+from samestep.models.spec import enclosing, is_below
 from samestep.program.buckets import round_up
 from samestep.program.codecs import CodedPart
 from samestep.program.exchange_times import Contributions
@@ -170,17 +170,24 @@ def _weights_gathered_with_root(step: StepSpec) -> set[str]:
 
     These are the weights that the root's code reads, under any of their names, and those that cannot be gathered at another time. One module's weights are gathered at one time, and a weight that modules share with all of them.
     """
-    tops = [root for layer in step.model.layers for root in layer.modules if root]
+    tops: dict[str, int] = {}
+    for layer in step.model.layers:
+        for root in layer.modules:
+            if root:
+                tops.setdefault(root, len(tops))
+    holding = {path for root in tops for path in enclosing(root.rpartition(".")[0])}
+
+    def place_of(owner: str) -> str:
+        return min((path for path in enclosing(owner) if path in tops), key=tops.__getitem__, default=owner)
+
     places = {
-        param.name: {next((root for root in tops if is_below(owner, root)), owner) for owner in _owners(step, param)}
-        for param in step.model.params
-        if param.numel
+        param.name: {place_of(owner) for owner in _owners(step, param)} for param in step.model.params if param.numel
     }
     # FSDP2 gathers one of two modules, of which one is below the other and is called by itself too, with the other alone.
     twice = {
         index
         for index, layer in enumerate(step.model.layers)
-        if any(a != b and (is_below(a, b) or is_below(b, a)) for a in layer.modules if a for b in tops)
+        if any(a in holding or any(b != a and b in tops for b in enclosing(a)) for a in layer.modules)
     }
     outside = {
         param.name for param in step.model.params if param.numel and (param.read_outside or param.layer in twice)

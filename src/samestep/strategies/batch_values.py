@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from samestep.errors import module_name
 from samestep.models.layer_spec import BatchValueCall
-from samestep.models.spec import ModelSpec, gradients_within, is_below
+from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
 from samestep.program.bodies import UPDATE_BODY, BodyKey
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -61,6 +61,7 @@ def refusal(step: StepSpec) -> str | None:
     return None
 
 
+@cache_by_model
 def _kept_outside(model: ModelSpec) -> str:
     """Return the first buffer with a value after the step whose module is in no layer; empty if there is none."""
     roots = [path for layer in model.layers for path in layer.modules if path]

@@ -71,10 +71,15 @@ def refusal(step: StepSpec) -> str | None:
             f"schedule={layout.schedule} postpones gradients of weights, and the forward at {step.model.differentiates_at} "
             "takes gradients itself: schedule=1f1b works"
         )
-    replaced = next((param.name for param in step.model.params if param.is_replaced), None)
-    if replaced is not None:
+    if replaced := _replaced(step.model):
         return f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works"
     return _refuse_statistics(step.model, layout.pp) or _refuse_crossings(step)
+
+
+@cache_by_model
+def _replaced(model: ModelSpec) -> str:
+    """Return the name of the first weight in whose place the forward puts another tensor; empty if there is none."""
+    return next((param.name for param in model.params if param.is_replaced), "")
 
 
 def _refuse_number(model: ModelSpec, layout: Layout) -> str:
@@ -101,6 +106,7 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> str:
 
 
 @cache_by_model
+@cache_by_model
 def _refuse_statistics(model: ModelSpec, pp: int) -> str | None:
     """Return the module of several layers that keeps statistics of its calls, of which each stage would see only some."""
     entered = {path for layer in model.layers for path, _ in layer.entered}
@@ -113,8 +119,10 @@ def _refuse_statistics(model: ModelSpec, pp: int) -> str | None:
 def _refuse_crossings(step: StepSpec) -> str | None:
     """Return why what crosses the boundaries cannot be sent in a layout."""
     layout = step.layout
+    if not layout.sequence_parallel:
+        return None
     crossed = next((layer for layer in step.model.layers if layer.crossings), None)
-    if crossed is None or not layout.sequence_parallel:
+    if crossed is None:
         return None
     names = ", ".join(crossing.owner for crossing in crossed.crossings)
     return (

@@ -43,13 +43,19 @@ def refusal(step: StepSpec) -> str | None:
         return None
     if step.layout.tp == 1:
         return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
-    if step.layout.recompute != "none" and (unclear := next(filter(_keeps_behind, step.model.layers), None)):
+    if step.layout.recompute != "none" and (unclear := _block_that_keeps(step.model)):
         return (
-            f"sequence_parallel: {unclear.name} keeps something for its backward behind its last sum, in a part that computes on "
+            f"sequence_parallel: {unclear} keeps something for its backward behind its last sum, in a part that computes on "
             f"whole sequences, with which recompute={step.layout.recompute} is not supported: recompute=none works, and so does "
             f"tp={step.layout.tp} alone"
         )
     return refuse_model(step.model, step.layout.tp)
+
+
+@cache_by_model
+def _block_that_keeps(model: ModelSpec) -> str:
+    """Return the name of the first layer that may keep something after its last sum; empty if there is none."""
+    return next((layer.name for layer in model.layers if _keeps_behind(layer)), "")
 
 
 def _keeps_behind(layer: LayerSpec) -> bool:

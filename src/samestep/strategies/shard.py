@@ -63,10 +63,7 @@ def refusal(step: StepSpec) -> str | None:
 
 def _refuse_own_code(step: StepSpec) -> str | None:
     """Refuse weights that the root's code reads where a stage of a pipeline does not gather them once a forward."""
-    blocks = [path for layer in step.model.layers if layer.is_block for path in layer.modules]
-    for param in step.model.params:
-        if param.name not in read_by_own_code(step.model):
-            continue
+    for param, is_in_block in _read_by_root(step.model):
         if step.layout.virtual_stages > 1:
             return (
                 f"zero={step.zero} gathers {param.name}, which the model's own code reads, with every virtual stage: "
@@ -76,7 +73,7 @@ def _refuse_own_code(step: StepSpec) -> str | None:
             return (
                 f"{param.name} is shared by modules, and read by the model's own code: zero=1 works, and so does pp=1"
             )
-        if step.zero == 3 and step.layout.recompute != "none" and any(is_below(param.name, root) for root in blocks):
+        if step.zero == 3 and step.layout.recompute != "none" and is_in_block:
             return (
                 f"{param.name} is also read outside its block, and zero={step.zero} does not gather it again for "
                 f"recompute={step.layout.recompute}: zero=1 works, and so does recompute=none"
@@ -84,16 +81,36 @@ def _refuse_own_code(step: StepSpec) -> str | None:
     return None
 
 
+@cache_by_model
+def _read_by_root(model: ModelSpec) -> tuple[tuple[ParamSpec, bool], ...]:
+    """Return the weights that the root's code reads, each with whether a block holds it."""
+    read = read_by_own_code(model)
+    blocks = [path for layer in model.layers if layer.is_block for path in layer.modules]
+    return tuple(
+        (param, any(is_below(param.name, path) for path in blocks)) for param in model.params if param.name in read
+    )
+
+
 def _refuse_again(step: StepSpec) -> str | None:
     """Refuse weights that a rank may use in several virtual stages, each of which gathers them separately."""
-    blocks = [index for index, layer in enumerate(step.model.layers) if layer.is_block]
-    for param in step.model.params:  # the first and the last virtual stage are on different ranks
-        if any(blocks[0] < use.layer < blocks[-1] for use in param.uses):
-            return (
-                f"zero={step.zero} gathers and reduces {param.name}, which several layers use, with one virtual stage: zero=1 "
-                "works, and so does virtual_stages=1"
-            )
-    return None
+    name = _used_by_several(step.model)
+    if name is None:
+        return None
+    return (
+        f"zero={step.zero} gathers and reduces {name}, which several layers use, with one virtual stage: zero=1 "
+        "works, and so does virtual_stages=1"
+    )
+
+
+@cache_by_model
+def _used_by_several(model: ModelSpec) -> str | None:
+    """Return the name of a weight that several layers use, one of them between the first and the last block; None if there is none.
+
+    The first and the last virtual stage are on different ranks.
+    """
+    blocks = [index for index, layer in enumerate(model.layers) if layer.is_block]
+    shared = (p.name for p in model.params if any(blocks[0] < use.layer < blocks[-1] for use in p.uses))
+    return next(shared, None)
 
 
 @cache_by_model

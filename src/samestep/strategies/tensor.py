@@ -54,8 +54,8 @@ def refusal(step: StepSpec) -> str | None:
 
 def _refuse_packed(model: ModelSpec, degree: int) -> str | None:
     """Return the 4-bit weight that would be cut within a block of its rows, with a degree that works."""
-    for param in model.params:
-        if not param.held_as or not _cuts_packed(param, degree):
+    for param in _held_in_4_bits(model):
+        if not _cuts_packed(param, degree):
             continue
         works = max(n for n in range(1, degree) if not _cuts_packed(param, n) and degree % n == 0)
         return (
@@ -63,6 +63,11 @@ def _refuse_packed(model: ModelSpec, degree: int) -> str | None:
             'works, and so does model.lora.base = "full"'
         )
     return None
+
+
+@cache_by_model
+def _held_in_4_bits(model: ModelSpec) -> tuple[ParamSpec, ...]:
+    return tuple(param for param in model.params if param.held_as)
 
 
 def _cuts_packed(param: ParamSpec, degree: int) -> bool:
