@@ -15,8 +15,10 @@ import pytest
 
 from samestep.errors import JobError, SaveError
 from samestep.output import durable_files
+from samestep.program.recorded import read_record
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.interpreter import Interpreter
+from samestep.runtime.recording.step_recorder import ASKED_STEPS
 from samestep.training import elastic, run_folder
 from tests import small
 
@@ -34,7 +36,9 @@ def _steps(run: Path) -> int:
     return log.read_text().count("\n") if log.exists() else 0
 
 
-def test_a_second_run_in_a_folder_is_refused_and_usr1_saves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_in_a_folder_is_refused_and_usr1_saves_and_usr2_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run, talk = tmp_path / "run", tmp_path / "talk"
     words = ["train", *small.settings(**{"train.steps": 100_000}), "--layout", "dp=2", "--out", str(run)]
     pid = small.in_background(words, talk)
@@ -44,10 +48,16 @@ def test_a_second_run_in_a_folder_is_refused_and_usr1_saves(tmp_path: Path, capf
     os.kill(pid, signal.SIGUSR1)
     small.wait_for(lambda: (run / "checkpoints").exists() and any((run / "checkpoints").glob("step-*")))
     at = _steps(run)
-    small.wait_for(lambda: _steps(run) > at + 1)  # it goes on
+    os.kill(pid, signal.SIGUSR2)  # the launcher hears it, and every rank records
+    small.wait_for(lambda: len([*(run / "record").glob("steps-*.jsonl")]) == 2)
+    small.wait_for(lambda: _steps(run) > at + 10)  # it goes on
     os.kill(pid, signal.SIGTERM)
     assert small.status_of(pid) == 143
     assert len(small.checkpoints(run)) == 2
+    steps = [[*read_record(path).steps] for path in (run / "record").glob("steps-*.jsonl")]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) == ASKED_STEPS
+    assert "recorded into" in (talk / "out").read_text()
     assert not (run / ".lock").exists()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -17,6 +19,7 @@ from samestep.datasets import batches
 from samestep.errors import InputError, RecordError
 from samestep.job import Job
 from samestep.program.recorded import RankRecord, parse_steps, path_of, read_record
+from samestep.runtime.processes import join
 from samestep.runtime.recording import marks
 from samestep.trees import tree_leaves
 from tests.laboratory import job_of, make_run, on_ranks
@@ -223,3 +226,40 @@ def test_layers_are_named_once_and_their_marks_are_removed(tmp_path: Path) -> No
 
 def hooks_of(module: nn.Module) -> int:
     return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in module.modules())
+
+
+def recorded_by_signal(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> None:
+    run = make_run(rank, world, model, layout, job)
+    run.recorder.folder = Path(folder)
+    run.record("12:13", folder)
+    remarks, before = [], join._listen_for_stop()
+    for batch in batches_of(job):
+        if (rank, batch.step) in ((world - 1, 1), (0, 3)):  # the second one comes while steps are recorded
+            os.kill(os.getpid(), signal.SIGUSR2)
+        remarks += run.step(batch).remarks
+    run.recorder.close()
+    join.restore_signals(before)
+    assert not join.record_requested()
+    (line,) = [one for one in remarks if "recorded" in one]
+    assert line.startswith("steps 4 to 9 are recorded into ")
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "tp=2", "pp=2 microbatch=2 schedule=zero-bubble"])
+def test_a_signal_to_one_rank_lets_all_record_the_same_steps(layout: str, tmp_path: Path) -> None:
+    job = job_of("float32", 14, train={"watch_every": 2})
+    on_ranks(layout, recorded_by_signal, "deep_llama", job, str(tmp_path))
+    for rank in (0, 1):
+        assert [*read_record(path_of(tmp_path, range(4, 10), rank)).steps] == [*range(4, 10)]
+        assert [*read_record(path_of(tmp_path, range(12, 14), rank)).steps] == [12, 13]
+
+
+def test_windows_that_overlap_give_way_and_others_wait(tmp_path: Path) -> None:
+    run = make_run(0, 1, "plain", "dp=1", job_of("float32", 8, train={"watch_every": 0}))
+    run.record("6:7", tmp_path)
+    run.record("2:3", tmp_path)
+    run.record("3:4", tmp_path)
+    for batch in batches_of(run.job):
+        run.step(batch)
+    run.recorder.close()
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["steps-3-4.rank0.jsonl", "steps-6-7.rank0.jsonl"]
+    assert len(read_record(path_of(tmp_path, range(6, 8), 0)).steps) == 2

@@ -232,7 +232,7 @@ def _identity(samples: Any) -> Any:
 
 
 def _begin_worker(number: int) -> None:
-    """Leave Ctrl-C to the rank, which ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    """Leave Ctrl-C to the rank, which ends its workers, and so the signals that ask it for something."""
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,6 +12,7 @@ Op(kind=ALL_REDUCE, owner="bucket.0", axis="dp_replicate", size_bytes=..., after
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Literal, NamedTuple
@@ -50,7 +51,7 @@ loss that has a name."""
 
 
 class StepFlag(IntEnum):
-    """The flags of a step, in the order of their slots at the end of that all_reduce: each the number of ranks that raise it."""
+    """The flags of a step, each the number of ranks that raise it: the first `FLAG_SLOTS` in their order at the end of that all_reduce."""
 
     STOP = 0
     """Asked to stop the run."""
@@ -62,6 +63,17 @@ class StepFlag(IntEnum):
     """Has a reason to refuse the step."""
     UNUSED_CHANGED = 4
     """Has other weights without a gradient than before, among those without a number in the scalars."""
+    RECORD = 5
+    """Asked to record where the time of the next steps goes; it shares the slot of SAVE."""
+
+
+FLAG_SLOTS = 5
+"""Numbers that the flags of a step take."""
+FLAG_PLACES: Mapping[StepFlag, tuple[int, float]] = {
+    **{flag: (int(flag), 1.0) for flag in StepFlag if flag < FLAG_SLOTS},
+    StepFlag.RECORD: (int(StepFlag.SAVE), 2.0**26),
+}
+"""Slot of each flag, and the number that a rank adds there: float64 keeps two counts of fewer than 2^26 ranks in one sum."""
 
 
 SHARD_AXES = ("dp_shard", "dp_expert")

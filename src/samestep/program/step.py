@@ -20,7 +20,7 @@ from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.exchange_times import Contributions, parts_of
 from samestep.program.holding import REPLICAS, SHARDS, WHOLE, Holding
-from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, REPLICA_SCALARS, TF32, StepFlag
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, REPLICA_SCALARS, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.program.sample_groups import SampleGroups
 from samestep.program.state_blocks import HeldStates, block_of
@@ -237,7 +237,7 @@ class StepSpec:
     def num_scalars(self) -> int:
         """The number of scalars that all ranks sum at the end of a step; independently trained replicas add some for each replica."""
         own = self.replicas if self.trains_apart else 1
-        return own * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + len(StepFlag)
+        return own * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
 
     @property
     def replicas_each(self) -> int:

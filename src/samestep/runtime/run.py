@@ -98,7 +98,7 @@ class Run:
         self.receivers: list[Callable[[StepReport], StepReport]] = []
         """What is given the report of each step, and returns what the loop is given: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place)
-        self.recorder = StepRecorder(observer, place.device, place.rank)
+        self.recorder = StepRecorder(observer, job, place.device, place.rank)
         """Where the time of its steps goes."""
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
         self._parts = StepsInParts(self._stepper, self._own)
@@ -417,7 +417,7 @@ class Run:
         Raises:
             InputError: the text names no steps.
         """
-        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder), self.job)
+        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder))
         return Path(folder)
 
     def forward_backward(self, batch: StepBatch) -> Tensor:

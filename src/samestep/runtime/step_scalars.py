@@ -3,7 +3,7 @@
 ```
 each replica: loss, count, norm_squared, and a number for each weight of `StepSpec.unsure`      ops.REPLICA_SCALARS
               and the sum and the count of each named term and value of the loss                `StepSpec.num_reported`
-the step:     stop, save, wrote_unseen, refuses, unused_changed                                 ops.StepFlag
+the step:     stop, save and record, wrote_unseen, refuses, unused_changed                     ops.StepFlag
 ```
 All are float64, as many as `StepSpec.num_scalars`.
 """
@@ -17,19 +17,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samestep.program.ops import REPLICA_SCALARS, StepFlag
+from samestep.program.ops import FLAG_PLACES, FLAG_SLOTS, REPLICA_SCALARS, StepFlag
 from samestep.runtime.step_observer import ReplicaScalars, StepScalars
 
 
 def flag_slots(raised: Mapping[StepFlag, bool | Tensor], device: torch.device) -> Tensor:
     """Return one rank's flags in their slots (float64): filled on the device, since a copy would hold the host."""
-    slots = torch.zeros(len(StepFlag), dtype=torch.float64, device=device)
+    slots = torch.zeros(FLAG_SLOTS, dtype=torch.float64, device=device)
     for flag, value in raised.items():
+        slot, one = FLAG_PLACES[flag]
         if isinstance(value, Tensor):
-            slots[flag].copy_(value)
+            slots[slot].add_(value, alpha=one)
         elif value:
-            slots[flag].fill_(1.0)
+            slots[slot].add_(one)
     return slots
+
+
+def _flags_in(slots: Sequence[float]) -> dict[StepFlag, float]:
+    """Return the number of ranks that raise each flag."""
+    shared = FLAG_PLACES[StepFlag.RECORD][1]
+    asked = slots[StepFlag.SAVE]
+    numbers = {StepFlag.RECORD: asked // shared, StepFlag.SAVE: asked % shared}
+    return {flag: numbers[flag] if flag in numbers else slots[flag] for flag in StepFlag}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +56,8 @@ class SummedScalars:
     @classmethod
     def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> SummedScalars:
         """Return what the numbers of a step say; each replica has `num_uses` numbers of weights, and `num_reported` to report."""
-        sums, width = numbers[: -len(StepFlag)], len(REPLICA_SCALARS)
-        flags = dict(zip(StepFlag, numbers[-len(StepFlag) :], strict=True))
+        sums, width = numbers[:-FLAG_SLOTS], len(REPLICA_SCALARS)
+        flags = _flags_in(numbers[-FLAG_SLOTS:])
         each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
         parts = [sums[start : start + each] for start in range(0, len(sums), each)]
         replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
@@ -75,7 +84,7 @@ def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tens
     than before, and where the numbers of weights are not 0 exactly where `unused` (bool) says so.
     """
     loss_sum, count, norm_squared = sums[: len(REPLICA_SCALARS)]
-    flags = sums[-len(StepFlag) :]
+    flags = sums[-FLAG_SLOTS:]
     scale = numerator / count
     norm = norm_squared.sqrt() * scale
     factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)

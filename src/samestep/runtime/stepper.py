@@ -263,6 +263,8 @@ class Stepper:
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
         self.guards.observer.agreed(summed.agreed)
+        if summed.flags[StepFlag.RECORD] and (line := self.guards.observer.asked_to_record(batch.step + 1)):
+            self.refusals.remark(line)
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
             join.note_stop()
@@ -340,6 +342,7 @@ class Stepper:
             StepFlag.WROTE_UNSEEN: wrote_unseen,
             StepFlag.REFUSES: self.refusals.is_pending,
             StepFlag.UNUSED_CHANGED: self.used.has_changed,
+            StepFlag.RECORD: join.record_requested(),
         }
         sums = torch.cat([self._own.replicas.sums(own), flag_slots(flags, self.place.device)])
         if self._own.layout.world_size > 1:

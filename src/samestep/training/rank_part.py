@@ -67,6 +67,7 @@ def _train(run: Run, checked: Checked, profiler: Profiler, on_step: OnStep | Non
     if checked.first_weights is not None:
         checked.first_weights.load(run)
     first = run.steps_taken
+    run.recorder.folder = folder / recorded.FOLDER
     if run.job.train.record:
         run.record(run.job.train.record, folder / recorded.FOLDER)
     log = NoLog() if run.place.rank else RunLog(checked, run)

@@ -4,7 +4,7 @@
 samestep train JOB --nodes H1,H2 ─┬─ ssh H1 ─ samestep train JOB --nodes 2 --rendezvous H1:PORT --token-file -
                                   └─ ssh H2 ─ the same
 ```
-The secret, and later the stop signals of this process, go through the standard input of ssh; when that ends, the host
+The secret, and later the signals of this process, go through the standard input of ssh; when that ends, the host
 stops too. The folder of this process and its Python must exist on all hosts. The first host's output is printed here;
 of the others, the errors that they have not printed themselves, and all output once the first one is lost and they go
 on.
@@ -27,13 +27,15 @@ from types import FrameType
 from typing import IO
 
 from samestep.errors import InputError
+from samestep.runtime.processes.join import REQUESTS, STOP_SIGNALS
 
 _PORTS = range(20000, 30000)
 _OTHERS_END_S = 5.0
 """Seconds after which the others are stopped when one host has failed."""
 _FOLLOWS = b"follows "
 """The beginning of the line that a host prints when all are connected (`hosts.follow`)."""
-_WORDS = {signal.SIGINT: b"INT", signal.SIGTERM: b"TERM"}
+_WORDS = {number: number.name.removeprefix("SIG").encode() for number in (*STOP_SIGNALS, *REQUESTS)}
+"""The words of signals: one to stop goes to every host, a request to the first one that runs, which passes it on to all ranks."""
 
 
 def start(
@@ -81,7 +83,9 @@ def _lines(descriptor: int) -> Iterator[bytes]:
 def _heed(lines: Iterator[bytes]) -> None:
     for line in lines:
         for number, word in _WORDS.items():
-            if line == word:
+            if line == word and (
+                number not in REQUESTS or callable(signal.getsignal(number))
+            ):  # else it would end here
                 os.kill(os.getpid(), number)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -184,7 +188,8 @@ class _Hosts:
             sys.stdout.flush()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        for process in self.processes:
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running[:1] if number in REQUESTS else self.processes:
             self._write(process, _WORDS[signal.Signals(number)])
 
     def _write(self, process: subprocess.Popen[bytes], line: bytes) -> None:

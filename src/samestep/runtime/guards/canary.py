@@ -219,6 +219,10 @@ class WatchedStep(StepObserver):
             return make
         return functools.partial(RouteMode, routes=self._again.routes, slice_index=0, replays=False)
 
+    def asked_to_record(self, step: int) -> str:
+        """Pass the request on."""
+        return self._inner.asked_to_record(step)
+
     def agreed(self, scalars: StepScalars) -> None:
         """Run the sample again, before the weights change, unless the step is not finite."""
         self._inner.agreed(scalars)

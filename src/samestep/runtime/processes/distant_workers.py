@@ -29,7 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import SamestepError
 from samestep.runtime.processes.channel import Channel, shorten
-from samestep.runtime.processes.join import STOP_SIGNALS, restore_signals
+from samestep.runtime.processes.join import REQUESTS, STOP_SIGNALS, restore_signals
 from samestep.runtime.processes.local_workers import LocalWorkers
 from samestep.runtime.processes.meeting import Meeting
 from samestep.runtime.processes.whereabouts import Whereabouts
@@ -202,7 +202,7 @@ class Follower:
         """Do as the leading host says, and return its last word; None where it is lost."""
         handlers: dict[int, Any] = {
             number: signal.signal(number, self._on_signal)
-            for number in STOP_SIGNALS
+            for number in (*STOP_SIGNALS, *REQUESTS)
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
@@ -224,9 +224,10 @@ class Follower:
         self._signals.append(number)  # a handler may interrupt a message that is being sent
 
     def _pass_on(self) -> None:
-        """Pass the workers' messages on, and the stop signals of this process."""
+        """Pass the workers' messages on, and the signals of this process, which the leading host gives to the workers of all."""
         while self._num_passed_on < len(self._signals):
-            number, is_again = self._signals[self._num_passed_on], self._num_passed_on > 0
+            number, before = self._signals[self._num_passed_on], self._signals[: self._num_passed_on]
+            is_again = any(one not in REQUESTS for one in before)
             self._say({"stop": int(number), "again": is_again})
             self._num_passed_on += 1
         for rank, word, value in self._workers.hear() if self._workers else ():

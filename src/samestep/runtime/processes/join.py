@@ -38,7 +38,10 @@ from samestep.runtime.processes.this_host import agreed_name, bind_near, keep_fr
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
 """The signal that asks for a checkpoint; None where the system has no such signal, as Windows."""
-"""Asks for a checkpoint; the run goes on. Slurm sends it with --signal=USR1@SECONDS before it sends SIGTERM."""
+RECORD_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)
+"""The signal that asks for a record of the next steps, for `samestep explain`."""
+REQUESTS = tuple(number for number in (SAVE_SIGNAL, RECORD_SIGNAL) if number is not None)
+"""The signals that ask for something while the run goes on; one rank that gets one is enough."""
 
 CUDA_HAS_STARTED = (
     "CUDA has started in this notebook, and main is a function of one of its cells, so workers cannot be forked: launch "
@@ -71,7 +74,7 @@ class _Joined:
 _launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
 _stop_signal = 0  # the stop signal that came, 0 before one has
-_is_save_wanted = False
+_requests: set[int] = set()  # the signals of REQUESTS that came and that no step has told the other ranks of
 _ended_by = 0  # the signal after which the ranks agreed to stop, 0 before
 
 
@@ -163,8 +166,9 @@ def store_address() -> tuple[str, int] | None:
 def become_worker(info: LaunchInfo) -> None:
     """Prepare this new worker to join as `info`: forget the run and the groups that its parent had joined, and listen
     for stop signals."""
-    global _launch_info, _joined, _stop_signal, _is_save_wanted, _ended_by
-    _launch_info, _joined, _stop_signal, _is_save_wanted, _ended_by = info, None, 0, False, 0
+    global _launch_info, _joined, _stop_signal, _ended_by
+    _launch_info, _joined, _stop_signal, _ended_by = info, None, 0, 0
+    _requests.clear()
     abandon_groups()
     forget_groups()
     _listen_for_stop()
@@ -210,14 +214,23 @@ def ended_by() -> int:
 
 def save_requested() -> bool:
     """Return whether this rank was asked to save a checkpoint, by SIGUSR1, since the last call."""
-    global _is_save_wanted
-    wanted, _is_save_wanted = _is_save_wanted, False
-    return wanted
+    return _was_asked_by(SAVE_SIGNAL)
 
 
-def _on_save(_signal_number: int, _frame: FrameType | None) -> None:
-    global _is_save_wanted
-    _is_save_wanted = True
+def record_requested() -> bool:
+    """Return whether this rank was asked to record where the time of steps goes, by SIGUSR2, since the last call."""
+    return _was_asked_by(RECORD_SIGNAL)
+
+
+def _was_asked_by(request: int | None) -> bool:
+    if request not in _requests:
+        return False
+    _requests.discard(request)
+    return True
+
+
+def _on_request(signal_number: int, _frame: FrameType | None) -> None:
+    _requests.add(signal_number)
 
 
 def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
@@ -228,11 +241,11 @@ def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
 
 
 def _listen_for_stop() -> dict[int, Any]:
-    """Install handlers of the signals to stop and to save, which set a flag; return the handlers they replace."""
+    """Install handlers of the signals to stop, to save and to record, which set a flag; return the handlers they replace."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers: dict[int, Any] = {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
-    return handlers if SAVE_SIGNAL is None else {**handlers, SAVE_SIGNAL: signal.signal(SAVE_SIGNAL, _on_save)}
+    return handlers | {number: signal.signal(number, _on_request) for number in REQUESTS}
 
 
 def restore_signals(handlers: Mapping[int, Any]) -> None:

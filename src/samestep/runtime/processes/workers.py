@@ -35,7 +35,7 @@ from samestep.runtime.processes.distant_workers import Away, DistantWorkers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.host_share import HostShare, share_of
 from samestep.runtime.processes.join import (
-    SAVE_SIGNAL,
+    REQUESTS,
     STOP_SIGNALS,
     check_ranks_per_node,
     ended_by,
@@ -163,7 +163,7 @@ def run_workers(
     A single rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack
     of memory still ends in one line. Rank 0 writes to the terminal, the others to files, which are read only after a
     failure. The first SIGINT or SIGTERM asks all workers to stop (`stop_requested`), and a second one kills them; SIGUSR1
-    asks them to save (`save_requested`).
+    asks them to save (`save_requested`), and SIGUSR2 to record steps (`record_requested`).
 
     Args:
         main: a function; with GPUs, with more than one thread or outside Linux it must be importable from a module.
@@ -236,7 +236,7 @@ def _forwarding_signals_to(pool: _WorkerPool) -> Iterator[None]:
     """Forward this process's stop signals to the workers; a signal that is ignored here stays ignored."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (*STOP_SIGNALS, *([] if SAVE_SIGNAL is None else [SAVE_SIGNAL])):
+        for number in (*STOP_SIGNALS, *REQUESTS):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = signal.signal(number, pool.on_signal)
     try:
@@ -306,24 +306,28 @@ class _WorkerPool:
         """Note a signal, which may interrupt a message to another host; the second one to stop kills the workers of
         this host."""
         self.signals.append(number)
-        if len([one for one in self.signals if one != SAVE_SIGNAL]) > 1:
+        if len([one for one in self.signals if one not in REQUESTS]) > 1:
             for rank in self.hosts[0].ranks:
                 self.hosts[0].kill(rank)
 
     def _obey_signals(self) -> None:
-        """Ask the workers to save, or to stop."""
+        """Ask the workers to save, to record, or to stop."""
         for number in self.signals[self.num_obeyed :]:
-            if number == SAVE_SIGNAL:
-                for rank in self._ranks("joined"):
-                    self._host_of(rank).signal(rank, SAVE_SIGNAL)
+            if number in REQUESTS:
+                self._request(number)
             else:
-                self._stop(number, is_again=any(one != SAVE_SIGNAL for one in self.signals[: self.num_obeyed]))
+                self._stop(number, is_again=any(one not in REQUESTS for one in self.signals[: self.num_obeyed]))
             self.num_obeyed += 1
 
     def end(self) -> None:
         """Wait for the workers that may leave, and kill those that still run."""
         for host in self.hosts:
             host.end()
+
+    def _request(self, number: int) -> None:
+        """Pass a signal that asks for something on to the workers that can hear it."""
+        for rank in self._ranks("joined"):
+            self._host_of(rank).signal(rank, number)
 
     def _stop(self, number: int, *, is_again: bool) -> None:
         """Ask the workers to stop; end them if the same host was asked to stop before."""
@@ -344,6 +348,8 @@ class _WorkerPool:
         """Take in one message."""
         if word == "failed":
             self._fail(value)
+        elif word == "stop" and value[0] in REQUESTS:
+            self._request(value[0])
         elif word == "stop":
             self._stop(value[0], is_again=value[1])
         elif word == "at":

@@ -46,6 +46,8 @@ _AROUND_LAYERS = {
     "U": "update:optimizer",
 }
 """Names of what a task does outside of its layers."""
+ASKED_STEPS = 6
+"""Steps that a signal lets be recorded: `explain` leaves the first one out."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,8 @@ class _OpenStep:
     base: tuple[int, Stamp]
     """The host's time at its begin, and the stamp of that."""
     cpu_ns: int
-    is_in_window: bool
+    window: _Window | None
+    """The window that it is in."""
     events: list[list[Any]] = field(default_factory=list)
     memory: list[tuple[Any, ...]] = field(default_factory=list)
     """A stamp, and the sample of then."""
@@ -74,7 +77,7 @@ class _OpenStep:
 
 
 def _unheard() -> _OpenStep:
-    return _OpenStep(0, (0, 0), 0, False)
+    return _OpenStep(0, (0, 0), 0, None)
 
 
 class _Issued:
@@ -107,13 +110,18 @@ class _Issued:
 class StepRecorder(StepObserver):
     """Records the steps of a run on one rank; what it observes, the observer that it is given observes too."""
 
-    def __init__(self, inner: StepObserver, device: torch.device, rank: int) -> None:
-        self._inner, self._device, self._rank = inner, device, rank
+    def __init__(self, inner: StepObserver, job: Job, device: torch.device, rank: int) -> None:
+        self._inner, self._job, self._device, self._rank = inner, job, device, rank
         self._clock = clock_of(device)
         self.now: Callable[[], Stamp] = self._clock.now
         self._open: _OpenStep | None = None
         self._unread: deque[_OpenStep] = deque()
-        self._window: _Window | None = None
+        self._windows: list[_Window] = []
+        """The windows that are not over, in the order of their steps, of which no two overlap."""
+        self._left: list[_Window] = []
+        """Windows that are over, while steps of theirs are not yet read."""
+        self.folder = Path(recorded.FOLDER)
+        """The folder of windows that a signal asks for."""
         self._axes: dict[str, str] = {}
         self.memory = MemorySampler(device)
         self.sums = StepSums()
@@ -121,10 +129,22 @@ class StepRecorder(StepObserver):
 
     # -- what the run calls ------------------------------------------------------------------------
 
-    def record(self, steps: range, folder: Path, job: Job) -> None:
-        """Record every op of some steps into a folder, in a file of this rank."""
-        self._end_window()
-        self._window = _Window(steps, folder, job)
+    def record(self, steps: range, folder: Path) -> None:
+        """Record every op of some steps into a folder, in a file of this rank; windows with steps of these are given up."""
+        for one in [one for one in self._windows if one.overlaps(steps)]:
+            self._leave(one)
+        self._windows = sorted([*self._windows, _Window(steps, folder, self._job)], key=lambda one: one.steps.start)
+
+    def asked_to_record(self, step: int) -> str:
+        """Record the steps after the next one, unless some of them are recorded anyway; return the line of the log.
+
+        A rank may learn of it while it begins the next step, so that all ranks can record the one after that.
+        """
+        steps = range(step + 2, step + 2 + ASKED_STEPS)
+        if any(one.overlaps(steps) for one in self._windows):
+            return ""
+        self.record(steps, self.folder)
+        return f"steps {steps.start} to {steps.stop - 1} are recorded into {self.folder}, for samestep explain, as a signal has asked"
 
     @contextmanager
     def taking(
@@ -137,8 +157,8 @@ class StepRecorder(StepObserver):
         if opened is not None and self._open is opened:
             opened.end = self.now()
             opened.cpu_ns = time.thread_time_ns() - opened.cpu_ns
-            if opened.is_in_window and self._window is not None:
-                opened.held = self._window.held = self._window.held or held()
+            if (window := opened.window) is not None:
+                opened.held = window.held = window.held or held()
 
     def close(self) -> None:
         """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
@@ -146,7 +166,8 @@ class StepRecorder(StepObserver):
         if self._unread and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._read()
-        self._end_window()
+        for one in [*self._windows]:
+            self._leave(one)
         if marks.listener() is self:
             marks.listen(None)
 
@@ -208,25 +229,21 @@ class StepRecorder(StepObserver):
 
     def sample(self, stamp: Stamp) -> None:
         """Note the memory at the end of an op of a step in a window."""
-        if self._open is not None and self._open.is_in_window and self._open.hears:
+        if self._open is not None and self._open.window is not None and self._open.hears:
             self._open.memory.append((stamp, *self.memory.sample()))
 
     # -- steps and windows -------------------------------------------------------------------------
 
     def _next(self, step: int, program: Program, module: nn.Module, spec: ModelSpec) -> None:
         self._finish_open()
-        window = self._window
-        if window is not None and step >= window.steps.stop:
-            self._read(until_empty=self._device.type != "cuda")
-            if not self._unread:
-                self._end_window()
-                window = None
-        is_in = window is not None and step in window.steps
-        if is_in and window is not None and not window.is_open:
+        for one in [one for one in self._windows if step >= one.steps.stop]:
+            self._leave(one)
+        window = next((one for one in self._windows if step in one.steps), None)
+        if window is not None and not window.is_open:
             window.open(self, program, module, spec, self._rank, self._device)
         if not self._axes:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
-        self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), time.thread_time_ns(), is_in)
+        self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), time.thread_time_ns(), window)
         marks.listen(self)
         self._read()
 
@@ -247,8 +264,9 @@ class StepRecorder(StepObserver):
             one = self._unread.popleft()
             step = self._closed(one)
             self.sums = sums_of(step, self._axes)
-            if one.is_in_window and self._window is not None:
-                self._window.write(step)
+            if one.window is not None:
+                one.window.write(step)
+            self._close_files()
 
     def _closed(self, one: _OpenStep) -> RecordedStep:
         """Return a step with its times in nanoseconds."""
@@ -276,10 +294,17 @@ class StepRecorder(StepObserver):
             held=one.held,
         )
 
-    def _end_window(self) -> None:
-        window, self._window = self._window, None
-        if window is not None:
-            window.close()
+    def _leave(self, window: _Window) -> None:
+        """End a window: its marks are removed now, and its file is closed once its last step is written."""
+        self._windows.remove(window)
+        window.leave()
+        self._left.append(window)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for one in [one for one in self._left if all(step.window is not one for step in self._unread)]:
+            self._left.remove(one)
+            one.close()
 
 
 class _Window:
@@ -291,6 +316,10 @@ class _Window:
         self._file: IO[str] | None = None
         self._handles: list[RemovableHandle] = []
         self._collecting: Callable[[str, Mapping[str, int]], None] | None = None
+
+    def overlaps(self, steps: range) -> bool:
+        """Return whether it has one of some steps."""
+        return self.steps.start < steps.stop and steps.start < self.steps.stop
 
     @property
     def is_open(self) -> bool:
@@ -349,15 +378,19 @@ class _Window:
             self._file.write(recorded.step_line(step))
             self._file.flush()
 
-    def close(self) -> None:
-        """Remove the marks and close the file."""
+    def leave(self) -> None:
+        """Remove the marks."""
         for handle in self._handles:
             handle.remove()
         if self._collecting is not None:
             gc.callbacks.remove(self._collecting)
+        self._handles, self._collecting = [], None
+
+    def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
-        self._handles, self._collecting, self._file = [], None, None
+        self._file = None
 
 
 def sent_ops(program: Program) -> list[SentOp]:
