@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.program.ops import Op
+from samestep.program.program import LedgerRow
 from samestep.runtime.axes.pipeline.stage_messages import Messages
+from samestep.runtime.ledger import Ledger
 from samestep.runtime.weights.replicated import Replicated
 from samestep.schedules import Action
 from samestep.simulation.memory import at_rest
@@ -54,6 +57,34 @@ def test_a_stage_sends_the_gradient_of_its_input_before_it_reduces(layout: str) 
         assert reductions
         assert bool(backward) is (rank >= 2)
         assert max(backward, default=-1) < reductions[0]
+
+
+def _rows_in_parts(
+    rank: int, world: int, model: str, layout: str, job: Job
+) -> tuple[list[LedgerRow], list[LedgerRow], list[LedgerRow]]:
+    """Return what is sent for gradients and weights by two backwards, by the update behind them, and in the program of a step."""
+    run = make_run(rank, world, model, layout, job)
+    sent: list[list[LedgerRow]] = []
+    for batch in batches(Tokens(), run.job):
+        sent = []
+        for act in (lambda batch=batch: [run.backward(batch) for _ in "ab"], run.update):
+            with Ledger() as ledger:
+                act()
+            sent.append(_of_buckets(ledger.rows))
+    return sent[0], sent[1], _of_buckets(run.program.ledger(group_of=run.assembly.parallel.mesh.group_of))
+
+
+def _of_buckets(rows: Mapping[str, list[LedgerRow]]) -> list[LedgerRow]:
+    return [row for group in sorted(rows) for row in rows[group] if row.owner.startswith("bucket")]
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 pp=2 zero=1 microbatch=2", "dp_replicate=2 tp=2"]
+)
+def test_several_backwards_are_reduced_once_as_the_program_lists(layout: str) -> None:
+    for backwards, update, predicted in on_ranks(layout, _rows_in_parts, "llama", job_of("float32", steps=2)):
+        assert not backwards
+        assert update == predicted != []
 
 
 def _held(rank: int, world: int, model: str, layout: str, job: Any) -> tuple[dict[str, int], dict[str, int]]:

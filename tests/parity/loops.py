@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -550,6 +551,67 @@ def _sam(run: Run, batch: Any, step: int) -> list[float]:
     return losses
 
 
+def _calls(step: int) -> list[tuple[str, Any]]:
+    """Return calls of a step in an order drawn at random, which ends with an update of all that waits."""
+    drawn = random.Random(step)
+    calls: list[tuple[str, Any]] = [("backward", (drawn.randrange(2), drawn.choice([None, *OF_HEADS])))]
+    for _ in range(7):
+        kind = drawn.choice(["backward", "backward", "update", "gradients", "zero_grad"])
+        given = drawn.choice([None, *OF_HEADS])
+        calls.append((kind, (drawn.randrange(2), given) if kind == "backward" else given))
+    return [*calls, ("backward", (0, None)), ("update", None)]
+
+
+def _plain_any_order(plain: Plain, batch: Any, step: int) -> list[float]:
+    params = dict(plain.model.named_parameters())
+    losses: list[float] = []
+    for kind, given in _calls(step):
+        mine = {name: param for name, param in params.items() if given is None or name.startswith(f"{given}.")}
+        if kind == "backward":
+            mine = {name: param for name, param in params.items() if name.startswith(given[1] or "")}
+            loss = plain.mean(batch, (one_loss, both)[given[0]])
+            found = torch.autograd.grad(loss, [*mine.values()], allow_unused=True)
+            for param, gradient in zip(mine.values(), found, strict=True):
+                if gradient is not None:
+                    param.grad = gradient if param.grad is None else param.grad + gradient
+            losses = losses or [loss.item()]
+        waiting = [param for param in params.values() if param.grad is not None]
+        if kind == "gradients":
+            for param in waiting:
+                param.grad = param.grad * 0.5
+        if kind == "update" and any(param.grad is not None for param in mine.values()):
+            nn.utils.clip_grad_norm_(mine.values(), 0.1)
+            for name in OF_HEADS if given is None else [given]:
+                plain.optimizers[name].step()
+        if kind in ("update", "zero_grad"):
+            for param in mine.values():
+                param.grad = None
+    return losses
+
+
+def _any_order(run: Run, batch: Any, step: int) -> list[float]:
+    losses: list[float] = []
+    waiting: set[str] = set()
+    of_loss = [{"body", "one"}, {*OF_HEADS}]
+    for kind, given in _calls(step):
+        mine = {*OF_HEADS} if given is None else {given}
+        if kind == "backward":
+            gives = of_loss[given[0]] & ({*OF_HEADS} if given[1] is None else {given[1]})
+            report = run.backward(batch, (one_loss, both)[given[0]], into=given[1])
+            losses = losses or [report.loss]
+            waiting |= gives
+        elif kind == "gradients" and waiting:
+            for gradient in run.gradients().values():
+                gradient.mul_(0.5)
+        elif kind == "update" and mine & waiting:
+            run.update(given)
+        elif kind == "zero_grad":
+            run.zero_grad(given)
+        if kind in ("update", "zero_grad"):
+            waiting -= mine
+    return losses
+
+
 OF_HEADS = {"body": adam, "one": momentum, "two": adam}
 LOOPS = {
     "one backward": Loop(Regression, both, adam, _plain_step, _one_backward, clip_norm=0.1),
@@ -573,5 +635,6 @@ LOOPS = {
     "sam by hand": Loop(Regression, both, sam, _plain_sam, _sam),
     "pcgrad": Loop(Regression, both, adam, _plain_pcgrad, _pcgrad),
     "body every other step": Loop(Regression, both, OF_HEADS, _plain_body_every_other, _body_every_other),
+    "any order": Loop(Regression, both, OF_HEADS, _plain_any_order, _any_order, clip_norm=0.1),
     "by value": Loop(Regression, both, {"body": adam, "one": momentum, "two": adam}, _plain_by_value, _by_value),
 }

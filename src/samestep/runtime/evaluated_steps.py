@@ -46,6 +46,6 @@ def _evaluate(steps: Halves, opened: OpenStep) -> tuple[float, float]:
     weights = steps.held.weights
     weights.updater.publish()
     weights.store.publish()
-    repeated = steps.open(opened.batch, replace(opened.of, is_apart=True))
+    repeated = steps.open(opened.batch, replace(opened.of, is_apart=True, waits=False))
     found = StepNumbers.of(steps.read(repeated).agreed, repeated.numerator)
     return found.loss, (found.scales[0] or 0.0) * clip_factor(found.norms[0], steps.job.optimizer.clip_norm)

@@ -71,7 +71,7 @@ class Interpreter:
         reading = self.trials.reading if layout.pp > 1 or objective.sums.reads_ahead else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
         model.dropout.begin_step(model.module)
-        store.begin_step()
+        store.begin_step(waits=self.of.waits)
         for part in parallel.step_parts:
             part.begin_step(batch, microbatches.shapes_of)
         objective.sums.begin_step(batch.shares)
@@ -84,7 +84,8 @@ class Interpreter:
                     if not store.gave_up:
                         self._run(task, microbatches, totals)
         self.data_wait_s = microbatches.wait_s
-        store.finish_gradients(delivers=not self.of.is_apart)
+        if not self.of.waits:
+            store.finish_gradients(delivers=not self.of.is_apart)
         if self.observer.dropout_mode() is None and not store.gave_up:
             model.dropout.end_step(model.module)
         for part in parallel.step_parts:

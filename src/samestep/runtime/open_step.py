@@ -50,6 +50,8 @@ class StepBackward:
     """The trials of that loss."""
     is_apart: bool = False
     """Whether the update is a call of its own, which may come later."""
+    waits: bool = False
+    """Whether its gradients are reduced later, with those of the backwards that follow."""
 
     def leaves(self, held: Assembly) -> list[Tensor] | None:
         """Return the weights that alone get gradients, where autograd can leave the others out; None for all.

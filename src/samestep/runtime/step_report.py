@@ -30,7 +30,7 @@ class StepReport(_Late):
     loss: float
     """The loss of the whole step: its sum over the global batch divided by its count; with several terms the sum of their means."""
     grad_norm: float
-    """The norm of the whole gradient, over all weights, in front of clipping."""
+    """The norm of the whole gradient, over all weights, in front of clipping; nan in the report of a `run.backward`."""
     lr: float
     """The learning rate of the update: that of the optimizer's first group."""
     tokens: int

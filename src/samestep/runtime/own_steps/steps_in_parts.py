@@ -6,7 +6,8 @@ run.backward(batch, g_loss, into="g");  run.update("g")
 ```
 A step is one batch, however many parts it has: `steps_taken` and the keys of random numbers count it once, and the number of its
 backwards before is part of the key of masks. Each backward is the first half of `Stepper.take`, up to the one agreement of all ranks;
-an update is the second half. After one backward for the same weights it needs no other number, else the ranks add up a norm.
+an update is the second half. Gradients are reduced by the first update, or `gradients`, where ranks have whole ones; else each backward
+reduces its own, and after one for the same weights the update needs no other number. In all other cases the ranks add up a norm.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ class StepsInParts:
             )
         names = self._names_of(member_index(self._names, into, "run.backward"))
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
-        of = StepBackward(number, None if into is None else names, *self._with_loss(held, loss, batch), is_apart=True)
+        loss_of = self._with_loss(held, loss, batch)
+        # In fp16 the sum over the ranks of each backward shows whether float16 overflows.
+        waits = held.weights.store.can_wait and not held.weights.updater.loss_scale.is_dynamic
+        of = StepBackward(number, None if into is None else names, *loss_of, is_apart=True, waits=waits)
         self._last = batch.step, number + 1
         return self._stepper.take(batch, functools.partial(self._backward, batch, of), watches=number == 0)
 
@@ -139,10 +143,10 @@ class StepsInParts:
         note = self._stepper.note_of(numbers, batch, of)
         given = self._names_of(None) - self._stepper.used.unused(0)
         names = given if of.names is None else given & of.names
-        waiting.add(names, numbers.scales[0] or 0.0)
+        waiting.add(names, numbers.scales[0] or 0.0, is_reduced=not of.waits)
         report = self._stepper.report(opened, summed, numbers, note)
         total = numbers.loss + sum(one.numbers.loss for one in self._taken)
-        report = replace(report, loss=total)
+        report = replace(report, loss=total, grad_norm=math.nan)
         self._taken.append(_Taken(opened, numbers, note, report, names or self._names_of(None)))
         return report
 
@@ -208,12 +212,11 @@ class StepsInParts:
         updater = held.weights.updater
         self._check_options(part)
         taken = next((one for one in self._taken if one.note and one.names & mine), self._taken[-1])
-        if waiting.are_one_backward(names):
-            numbers = taken.numbers
-        else:
-            waiting.add_up()
-            norm = self._norm_of(names)
-            numbers = replace(taken.numbers, norm=norm if not taken.note else math.inf, norms=[norm])
+        numbers, is_one = taken.numbers, waiting.are_one_backward(names)
+        waiting.reduce() if is_one else waiting.add_up()
+        if not is_one or taken.opened.of.waits:
+            norm = self._norm_of(taken.opened.of.names if is_one else names) * waiting.factor
+            numbers = replace(numbers, norm=norm if not taken.note else math.inf, norms=[norm])
         note = taken.note or ("" if numbers.are_finite else "the gradients that wait are not finite")
         skipped = stepper.judge(note, numbers, taken.opened)
         step = self._taken[-1].opened.batch.step
@@ -336,8 +339,8 @@ class StepsInParts:
                     "options of the optimizer's own step work"
                 ) from None
 
-    def _norm_of(self, names: Set[str]) -> float:
-        """Return the norm of the gradients of some weights, which the store has, over all ranks; the host waits for it."""
+    def _norm_of(self, names: Set[str] | None) -> float:
+        """Return the norm of the gradients of some weights, or of all, which the store has, over all ranks; the host waits for it."""
         held = self._stepper.held
         total = held.weights.store.norm_squared(names)
         if self._own.layout.world_size > 1:

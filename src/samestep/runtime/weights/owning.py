@@ -13,7 +13,7 @@ receive   │ rank 0's parts of my weights │ rank 1's parts of my weights │
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,7 @@ class Owning:
         self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
         self.settle, self.end_forward_only, self.gradients = store.settle, store.end_forward_only, store.gradients
         self.give_up_forward, self.before_exchange = store.give_up_forward, store.before_exchange
+        self.can_wait, self.unreduced = store.can_wait, store.unreduced
         taken = {id(piece) for piece in pieces}
         self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 
@@ -73,13 +74,13 @@ class Owning:
         """The module at which this rank has given the step up."""
         return self._store.gave_up
 
-    def finish_gradients(self, *, delivers: bool = True) -> None:
+    def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Finish the store's reductions, and gather weights and gradients at their owners unless that comes later.
 
         Collective over the store's axes, and those over which weights have owners: see [Note: collective calls] in
         runtime/processes/mesh.py.
         """
-        self._store.finish_gradients()
+        self._store.finish_gradients(names=names)
         if delivers:
             self.deliver()
 

@@ -72,6 +72,11 @@ class _FlatBuffer:
         for member in self.bucket.members:
             if member.name in self.untouched:
                 self.gradients[member.offset : member.offset + member.numel].zero_()
+        self.untouched = set()
+
+    def holds(self, names: Set[str]) -> bool:
+        """Return whether the bucket has the gradient of one of some weights."""
+        return any(member.name in names for member in self.bucket.members)
 
 
 @dataclass(slots=True)
@@ -119,7 +124,7 @@ class Replicated:
         self.params: dict[str, nn.Parameter] = {}
         self._places: dict[str, Tensor] = {}
         """The tensor with each weight's values, to which buckets and pieces refer."""
-        self._last = self._starts = self._is_weight_task = False
+        self._last = self._starts = self._is_weight_task = self._waits = False
         self._counts = True
         self._left_out: Set[int] = frozenset()
         self._unused: set[str] = set()
@@ -226,8 +231,14 @@ class Replicated:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Discard the gradients of the previous step."""
+    @property
+    def can_wait(self) -> bool:
+        """Whether something is sent for gradients, which are whole on each rank until then."""
+        return any(flat.starts or flat.finishes for flat in self._flats)
+
+    def begin_step(self, *, waits: bool = False) -> None:
+        """Discard the gradients of the previous step; with `waits` nothing is reduced before `finish_gradients` is called."""
+        self._waits = waits
         self.watch.take_back()
         for param in self.params.values():
             param.grad = None
@@ -253,7 +264,7 @@ class Replicated:
             self.settle()
         self._is_weight_task = task.kind is TaskKind.WEIGHT
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
-        completes = self.program.step.ends_gradients(task.body)
+        completes = self.program.step.ends_gradients(task.body) and not self._waits
         self._starts = completes and task.body not in self._sending
         self._counts, self._left_out = counts, left_out
         yield
@@ -312,19 +323,20 @@ class Replicated:
         for op in flat.starts:
             flat.work = self._send(flat, op, flat.gradients)
 
-    def finish_gradients(self, *, delivers: bool = True) -> None:
+    def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Start the buckets that no backward completed, issue the collectives that follow, and wait for all.
 
         Collective over the axes of the program's buckets, see [Note: collective calls].
         """
-        for flat in self._flats[self._next :]:
+        flats = [flat for flat in self._flats if names is None or flat.holds(names)]
+        for flat in flats[self._next :]:
             self._start(flat)
-        self._next = len(self._flats)
-        for flat in self._flats:
+        self._next, self._waits = len(self._flats), False
+        for flat in flats:
             for op in flat.finishes:
                 _wait(flat)
                 flat.work = self._send(flat, op, flat.gradients)
-        for flat in self._flats:
+        for flat in flats:
             _wait(flat)
             self.codes.finish(flat.bucket.name, flat.remaining)
 
@@ -339,10 +351,21 @@ class Replicated:
             for op in flat.gathers:
                 flat.work = self._send(flat, op, flat.gradients)
                 _wait(flat)
-        spans = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        return self._whole_gradients()
+
+    def unreduced(self) -> dict[str, Tensor]:
+        """Return this rank's own gradient of each weight, zeros where the backward gave none."""
+        for flat in self._flats:
+            flat.zero_untouched()
+        return self._whole_gradients()
+
+    def _whole_gradients(self) -> dict[str, Tensor]:
         return {
-            name: flat.gradients[member.offset : member.offset + member.numel].view(self.params[name].shape)
-            for name, (flat, member) in spans.items()
+            member.name: flat.gradients[member.offset : member.offset + member.numel].view(
+                self.params[member.name].shape
+            )
+            for flat in self._flats
+            for member in flat.bucket.members
         }
 
     def deliver(self) -> None:
@@ -378,6 +401,9 @@ class Replicated:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         if not self._flats:
             return norm_of_pieces(self.pieces, self.program.step, self.mesh.device, names)
+        if self._waits:
+            own = [one for name, one in self.unreduced().items() if names is None or name in names]
+            return squared_norm(own, self.mesh.device)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
             alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]

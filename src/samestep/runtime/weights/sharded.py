@@ -149,8 +149,12 @@ class Sharded:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    can_wait = False
+    """A rank keeps its rows of the gradients alone, so that each backward is reduced by itself."""
+
+    def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step."""
+        assert not waits, "a rank has no room for whole gradients"
         self.watch.take_back()
         self.gave_up = ""
         for param in self._params.values():
@@ -217,7 +221,11 @@ class Sharded:
         made = set[str]().union(*(unit.made for unit in self._units))
         return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
 
-    def finish_gradients(self, *, delivers: bool = True) -> None:
+    def unreduced(self) -> dict[str, Tensor]:
+        """Return nothing, since no reduction waits."""
+        return {}
+
+    def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
         Collective over these stages and `tp`, see [Note: collective calls].

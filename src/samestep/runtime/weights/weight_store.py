@@ -76,8 +76,22 @@ class WeightStore(Protocol):
         """
         ...
 
-    def begin_step(self) -> None:
-        """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing."""
+    @property
+    def can_wait(self) -> bool:
+        """Whether the gradients of several backwards can be added up on a rank before they are reduced."""
+        ...
+
+    def begin_step(self, *, waits: bool = False) -> None:
+        """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing.
+
+        With `waits`, which needs `can_wait`, nothing is reduced before a later call of `finish_gradients`.
+        """
+        ...
+
+    def unreduced(self) -> dict[str, Tensor]:
+        """Return this rank's own gradient of each whole weight after a backward whose reduction waits, zeros where it gave none: what
+        is written there is reduced. Sends nothing.
+        """
         ...
 
     def before_exchange(self, path: str) -> None:
@@ -112,10 +126,11 @@ class WeightStore(Protocol):
         """
         ...
 
-    def finish_gradients(self, *, delivers: bool = True) -> None:
+    def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Wait for all reductions of the step, and issue those that follow its last backward; `deliver` them too, unless told not to.
 
-        Called once a step, after its last task, by every rank. Collective over the data axes, over `tp` for weights
+        Where the reductions have waited, only those that some weights of `names` need are issued. Called once a step, after its
+        last task, by every rank. Collective over the data axes, over `tp` for weights
         used on a part of the sequence, and over the stages that share a tied weight: see [Note: collective calls] in
         runtime/processes/mesh.py.
         """
@@ -138,7 +153,8 @@ class WeightStore(Protocol):
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared gradient norm of all weights, or of those with these names: the shares of all
-        ranks, or of all ranks of its replica where replicas are trained independently, add up to the whole.
+        ranks, or of all ranks of its replica where replicas are trained independently, add up to the whole. Of gradients whose
+        reduction waits it is that of this rank's own ones, which shows whether they are finite.
 
         Called after `finish_gradients`, by every rank; sends nothing.
         """
