@@ -5,8 +5,8 @@
 On a GPU the host must run ahead of the device, so what counts is the host's time per step. The models are tiny and have the
 operations of real ones. Each row runs both contestants in the same processes by turns of three steps; a figure is the median over
 the turns of the ratio of their thread times (waiting and being descheduled do not count), with its quartiles. A second copy of the
-peer against the first shows the noise. The calls of ATen in a step are counted too: a bound of them needs no clock
-(`tests/benchmarks/test_host.py`).
+peer against the first shows the noise. The calls of ATen and of Python functions in a step are counted too: a bound of them needs no
+clock (`tests/benchmarks/test_host.py`).
 """
 
 from __future__ import annotations
@@ -129,6 +129,19 @@ def calls_of(steps: Iterator[float], *, warm: int = 9) -> int:
     return calls.number
 
 
+def python_calls_of(steps: Iterator[float], *, warm: int = 9) -> int:
+    """Return the number of Python functions called in one step on the thread of the steps, after some that are not counted."""
+    for _ in range(warm):
+        next(steps)
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, arg: events.append(event))
+    try:
+        next(steps)
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
 def measured(_: Any, row: Row, rounds: int) -> dict[str, Any]:
     """Return the ratios of one row on this rank: thread time of ours and of the peer's second copy over the peer's."""
     torch.set_num_threads(1)
@@ -155,10 +168,12 @@ def measured(_: Any, row: Row, rounds: int) -> dict[str, Any]:
     gc.unfreeze()
     ratios = {name: [a / b for a, b in zip(spent[name], spent["peer"], strict=True)] for name in names[1:]}
     calls = {name: calls_of(contestants[name], warm=0) for name in ("peer", "ours")}
+    python = {name: python_calls_of(contestants[name], warm=0) for name in ("peer", "ours")}
     return {
         "ratios": ratios,
         "ms": {name: 1e3 * statistics.median(values) for name, values in spent.items()},
         "calls": calls,
+        "python": python,
     }
 
 
@@ -177,10 +192,11 @@ def told(row: Row, found: dict[str, Any]) -> list[str]:
         f"{statistics.median(twin):.2f}" if twin else "",
         f"{found['ms']['ours']:.1f} / {found['ms']['peer']:.1f}",
         f"{found['calls']['ours']:,} / {found['calls']['peer']:,}",
+        f"{found['python']['ours']:,} / {found['python']['peer']:,}",
     ]
 
 
-HEADINGS = ["row", "peer", "ratio", "quartiles", "aim", "met", "noise", "ms", "ATen calls"]
+HEADINGS = ["row", "peer", "ratio", "quartiles", "aim", "met", "noise", "ms", "ATen calls", "Python calls"]
 
 
 def main() -> None:

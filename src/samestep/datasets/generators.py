@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from samestep.datasets.process_states import note_changes
+
 _State = tuple[Any, ...]
 
 
@@ -64,25 +66,6 @@ def drawing_from(key: int) -> Iterator[None]:
         _restore(before, ())
 
 
-def states_of_process() -> _State:
-    """Return the states of the generators of the process on the host, which are equal if nothing was drawn between."""
-    return _states(())
-
-
-def have_moved(before: _State) -> bool:
-    """Return whether any of them is in another state than before."""
-    now = _states(())
-    if before[1] != now[1] or not torch.equal(before[0], now[0]):
-        return True
-    (name, keys, *rest), (other_name, other_keys, *other_rest) = before[2], now[2]
-    return name != other_name or rest != other_rest or not np.array_equal(keys, other_keys)
-
-
-def put_back(before: _State) -> None:
-    """Set the generators of the process to earlier states."""
-    _restore(before, ())
-
-
 def plain_states(states: _State) -> list[Any]:
     """Return the states of the generators of the process as numbers, text and tensors, which a file can hold."""
     name, keys, *rest = states[2]
@@ -128,6 +111,7 @@ def _restore(states: _State, held: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
+    note_changes()
     for one, state in zip(held, states[3:], strict=True):
         if isinstance(one, torch.Generator):
             one.set_state(state)

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from samestep.datasets.generators import drawing_from, have_moved, put_back, states_of_process
+from samestep.datasets.generators import drawing_from
 from samestep.datasets.order import Integers, draw_key
+from samestep.datasets.process_states import put_back, states_of_process
 from samestep.datasets.values import joined, num_samples, rows_of
 from samestep.errors import DataError, failures_of
 from samestep.trees import tree_leaves, tree_map_only
@@ -96,7 +97,7 @@ class SampleReader:
         if not self.draws_together:
             before = states_of_process()
             values = read(rows)
-            if not have_moved(before):
+            if states_of_process() == before:
                 return values
             put_back(before)
             _refuse_thread()
@@ -138,7 +139,7 @@ class SampleReader:
             before = states_of_process()
             at_once = getattr(self.dataset, "__getitems__", None) if changed is None else None
             items = at_once(wanted) if at_once else [item(index) for index in wanted]
-            if not have_moved(before):
+            if states_of_process() == before:
                 return list(items)
             put_back(before)
             _refuse_thread()

@@ -306,6 +306,12 @@ class StepSpec:
         """Return the holding of `param` after the strategies applied so far."""
         return self.holdings.get(param.name, WHOLE)
 
+    @cached_property
+    def copies(self) -> tuple[Mapping[str, int], Sequence[int]]:
+        """The number of ranks that hold each weight alike, and these numbers in order."""
+        each = {param.name: self.holding(param).num_copies for param in self.model.params}
+        return each, sorted(set(each.values()))
+
     def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> StepSpec:
         """Return the step with `part` applied to every weight of the model and its holding."""
         held = {param.name: part(param, self.holding(param)) for param in self.model.params}

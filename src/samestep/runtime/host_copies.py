@@ -84,6 +84,8 @@ def send_to_values(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> lis
 
 def beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients where the values are: those that are copied to the host are waited for once, together."""
+    if gradients and not gradients[0].is_cuda:
+        return [*gradients]
     found = send_to_values(gradients, values)
     apart = next((one for one, other in zip(gradients, found, strict=True) if one is not other), None)
     if apart is not None:

@@ -61,7 +61,7 @@ class SummedScalars:
         each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
         parts = [sums[start : start + each] for start in range(0, len(sums), each)]
         replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
-        loss_sum, count, norm_squared = (sum(part[index] for part in parts) for index in range(width))
+        loss_sum, count, norm_squared = (sum(column) for column in [*zip(*parts, strict=True)][:width])
         agreed = StepScalars(loss_sum, count, norm_squared, flags[StepFlag.STOP], replicas)
         reported = [sum(one) for one in zip(*(part[uses.stop :] for part in parts), strict=True)]
         return cls(agreed, flags, [part[uses] for part in parts], reported)

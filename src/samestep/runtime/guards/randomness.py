@@ -5,31 +5,26 @@ from a generator of the process (torch on the CPU or the GPU, numpy, Python's `r
 weights in every layout, and no checkpoint holds the generators. samestep's own dropout draws from none of them. So
 their states are compared before and after each of these calls, at every step; reading samples is left out.
 
-The libraries are asked for their states: 1.2 us for torch's, 7 us for Python's and 23 us for numpy's, and with the comparison
-41 us in all: up to four times a micro-batch and twice an update, so 0.25 ms in a step of one micro-batch, 0.3 % of one of 82 ms.
+Reading the states takes 2 us (`datasets/process_states.py`): up to four times a micro-batch and twice an update.
 Generators that a module or a variable of the code holds are compared too, wherever there are any.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from samestep.datasets.process_states import states_of_process
 from samestep.state.snapshot import Snapshot, state_of_generator
-
-_OF_PROCESS = (torch.default_generator, random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
-"""The generators of the process on the host: torch's, Python's and numpy's."""
 
 
 def states_of(device: torch.device) -> tuple[object, ...]:
     """Return the states of the process-wide generators; equal if nothing was drawn between."""
-    states = tuple(state_of_generator(generator)[0] for generator in _OF_PROCESS)
+    states = states_of_process()
     if device.type != "cuda":
         return states
     of_gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

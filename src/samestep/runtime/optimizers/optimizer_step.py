@@ -277,14 +277,16 @@ class Updater:
     @contextmanager
     def _lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> Iterator[None]:
         """Let the values of some pieces have their gradients inside, unless the step gave them none."""
-        lent = [piece.value for piece in chunk if piece.value.grad is None]
+        lent: list[Tensor] = []
         for piece in chunk:
-            gradient = of_piece[id(piece)]
+            value, gradient = piece.value, of_piece[id(piece)]
+            before = value.grad
+            if before is None:
+                lent.append(value)
             if piece.name in self.unused:
-                piece.value.grad = None
-            elif piece.value.grad is not gradient:
-                has_shape = gradient.shape == piece.value.shape
-                piece.value.grad = gradient if has_shape else gradient.view_as(piece.value)
+                value.grad = None
+            elif before is not gradient:
+                value.grad = gradient if gradient.shape == value.shape else gradient.view_as(value)
         try:
             yield
         finally:
@@ -312,7 +314,7 @@ class Updater:
 def _beside(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return gradients where the values of their pieces are, by the ids of the pieces."""
     there = host_copies.beside(gradients, [piece.value for piece in pieces])
-    return {id(piece): gradient for piece, gradient in zip(pieces, there, strict=True)}
+    return dict(zip(map(id, pieces), there, strict=True))
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -201,13 +201,10 @@ def norm_of_pieces(
     """Return the squared norm (float64 []) of the gradients of pieces, or of those of some weights; each is divided by the number of
     ranks that hold it alike, so that their shares add up to one.
     """
-    copies = {param.name: step.holding(param).num_copies for param in step.model.params}
+    copies, numbers = step.copies
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for number in sorted(set(copies.values())):
-        alike = [
-            piece.gradient()
-            for piece in pieces
-            if copies[piece.name] == number and (names is None or piece.name in names)
-        ]
+    for number in numbers:
+        mine = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
+        alike = [piece.gradient() for piece in mine if names is None or piece.name in names]
         total += squared_norm(alike, device) / number
     return total

@@ -13,7 +13,6 @@ torch's optimizer goes on with the old tensor, so nothing trains the new one. A 
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,15 +45,15 @@ class _Places:
 
     def __init__(self, places: list[_ModulePlace], items: list[dict[str, Any]]) -> None:
         self.places, self._items = places, items
-        self._seen = self._values()
-
-    def _values(self) -> list[Any]:
-        return [*itertools.chain.from_iterable(map(dict.values, self._items))]
+        self._where = [one for one in items for _ in one]
+        self._keys = [key for one in items for key in one]
+        self._seen = [one[key] for one, key in zip(self._where, self._keys, strict=True)]
 
     def are_as_seen(self) -> bool:
         """Return whether every attribute holds what it held, and none is new."""
-        now, seen = self._values(), self._seen
-        return len(now) == len(seen) and all(map(operator.is_, now, seen))
+        if sum(map(len, self._items)) != len(self._seen):
+            return False
+        return all(map(operator.is_, map(dict.get, self._where, self._keys), self._seen))
 
     def changed(self) -> list[_ModulePlace]:
         """Return the places that hold something else."""
@@ -105,7 +104,7 @@ class ReplacedWeights:
         return cls(
             model,
             _Places(weights, [owner._parameters for _, owner in owners]),
-            _Places(modules, [owner._modules for _, owner in owners]),
+            _Places(modules, [owner._modules for _, owner in owners if owner._modules]),
             owners,
             names,
             frozenset(known),
@@ -126,9 +125,11 @@ class ReplacedWeights:
         if not (inside and self.program.step.layout.gathers_weights):
             for place in self.modules.changed():
                 yield from self._other_module(place)
-            for place in self.weights.changed():
-                yield from self._other_tensor(place)
-        if not self.weights.are_as_seen():
+            if not self.weights.are_as_seen():
+                for place in self.weights.changed():
+                    yield from self._other_tensor(place)
+                yield from self._added_weights()
+        elif not self.weights.are_as_seen():
             yield from self._added_weights()
         for name, new in self._new.items():
             held = self._weight(name)

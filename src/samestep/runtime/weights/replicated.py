@@ -55,6 +55,7 @@ class _FlatBuffer:
     finishes: list[Op]
     """Collectives issued after the step's last backward."""
     gathers: list[Op]
+    names: frozenset[str]
     weights: Tensor | None = None
     missing: set[str] = field(default_factory=set)
     untouched: set[str] = field(default_factory=set)
@@ -162,6 +163,7 @@ class Replicated:
             starts=[op for op in last if op.owner == bucket.name],
             finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
             gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
+            names=frozenset(member.name for member in bucket.members),
             weights=weights,
         )
 
@@ -196,7 +198,7 @@ class Replicated:
     ) -> Iterator[Piece]:
         """Yield a parameter's pieces that this rank updates, and let its gradient be added to the bucket."""
         if flat is None or member is None:
-            yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
+            yield self._piece(name, 0, param.numel(), param, value, functools.partial(_gradient_or_zero, param))
             return
         gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
         slot = _GradientSlot(flat, name, gradient, name in self._postponed)
@@ -244,8 +246,7 @@ class Replicated:
             param.grad = None
         self._unused = set(self.params)
         for flat in self._flats:
-            names = {member.name for member in flat.bucket.members}
-            flat.missing, flat.untouched = set(names), set(names)
+            flat.missing, flat.untouched = set(flat.names), set(flat.names)
             flat.work = flat.chunk = None
         self.codes.begin_step()
         self._next = 0
@@ -268,7 +269,7 @@ class Replicated:
         self._starts = completes and task.body not in self._sending
         self._counts, self._left_out = counts, left_out
         yield
-        if not self._flats:
+        if not self._flats and not is_forward(task.body):
             self._note_gradients()
         if completes:
             self._start_ready()
@@ -277,18 +278,19 @@ class Replicated:
 
     def _note_gradients(self) -> None:
         """Note which weights have a gradient, where there are no buckets; a micro-batch that does not count adds only zeros."""
-        for name in [name for name in self._unused if self.params[name].grad is not None]:
-            if self._counts:
-                self._unused.discard(name)
-            else:
-                self.params[name].grad = None
+        unused = {name for name in self._unused if self.params[name].grad is None}
+        if self._counts:
+            self._unused = unused
+            return
+        for name in self._unused - unused:
+            self.params[name].grad = None
 
     def _begin_contribution(self) -> None:
         """Hand over the gradients of a part of the step that is summed by itself, and begin those of the next one."""
         for flat in self._flats:
             flat.zero_untouched()
             self.codes.add(flat.bucket.name, flat.gradients)
-            flat.untouched = {member.name for member in flat.bucket.members}
+            flat.untouched = set(flat.names)
         for param in self.params.values():
             param.grad = None
 
@@ -486,11 +488,12 @@ def _wait(flat: _FlatBuffer) -> None:
 
 
 def _gradient_or_zero(param: nn.Parameter) -> Tensor:
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    if param.grad.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
-        param.grad = param.grad.to_dense()
-    return param.grad
+    found = param.grad
+    if found is None:
+        param.grad = found = torch.zeros_like(param)
+    elif found.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = found = found.to_dense()
+    return found
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:

@@ -1,0 +1,79 @@
+"""The states of the process's generators, read as words: equal exactly where nothing was drawn, and put back to the number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.datasets import process_states
+from samestep.datasets.process_states import put_back, states_of_process
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.rand(1).item(),
+    "torch's normal numbers": lambda: torch.randn(3).tolist(),
+    "Python": random.random,
+    "Python's normal numbers": lambda: random.gauss(0.0, 1.0),
+    "numpy": np.random.rand,
+    "numpy's normal numbers": np.random.randn,
+    "a seed": lambda: torch.manual_seed(torch.randint(1 << 30, ()).item()).initial_seed(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("seed", range(3))
+def test_states_differ_where_something_was_drawn_and_go_back_to_the_number(
+    draw: Callable[[], object], seed: int
+) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    for number in range(2 * seed):  # an odd number of normal ones leaves one that no word shows
+        (np.random.randn, random.gauss)[number % 2](*(() if number % 2 == 0 else (0.0, 1.0)))
+    for _ in range(3):
+        before = states_of_process()
+        assert states_of_process() == before
+        found = draw()
+        after = states_of_process()
+        assert after != before
+        put_back(before)
+        assert states_of_process() == before
+        assert draw() == found
+        assert states_of_process() == after
+
+
+def test_what_the_libraries_say_is_what_the_words_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process_states._PYTHON_WORDS is not None
+    monkeypatch.setattr(process_states, "_PYTHON_WORDS", None)
+    before = states_of_process()
+    found = random.random()
+    assert states_of_process() != before
+    put_back(before)
+    assert random.random() == found
+
+
+def test_another_generator_in_the_place_of_numpys_is_followed() -> None:
+    if not hasattr(np.random, "set_bit_generator"):
+        pytest.skip("this numpy keeps its generator")
+    held = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        before = states_of_process()
+        found = np.random.rand()
+        assert states_of_process() != before
+        put_back(before)
+        assert np.random.rand() == found
+    finally:
+        np.random.set_bit_generator(held)
