@@ -127,6 +127,8 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--prove", action="store_true", help=about)
     about = "record where the time of N steps goes, for `samestep explain`; A:B records these"
     parser.add_argument("--record", metavar="N|A:B", help=about)
+    about = "let torch.profiler run in recorded steps, so that `samestep explain` shows the kernels of each block"
+    parser.add_argument("--kernels", action="store_true", help=about)
     about = "print the resolved job, and the bytes and samples of each rank; start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
 

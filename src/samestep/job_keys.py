@@ -143,6 +143,8 @@ class TrainKeys(TypedDict, total=False):
     that of samples in the first step."""
     record: str | int
     """Steps whose time is recorded op by op for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
+    record_kernels: bool
+    """Whether torch.profiler runs in recorded steps too, so that `samestep explain` shows the kernels of each block; they take longer then."""
 
 
 class OptimizerKeys(TypedDict, total=False):

@@ -263,6 +263,9 @@ class TrainTable(Table):
     record: str = ""
     """Steps whose time is recorded op by op for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
 
+    record_kernels: bool = False
+    """Whether torch.profiler runs in recorded steps too, so that `samestep explain` shows the kernels of each block; they take longer then."""
+
     @field_validator("record", mode="before")
     @classmethod
     def _record_may_be_a_number(cls, given: Any) -> Any:

@@ -15,6 +15,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     current_backward_id             _C._current_graph_task_id                 none
     storage_use_count               _C._storage_Use_Count                     none; None where torch has none
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
+    profiler_runs                   _C._autograd._profiler_enabled             none: a second profiler ends the first without a word
     dynamo, current_compile_id      _dynamo, _guards                          torch.compiler, in part
     default_store, names_of_groups  distributed_c10d                          none
     abandon_groups                  distributed_c10d                          none
@@ -75,6 +76,7 @@ __all__ = [
     "num_dispatch_modes",
     "pop_function_mode",
     "pop_function_mode_temporarily",
+    "profiler_runs",
     "push_function_mode",
     "storage_use_count",
     "transforms_beside_hooks",
@@ -86,6 +88,7 @@ current_backward_id = torch._C._current_graph_task_id
 current_transform_level = torch._C._functorch.maybe_current_level
 get_unwrapped = torch._C._functorch.get_unwrapped
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+profiler_runs = torch._C._autograd._profiler_enabled
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 

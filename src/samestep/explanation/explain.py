@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from samestep import hardware
 from samestep import job as jobs
 from samestep.errors import LayoutError, RecordError
+from samestep.explanation.step_kernels import RankKernels, kernels_of
 from samestep.explanation.step_memory import StepMemory, step_memory
 from samestep.explanation.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
 from samestep.explanation.step_verdict import StepVerdict, verdict_of
@@ -42,6 +43,10 @@ class Explained:
     found: MeasuredSteps
     predicted: Prediction | None
     verdict: StepVerdict
+    kernels: Mapping[int, RankKernels] = field(default_factory=dict)
+    """The kernels of each rank that has recorded them (`train.record_kernels`)."""
+    missing: tuple[str, ...] = ()
+    """What the records lack."""
 
     @property
     def layout(self) -> str:
@@ -93,7 +98,7 @@ class Explained:
             ],
             "hidden_s": {rank: dict(axes) for rank, axes in sorted(found.hidden.items())},
             "clocks": [one.to_line() for one in found.clocks.values() if one.width_s],
-            "missing": list(found.missing),
+            "missing": list(self.missing),
         }
 
     def _repr_html_(self) -> str:
@@ -111,6 +116,7 @@ class Explained:
             "rest_s": rest_s,
             "memory_bytes": None if memory is None else memory.peak_bytes,
             "memory": None if memory is None else memory.to_record(),
+            "kernels": [row.to_record() for row in self.kernels[rank].rows] if rank in self.kernels else [],
         }
 
     def model(self) -> ModelSpec | None:
@@ -125,6 +131,9 @@ class Explained:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return a Chrome trace of the last step in two processes, measured and predicted, with a thread for each stream of each lane."""
         events = _as_process(self.found.last.timeline.to_chrome_trace(), "measured", 0)
+        threads = sum(event["name"] == "thread_name" for event in events)
+        for tid, kernels in enumerate(self.kernels.values(), threads):
+            events += kernels.to_chrome_events(0, tid)
         if self.predicted is not None:
             events += _as_process(self.predicted.timeline.to_chrome_trace(), "predicted", 1)
         return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -144,8 +153,10 @@ class Explained:
             lines.append(f"communication while it computed, at most: {each}")
         if (memory := self._largest_memory()) is not None:
             lines += memory.to_lines()
+        if (kernels := self.kernels.get(self.found.busiest)) is not None:
+            lines += kernels.to_lines()
         lines += [one.to_line() for one in self.found.clocks.values() if one.width_s]
-        return "\n".join([*lines, *(f"missing: {text}" for text in self.found.missing)])
+        return "\n".join([*lines, *(f"missing: {text}" for text in self.missing)])
 
     def _largest_memory(self) -> StepMemory | None:
         """Return the memory of the rank that needs most; None where none was recorded."""
@@ -234,7 +245,8 @@ def explain(
     predicted = said[0] if said else None
     parts, _ = parts_of(found, found.busiest, predicted)
     tries = _tries(*said) if said else []
-    return Explained(folder, found, predicted, verdict_of(found, parts, tries))
+    kernels, without = kernels_of(records, wanted)
+    return Explained(folder, found, predicted, verdict_of(found, parts, tries), kernels, (*found.missing, *without))
 
 
 def read_run(run: Path) -> tuple[Path, dict[int, RankRecord]]:

@@ -8,6 +8,7 @@ from html import escape
 from samestep import hardware
 from samestep import job as jobs
 from samestep.explanation.explain import Explained
+from samestep.explanation.step_kernels import seconds_of
 from samestep.explanation.step_memory import REST, StepMemory
 from samestep.explanation.step_parts import StepPart, parts_of
 from samestep.layout import Layout
@@ -22,6 +23,8 @@ from samestep.training.logged_steps import LoggedSeries, curves, logged
 
 MOST_BARS = 64
 """Number of ranks above which only some have a bar."""
+_MOST_OPS, _MOST_KERNELS = 24, 4
+"""Numbers of ops, and of kernels of each, in the table of kernels."""
 
 
 def page_of(found: Explained, *, small: bool = False) -> Page:
@@ -39,8 +42,8 @@ def page_of(found: Explained, *, small: bool = False) -> Page:
         verdict=found.verdict.line,
         reasons=found.verdict.reasons,
         tries=found.verdict.tries,
-        sections=[*_figures(found, small=small), *curves(series), *_described(found)],
-        notes=[*(one.to_line() for one in found.found.clocks.values() if one.width_s), *found.found.missing],
+        sections=[*_figures(found, small=small), *_kernels(found), *curves(series), *_described(found)],
+        notes=[*(one.to_line() for one in found.found.clocks.values() if one.width_s), *found.missing],
         record=None if small else found.to_record(),
     )
 
@@ -187,6 +190,27 @@ def _measured_memory(one: StepMemory) -> MemoryCurve:
         size(one.peak_bytes),
         one.peak_at,
     )
+
+
+def _kernels(found: Explained) -> Iterator[Section]:
+    """Yield the kernels of the busiest rank that has recorded some, by block."""
+    known = found.kernels.get(found.found.busiest) or next(iter(found.kernels.values()), None)
+    if known is None:
+        return
+    rows = [
+        (
+            f"<code>{escape(op)}</code>",
+            duration(seconds_of(kernels)).to_html(),
+            "<br/>".join(
+                f"<code>{escape(row.kernel[:80])}</code> {duration(row.seconds).to_html()} <small>{row.calls:g} times</small>"
+                for row in kernels[:_MOST_KERNELS]
+            ),
+        )
+        for op, kernels in known.by_op[:_MOST_OPS]
+    ]
+    more = "" if len(known.by_op) <= _MOST_OPS else f" {_MOST_OPS} of {len(known.by_op)} ops are shown."
+    caption = f"What took the time of each forward and backward of rank {known.rank}, by the kernels' own time.{more}"
+    yield Section("Kernels", table(("op", "own time", "largest kernels"), rows), caption)
 
 
 def _described(found: Explained) -> Iterator[Section]:

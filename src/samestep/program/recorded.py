@@ -126,7 +126,7 @@ def read_record(path: Path) -> RankRecord:
     Raises:
         RecordError: the file is no record, is damaged, or was written by another version.
     """
-    lines = _lines(path)
+    lines = json_lines(path)
     number, first = next(lines, (1, {}))
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise RecordError(f"{path} is no record of samestep: its first line has no format {FORMAT!r}")
@@ -158,7 +158,7 @@ def _with_ops(head: RecordHead) -> RecordHead:
     return RecordHead(**{**known, "ops": tuple(SentOp(*op) for op in head.ops)})
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each line."""
     try:
         with path.open(encoding="utf-8") as file:

@@ -408,16 +408,16 @@ class Run:
                 batch.end_stream()
         return report
 
-    def record(self, steps: int | str, folder: str | Path = spans.FOLDER) -> Path:
+    def record(self, steps: int | str, folder: str | Path = spans.FOLDER, *, kernels: bool = False) -> Path:
         """Record where the time of some steps goes, op by op, for `samestep explain FOLDER`; return the folder.
 
-        `steps` is `FIRST:LAST`, counted from 1, or a number of steps. Every rank calls it, and writes a file of its own, in a
-        folder that all ranks share.
+        `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds what torch.profiler sees. Every rank calls
+        it, and writes files of its own, in a folder that all ranks share.
 
         Raises:
             InputError: the text names no steps.
         """
-        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder))
+        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder), kernels=kernels)
         return Path(folder)
 
     def forward_backward(self, batch: StepBatch) -> Tensor:

@@ -69,7 +69,7 @@ def _train(run: Run, checked: Checked, profiler: Profiler, on_step: OnStep | Non
     first = run.steps_taken
     run.recorder.folder = folder / recorded.FOLDER
     if run.job.train.record:
-        run.record(run.job.train.record, folder / recorded.FOLDER)
+        run.record(run.job.train.record, folder / recorded.FOLDER, kernels=run.job.train.record_kernels)
     log = NoLog() if run.place.rank else RunLog(checked, run)
     if first < checked.until:
         with use_evaluated_weights(run):

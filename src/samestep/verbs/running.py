@@ -31,8 +31,9 @@ def train(words: Namespace) -> Result:
         from samestep.training import foreign_code
 
         foreign_code.refuse(job, words.job, jobs.default(words.set))
-    if words.record:
-        job = job.model_copy(update={"train": type(job.train)(**{**job.train.model_dump(), "record": words.record})})
+    recorded = ({"record": words.record} if words.record else {}) | ({"record_kernels": True} if words.kernels else {})
+    if recorded:
+        job = job.model_copy(update={"train": type(job.train)(**{**job.train.model_dump(), **recorded})})
     limit_threads(job.run.threads)
     least_ranks, ranks = words.ranks
     given = {"layout": words.layout, "ranks": ranks, "steps": words.steps, "out": out}

@@ -34,6 +34,7 @@ from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
+from samestep.runtime.recording import marks
 from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _replace_checkpoint, _takes_gradient
 from samestep.trees import map_tensors, tensors_in, tree_leaves
 
@@ -84,6 +85,7 @@ def apply(model: nn.Module, program: Program) -> None:
                 block = model.get_submodule(path)
                 kept = keeping if recompute == "selective" and not _hides_operations(path, block, program) else None
                 around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
+                around = _both(around, _marked(layer.name))
                 block.forward = _recompute_forward(path, block.forward, around)
 
 
@@ -225,6 +227,11 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
         return first(), Anew(repeated)
 
     return pair
+
+
+def _marked(layer: str) -> ContextFn:
+    """Return contexts of a forward and its recomputation, which a recorder hears."""
+    return lambda: (nullcontext(), Anew(lambda: marks.region(f"recompute:{layer}")))
 
 
 def _weights_of_the_forward(block: nn.Module) -> ContextFn:

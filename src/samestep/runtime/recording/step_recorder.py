@@ -14,7 +14,7 @@ import gc
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +28,13 @@ from samestep.job import Job
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
 from samestep.output.output_file import write_whole
-from samestep.program import recorded
+from samestep.program import recorded, recorded_kernels
 from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.program.recorded import MemoryMark, RecordedStep, RecordHead, SentOp
 from samestep.runtime.recording import marks
 from samestep.runtime.recording.device_clock import Stamp, clock_of
+from samestep.runtime.recording.kernel_profile import KernelProfile
 from samestep.runtime.recording.layer_marks import mark_layers
 from samestep.runtime.recording.memory_marks import MemorySampler
 from samestep.runtime.recording.sums import StepSums, sums_of
@@ -67,6 +68,8 @@ class _OpenStep:
     begun: list[tuple[int, Stamp]] = field(default_factory=list)
     """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
     counts: Counter[str] = field(default_factory=Counter)
+    host_events: list[list[Any]] = field(default_factory=list)
+    """The events with times of the host, where kernels are recorded and the device is another clock."""
     end: Stamp = None
     until: Stamp = None
 
@@ -74,6 +77,15 @@ class _OpenStep:
     def hears(self) -> bool:
         """Whether ops belong to it: after its end those of evaluations come, of which there may be any number."""
         return self.end is None
+
+
+def _since_begin(events: Sequence[Sequence[Any]], step: RecordedStep) -> list[list[Any]]:
+    """Return events of the host with times since the begin of their step."""
+    begin, until = step.begin_ns, step.until_ns
+    return [
+        [form, name, start - begin, (until if stop is None else stop) - begin, *more]
+        for form, name, start, stop, *more in events
+    ]
 
 
 def _unheard() -> _OpenStep:
@@ -129,11 +141,18 @@ class StepRecorder(StepObserver):
 
     # -- what the run calls ------------------------------------------------------------------------
 
-    def record(self, steps: range, folder: Path) -> None:
-        """Record every op of some steps into a folder, in a file of this rank; windows with steps of these are given up."""
+    def record(self, steps: range, folder: Path, *, kernels: bool = False) -> None:
+        """Record every op of some steps into a folder, in a file of this rank; windows with steps of these are given up.
+
+        With `kernels` torch.profiler runs too, and its kernels are written into a file of their own.
+        """
         for one in [one for one in self._windows if one.overlaps(steps)]:
             self._leave(one)
-        self._windows = sorted([*self._windows, _Window(steps, folder, self._job)], key=lambda one: one.steps.start)
+        path = recorded.path_of(folder, steps, self._rank)
+        profile = KernelProfile(recorded_kernels.path_beside(path), self._device, self._rank) if kernels else None
+        self._windows = sorted(
+            [*self._windows, _Window(steps, path, self._job, profile)], key=lambda one: one.steps.start
+        )
 
     def asked_to_record(self, step: int) -> str:
         """Record the steps after the next one, unless some of them are recorded anyway; return the line of the log.
@@ -143,7 +162,7 @@ class StepRecorder(StepObserver):
         steps = range(step + 2, step + 2 + ASKED_STEPS)
         if any(one.overlaps(steps) for one in self._windows):
             return ""
-        self.record(steps, self.folder)
+        self.record(steps, self.folder, kernels=self._job.train.record_kernels)
         return f"steps {steps.start} to {steps.stop - 1} are recorded into {self.folder}, for samestep explain, as a signal has asked"
 
     @contextmanager
@@ -219,11 +238,17 @@ class StepRecorder(StepObserver):
 
     def add(self, event: list[Any]) -> Callable[[], None]:
         """Add an event that has begun; return a function that ends it."""
+        twin = None
         if self._open is not None and (self._open.hears or event[0] == "region"):
             self._open.events.append(event)
+            if self._open.window is not None and self._open.window.profile is not None and self._device.type == "cuda":
+                twin = [*event[:2], time.perf_counter_ns(), None, *event[4:]]
+                self._open.host_events.append(twin)
 
         def end() -> None:
             event[3] = self.now()
+            if twin is not None:
+                twin[3] = time.perf_counter_ns()
 
         return end
 
@@ -241,6 +266,8 @@ class StepRecorder(StepObserver):
         window = next((one for one in self._windows if step in one.steps), None)
         if window is not None and not window.is_open:
             window.open(self, program, module, spec, self._rank, self._device)
+        if window is not None and window.profile is not None:
+            window.profile.begin_step(step)
         if not self._axes:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
         self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), time.thread_time_ns(), window)
@@ -265,7 +292,7 @@ class StepRecorder(StepObserver):
             step = self._closed(one)
             self.sums = sums_of(step, self._axes)
             if one.window is not None:
-                one.window.write(step)
+                one.window.write(step, _since_begin(one.host_events, step))
             self._close_files()
 
     def _closed(self, one: _OpenStep) -> RecordedStep:
@@ -310,8 +337,8 @@ class StepRecorder(StepObserver):
 class _Window:
     """The steps that are recorded op by op, and the file that holds them."""
 
-    def __init__(self, steps: range, folder: Path, job: Job) -> None:
-        self.steps, self._folder, self._job = steps, folder, job
+    def __init__(self, steps: range, path: Path, job: Job, profile: KernelProfile | None) -> None:
+        self.steps, self._path, self._job, self.profile = steps, path, job, profile
         self.held: Mapping[str, int] = {}
         self._file: IO[str] | None = None
         self._handles: list[RemovableHandle] = []
@@ -336,11 +363,12 @@ class _Window:
         device: torch.device,
     ) -> None:
         """Mark the layers and begin the file."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder = self._path.parent
+        folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            write_whole(self._folder / recorded.MODEL, to_json(spec))
-            write_whole(self._folder / recorded.JOB, self._job.to_toml(with_folder=True))
-        self._file = recorded.path_of(self._folder, self.steps, rank).open("w", encoding="utf-8")
+            write_whole(folder / recorded.MODEL, to_json(spec))
+            write_whole(folder / recorded.JOB, self._job.to_toml(with_folder=True))
+        self._file = self._path.open("w", encoding="utf-8")
         self._file.write(recorded.head_line(_head(program, spec, rank, device)))
 
         def forward(name: str) -> Callable[[], None]:
@@ -371,12 +399,16 @@ class _Window:
 
         self._collecting = collecting
         gc.callbacks.append(collecting)
+        if self.profile is not None:
+            self.profile.start()
 
-    def write(self, step: RecordedStep) -> None:
-        """Append a step."""
+    def write(self, step: RecordedStep, host_events: Sequence[Sequence[Any]]) -> None:
+        """Append a step; `host_events` are what a profile needs besides."""
         if self._file is not None:
             self._file.write(recorded.step_line(step))
             self._file.flush()
+            if self.profile is not None:
+                self.profile.add(step, host_events)
 
     def leave(self) -> None:
         """Remove the marks."""
@@ -385,11 +417,15 @@ class _Window:
         if self._collecting is not None:
             gc.callbacks.remove(self._collecting)
         self._handles, self._collecting = [], None
+        if self.profile is not None:
+            self.profile.stop()
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+            if self.profile is not None:
+                self.profile.write()
         self._file = None
 
 
