@@ -48,8 +48,7 @@ from torch.overrides import (
 from torch.overrides import (
     _push_mode as push_function_mode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = [
     "DisableTorchFunction",
@@ -132,6 +131,11 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Spare the import of the compiler, which takes seconds, and a wrapper around each operation."""
         return False
+
+
+def disable_current_modes() -> AbstractContextManager[Any]:
+    """Return a context without the dispatch modes that are active, which costs nothing where there are none."""
+    return _disable_current_modes() if num_dispatch_modes() else nullcontext()
 
 
 def disable_compiler() -> AbstractContextManager[object]:

@@ -199,7 +199,7 @@ _FUTURES: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
 def _apply_drop(x: Tensor, drop: Tensor, p: float) -> Tensor:
     """Return the elements of x that are not dropped, scaled, and zeros."""
-    return torch.where(drop, 0.0, x).mul(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    return x.masked_fill(drop, 0.0).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
 
 def _of_rows(mask: Tensor, rows: _QueryBlock) -> Tensor:
@@ -215,7 +215,7 @@ def _fit(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _widen(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype is torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _repeat_heads(x: Tensor, repeats: int) -> Tensor:

@@ -152,6 +152,16 @@ def positions(shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> l
     return [rows, along(len(shape) - 1)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HashedPositions:
+    """The hashed positions of a sample's mask, or of a rank's part of it; equal ones are the same object."""
+
+    rows: Tensor
+    """int64 [R]."""
+    columns: Tensor
+    """int32 [C]."""
+
+
 def hash_positions(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `hash_bits`; return int64 [R] and int32 [C]."""
     return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()

@@ -39,14 +39,13 @@ from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness.dropped_attention import DropPart, MaskSource
 from samestep.randomness.masks import (
+    HashedPositions,
     MaskCuts,
     MaskSlice,
-    drop_mask,
     hash_positions,
     mix,
     positions,
     rates_of,
-    row_halves,
 )
 from samestep.randomness.replacements import HANDLERS
 from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, ForwardRows, KnownDraws
@@ -132,6 +131,61 @@ class _Frame:
     """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""
 
 
+_DRAWING_NOTHING = frozenset(
+    getattr(nn, name)
+    for name in [
+        "Linear",
+        "Bilinear",
+        "Identity",
+        "Embedding",
+        "EmbeddingBag",
+        "LayerNorm",
+        "RMSNorm",
+        "GroupNorm",
+        "BatchNorm1d",
+        "BatchNorm2d",
+        "BatchNorm3d",
+        "Conv1d",
+        "Conv2d",
+        "Conv3d",
+        "ConvTranspose1d",
+        "ConvTranspose2d",
+        "ConvTranspose3d",
+        "ReLU",
+        "ReLU6",
+        "LeakyReLU",
+        "GELU",
+        "SiLU",
+        "Mish",
+        "ELU",
+        "SELU",
+        "CELU",
+        "Tanh",
+        "Sigmoid",
+        "Softplus",
+        "Softmax",
+        "LogSoftmax",
+        "Hardswish",
+        "Hardsigmoid",
+        "PReLU",
+        "GLU",
+        "MaxPool1d",
+        "MaxPool2d",
+        "MaxPool3d",
+        "AvgPool1d",
+        "AvgPool2d",
+        "AvgPool3d",
+        "AdaptiveAvgPool1d",
+        "AdaptiveAvgPool2d",
+        "AdaptiveAvgPool3d",
+        "Flatten",
+        "Unflatten",
+        "Upsample",
+        "ZeroPad2d",
+        "PixelShuffle",
+    ]
+)
+"""Modules of torch whose code draws nothing, and calls no other module: a hook would make each call longer."""
 _MOST_SHAPES = 64
 """Shapes of masks whose hashed positions are remembered."""
 
@@ -149,7 +203,7 @@ class _ModeTracker:
     hooks: list[RemovableHandle] = field(default_factory=list)
     known: KnownDraws = field(default_factory=KnownDraws)
     """The draws of earlier forwards."""
-    hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], HashedPositions] = field(default_factory=dict)
     """Hashed positions by the shape of a sample's whole mask and its cuts."""
     num_removed: int = 0
     """The number of times that the hooks were removed; a restored state of the model may bring removed ones back,
@@ -162,13 +216,13 @@ class _ModeTracker:
             handle.id in module._forward_pre_hooks for module, handle in itertools.islice(self.hooked.items(), 1)
         )
 
-    def positions_of(self, shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the hashed rows and columns, int64 [R] and int32 [C], of a sample's mask, or of a rank's part of it."""
+    def positions_of(self, shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> HashedPositions:
+        """Return the hashed positions of a sample's mask, or of a rank's part of it."""
         key = (shape, cuts, device)
         if key not in self.hashed:
             if len(self.hashed) >= _MOST_SHAPES:
                 self.hashed.clear()
-            self.hashed[key] = hash_positions(*positions(shape, cuts, device))
+            self.hashed[key] = HashedPositions(*hash_positions(*positions(shape, cuts, device)))
         return self.hashed[key]
 
 
@@ -185,14 +239,14 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def track_modules(model: nn.Module) -> None:
-    """Install on each module the two hooks that report its forward to the active mode.
+    """Install on each module that may draw the two hooks that report its forward to the active mode.
 
     The first `DropoutMode` of a model does it. Call it again after modules were added or replaced: a module without
     hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
     """
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     for name, module in named_modules(model).items():
-        if module in tracker.in_graph:
+        if module in tracker.in_graph or type(module) in _DRAWING_NOTHING:
             continue
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
@@ -259,7 +313,9 @@ class DropoutMode(MaskSource):
         self._sample_keys: dict[torch.device, Tensor] = {}
         self._generator: Tensor | None = None
         self.settle()
-        self._rows = ForwardRows(self._tracker.known, self._key_of)
+        step = f"{draw.step}.{draw.backward}" if draw.backward else draw.step
+        keys = hashlib.blake2b(f"{draw.seed}/{step}/".encode(), digest_size=8)
+        self._rows = ForwardRows(self._tracker.known, keys)
 
     def __enter__(self) -> DropoutMode:
         super().__enter__()
@@ -324,18 +380,13 @@ class DropoutMode(MaskSource):
         self.num_draws += 1
         return frame.name, frame.entry, -frame.num_numbers
 
-    def _key_of(self, draw: DrawKey) -> int:
-        step = f"{self._draw.step}.{self._draw.backward}" if self._draw.backward else self._draw.step
-        text = "/".join(map(str, (self._draw.seed, step, *draw)))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
     def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
         """Return a mask for x of this shape, bool, True where an element is dropped.
 
         Raises:
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
-        return drop_mask(self._mask_bits(x, shape, p, what).whole(), p)
+        return self._mask_bits(x, shape, p, what).dropped()
 
     def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
         """Return a function that makes parts of such a mask, whenever it is called.
@@ -343,15 +394,14 @@ class DropoutMode(MaskSource):
         Raises:
             ModelError: as `drop` does.
         """
-        bits = self._mask_bits(x, shape, p, what)
-        return lambda start, stop, num_keys: drop_mask(bits.part(start, stop, num_keys), p)
+        return self._mask_bits(x, shape, p, what).dropped_part
 
     def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DrawBits:
         """Count a mask of the innermost module; return the inputs of its hashed bits."""
         mask = self._next_draw()
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
-        return self._arranged(mask, self._tracker.rows.get(mask, IN_ORDER), shape, x.device, what)
+        return self._arranged(mask, self._tracker.rows.get(mask, IN_ORDER), shape, x.device, what, p)
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
@@ -386,9 +436,15 @@ class DropoutMode(MaskSource):
         return self._arranged(numbers, rows, shape or (1,), device, what).whole().view(tuple(shape))
 
     def _arranged(
-        self, draw: DrawKey, rows: tuple[int, int], shape: Sequence[int], device: torch.device, what: str
+        self,
+        draw: DrawKey,
+        rows: tuple[int, int],
+        shape: Sequence[int],
+        device: torch.device,
+        what: str,
+        p: float = 0.0,
     ) -> DrawBits:
-        """Return the inputs of the hashed bits of a draw of this shape, with its samples at `rows`."""
+        """Return the hashed bits of a draw of this shape, with its samples at `rows`; of a mask with its probability."""
         dim, inner = rows
         num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
         if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
@@ -401,15 +457,12 @@ class DropoutMode(MaskSource):
         cuts: MaskCuts = ()
         if self._part is not None:
             cuts = self._part.cuts(draw, whole)
-            for at, degree, _ in cuts:
-                whole = (*whole[:at], whole[at] * degree, *whole[at + 1 :])
-        rows_of, columns = self._tracker.positions_of(whole, cuts, device)
+            for cut, degree, _ in cuts:
+                whole = (*whole[:cut], whole[cut] * degree, *whole[cut + 1 :])
+        at = self._tracker.positions_of(whole, cuts, device)
         keys = self._keys_of_samples(device, of_samples=dim != OF_NO_SAMPLE)
-        if dim == OF_NO_SAMPLE:
-            halves = row_halves(keys ^ self._key_of(draw), rows_of)
-        else:
-            halves = self._rows.halves(draw, keys, rows_of)
-        return DrawBits(halves, columns, tuple(shape), each, dim, inner)
+        halves, mask = self._rows.of_draw(draw, keys, at, p, is_shared=dim == OF_NO_SAMPLE)
+        return DrawBits(halves, mask, at.columns, p, num_samples, tuple(shape), each, dim, inner)
 
     def _keys_of_samples(self, device: torch.device, *, of_samples: bool) -> Tensor:
         """Return a key for each sample, int64 [B]; for a mask that all samples share one key, 0."""

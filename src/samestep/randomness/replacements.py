@@ -44,7 +44,7 @@ def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p
     if kind.channels:
         drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))
     if not kind.alpha:
-        kept = x.masked_fill_(drop, 0.0) if inplace else torch.where(drop, 0.0, x)
+        kept = x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
         return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
     if p >= 1.0:
         return x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)

@@ -1,122 +1,204 @@
-"""The hashed rows of all masks that a forward draws, computed at once: the first half of the hash of `masks.py`.
+"""The draws of a forward hashed at once, so that a mask costs a view: the hash is that of `masks.py`.
 
     a, b = two halves of mix64((mix64(sample) ^ key) + row * G)       for each draw, sample and row
+    masks of equal positions and probability     [draws x samples x rows, columns], one hash of all their elements
 
-A mask of its own takes 13 operations for this, whatever its size, and five more for its elements. A model draws the same masks in
+A mask of its own takes 13 operations for its rows, whatever its size, and six more for its elements. A model draws the same masks in
 every forward. So when a forward makes its first draw, the rows of all draws are hashed in one tensor that an earlier forward made
-after the same first one; the draws then take their windows of it. A draw that is new, or has other positions, hashes its own rows.
+after the same first one, and the elements of all masks that are alike in another; the draws then take their windows of it. A draw that
+is new, or has other positions, is hashed by itself, and so are the elements of masks that are too large to be held at once.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Hashable
+import hashlib
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.randomness.masks import hash_bits, mix, row_halves
+from samestep.randomness.masks import HashedPositions, drop_mask, hash_bits, mix, row_halves
 
 OF_NO_SAMPLE = -1
 """The dimension of samples of a mask for a tensor that depends on none, such as a weight."""
 LIMIT = 2**22
 """Rows, of all draws and samples, beyond which each draw hashes its own."""
+MOST_ELEMENTS = 2**22
+"""Elements of the masks of a forward that are held at once, in a byte each."""
 
 
-@dataclass(slots=True)
+class _Drawn(NamedTuple):
+    """The positions of a draw, and the probability of a mask; 0 for random numbers, of which the bits themselves are used."""
+
+    at: HashedPositions
+    p: float
+
+
+_Draws = dict[Hashable, _Drawn]
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Masks of equal positions and probability: their rows among those of all draws."""
+
+    start: int
+    stop: int
+    columns: Tensor
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Layout:
     """The draws of a forward in one flat tensor, and the inputs of their hash that do not change."""
 
-    draws: dict[Hashable, Tensor]
-    """The hashed rows of one sample of each draw, int64 [R]."""
+    draws: _Draws
+    names: list[bytes]
+    """The draws as their keys are hashed from, in the order of the flat tensor."""
     starts: dict[Hashable, int]
     """The first row of each draw."""
     rows: Tensor
     """Hashed rows, int64 [N], for each draw those of its samples one after the other."""
     places: Tensor
     """The index in the keys [draws, samples] for each of them, int64 [N]."""
+    alike: list[_Alike]
+    """The masks whose elements are hashed at once."""
 
 
 @dataclass(slots=True)
 class KnownDraws:
     """The draws of earlier forwards of a model, by the first draw of each forward."""
 
-    of_first: dict[Hashable, dict[Hashable, Tensor]] = field(default_factory=dict)
-    _layouts: dict[tuple[Hashable, int], _Layout] = field(default_factory=dict)
+    of_first: dict[Hashable, _Draws] = field(default_factory=dict)
+    _layouts: dict[tuple[Hashable, int], tuple[_Draws, _Layout | None]] = field(default_factory=dict)
 
     def layout(self, first: Hashable, num_samples: int) -> _Layout | None:
         """Return the layout of a forward that begins with this draw; None if there was none, or it has too many rows."""
         draws = self.of_first.get(first)
-        total = sum(rows.numel() for rows in draws.values()) * num_samples if draws else 0
-        if not draws or total > LIMIT:
+        if not draws:
             return None
-        found = self._layouts.get((first, num_samples))
-        if (
-            found is None
-            or [*found.draws] != [*draws]
-            or not all(map(operator.is_, found.draws.values(), draws.values()))
-        ):
-            found = self._layouts[first, num_samples] = _layout_of(draws, num_samples)
-        return found
+        key = first, num_samples
+        if key not in self._layouts or self._layouts[key][0] != draws:
+            total = sum(drawn.at.rows.numel() for drawn in draws.values()) * num_samples
+            self._layouts[key] = draws, _layout_of(draws, num_samples) if total <= LIMIT else None
+        return self._layouts[key][1]
 
 
-def _layout_of(draws: dict[Hashable, Tensor], num_samples: int) -> _Layout:
-    device = next(iter(draws.values())).device
-    sizes = [rows.numel() for rows in draws.values()]
-    starts = [num_samples * sum(sizes[:index]) for index in range(len(sizes))]
+def _layout_of(draws: _Draws, num_samples: int) -> _Layout:
+    groups: dict[tuple[int, float], list[Hashable]] = {}
+    for draw, drawn in draws.items():
+        groups.setdefault((id(drawn.at), drawn.p), []).append(draw)
+    order = [draw for group in groups.values() for draw in group]
+    device = draws[order[0]].at.rows.device
+    sizes = [draws[draw].at.rows.numel() for draw in order]
+    starts, total = {}, 0
+    for draw, size in zip(order, sizes, strict=True):
+        starts[draw] = total
+        total += size * num_samples
     each = torch.tensor(sizes, device=device).repeat_interleave(num_samples)
-    places = torch.arange(len(sizes) * num_samples, device=device).repeat_interleave(each)
-    rows = torch.cat([rows.repeat(num_samples) for rows in draws.values()])
-    return _Layout(dict(draws), dict(zip(draws, starts, strict=True)), rows, places)
+    alike, left = [], MOST_ELEMENTS
+    for group in groups.values():
+        (at, p), start = draws[group[0]], starts[group[0]]
+        stop = start + len(group) * at.rows.numel() * num_samples
+        if p > 0.0 and (stop - start) * at.columns.numel() <= left:
+            left -= (stop - start) * at.columns.numel()
+            alike.append(_Alike(start, stop, at.columns, p))
+    return _Layout(
+        draws=draws,
+        names=[_name(draw) for draw in order],
+        starts=starts,
+        rows=torch.cat([draws[draw].at.rows.repeat(num_samples) for draw in order]),
+        places=torch.arange(len(sizes) * num_samples, device=device).repeat_interleave(each),
+        alike=alike,
+    )
+
+
+def _name(draw: Any) -> bytes:
+    return "/".join(map(str, draw)).encode()
 
 
 class ForwardRows:
-    """The hashed rows of the draws of one forward."""
+    """The hashed rows, and the masks, of the draws of one forward."""
 
-    def __init__(self, known: KnownDraws, key_of: Callable[[Any], int]) -> None:
-        """`known` has the draws of earlier forwards; `key_of` returns the key of a draw."""
-        self._known, self._key_of = known, key_of
-        self._mine: dict[Hashable, Tensor] | None = None
-        """The rows of each draw so far."""
+    def __init__(self, known: KnownDraws, keys: hashlib.blake2b) -> None:
+        """`known` has the draws of earlier forwards; the key of a draw is the digest of `keys` and its name."""
+        self._known, self._keys = known, keys
+        self._mine: _Draws | None = None
+        """The draws so far."""
         self._layout: _Layout | None = None
         self._halves = torch.empty(0)
+        self._dropped: dict[Hashable, Tensor] = {}
+        """The masks that were hashed at once, bool [B * R, C]."""
 
-    def halves(self, draw: Hashable, samples: Tensor, rows: Tensor) -> Tensor:
-        """Return the halves of a draw's rows, int32 [B, R, 2], for samples with these mixed indices, int64 [B].
+    def of_draw(
+        self, draw: Hashable, samples: Tensor, at: HashedPositions, p: float, *, is_shared: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the halves of a draw's rows, int32 [B, R, 2], for samples with these mixed indices, int64 [B]; or instead the mask
+        that is dropped with probability p, bool [B * R, C], where it is known.
 
-        `rows` are hashed positions, int64 [R]: equal ones are the same tensor in every forward.
+        A draw that `is_shared` depends on no sample.
         """
+        if is_shared:
+            return self._alone(draw, samples, at), None
         if self._mine is None:
             self._begin(draw, samples)
         assert self._mine is not None
-        self._mine[draw] = rows
-        if self._layout is None or self._layout.draws.get(draw) is not rows:
-            return row_halves(samples ^ self._key_of(draw), rows)
-        start, number = self._layout.starts[draw], samples.numel() * rows.numel()
-        return self._halves[start : start + number].view(torch.int32).view(samples.numel(), rows.numel(), 2)
+        self._mine[draw] = mine = _Drawn(at, p)
+        if self._layout is None or self._layout.draws.get(draw) != mine:
+            return self._alone(draw, samples, at), None
+        dropped = self._dropped.get(draw)
+        if dropped is not None:
+            return None, dropped
+        start, number = self._layout.starts[draw], samples.numel() * at.rows.numel()
+        return self._halves[start : start + number].view(samples.numel(), at.rows.numel(), 2), None
+
+    def _alone(self, draw: Hashable, samples: Tensor, at: HashedPositions) -> Tensor:
+        key = int.from_bytes(self._digest(_name(draw)), "little", signed=True)
+        return row_halves(samples ^ key, at.rows)
+
+    def _digest(self, name: bytes) -> bytes:
+        keys = self._keys.copy()
+        keys.update(name)
+        return keys.digest()
 
     def _begin(self, first: Hashable, samples: Tensor) -> None:
-        """Hash the rows of all draws of an earlier forward that began with this one."""
+        """Hash the rows of all draws of an earlier forward that began with this one, and the masks that are alike."""
         self._layout = layout = self._known.layout(first, samples.numel())
         self._mine = self._known.of_first[first] = {}
-        if layout is not None:
-            keys = torch.tensor([self._key_of(draw) for draw in layout.draws])
-            if samples.is_cuda:  # the host waits for no copy from pinned memory
-                keys = keys.pin_memory()
-            keys = keys.to(samples.device, non_blocking=True)
-            self._halves = mix((keys[:, None] ^ samples).flatten()[layout.places] + layout.rows)
+        if layout is None:
+            return
+        keys = torch.frombuffer(bytearray(b"".join(map(self._digest, layout.names))), dtype=torch.int64)
+        if samples.is_cuda:  # the host waits for no copy from pinned memory
+            keys = keys.pin_memory()
+        keys = keys.to(samples.device, non_blocking=True)
+        rows = mix((keys[:, None] ^ samples).flatten()[layout.places] + layout.rows)
+        self._halves = rows.view(torch.int32).view(-1, 2)
+        for group in layout.alike:
+            bits = hash_bits(self._halves[group.start : group.stop], group.columns)
+            self._dropped |= _windows(layout, group, drop_mask(bits, group.p), samples.numel())
+
+
+def _windows(layout: _Layout, group: _Alike, dropped: Tensor, num_samples: int) -> dict[Hashable, Tensor]:
+    """Return the mask of each draw of a group, in whose order they are."""
+    mine = [draw for draw, start in layout.starts.items() if group.start <= start < group.stop]
+    each = layout.draws[mine[0]].at.rows.numel() * num_samples
+    return dict(zip(mine, dropped.split(each), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class DrawBits:
-    """The inputs of the hashed bits of a draw, or of a part of it."""
+    """The inputs of the hashed bits of a draw, or of a part of it; or a mask."""
 
-    halves: Tensor
-    """The hashed rows of each sample, int32 [B, R, 2]."""
+    halves: Tensor | None
+    """The hashed rows of each sample, int32 [B, R, 2]; None where the mask is known."""
+    mask: Tensor | None
+    """The mask of all samples, bool [B * R, C]."""
     columns: Tensor
     """The hashed columns, int32 [C]."""
+    p: float
+    """The probability with which an element is dropped."""
+    num_samples: int
     shape: tuple[int, ...]
     """Shape for all samples."""
     each: tuple[int, ...]
@@ -127,20 +209,33 @@ class DrawBits:
 
     def whole(self) -> Tensor:
         """Return the bits of the whole draw, int32."""
+        assert self.halves is not None
         return self._arranged(hash_bits(self.halves, self.columns), self.shape, self.each)
 
-    def part(self, start: int, stop: int, num_columns: int) -> Tensor:
-        """Return the bits from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
-        if self.dim >= len(self.shape) - 2:
-            return self.whole()[..., start:stop, :num_columns]
+    def dropped(self) -> Tensor:
+        """Return which elements are dropped, bool."""
+        if self.mask is not None:
+            return self._arranged(self.mask, self.shape, self.each)
+        return drop_mask(self.whole(), self.p)
+
+    def dropped_part(self, start: int, stop: int, num_columns: int) -> Tensor:
+        """Return `dropped` from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
+        if self.mask is None and self.dim < len(self.shape) - 2:
+            return drop_mask(self._part(start, stop, num_columns), self.p)
+        dropped = self.dropped()
+        is_whole = (stop - start, num_columns) == tuple(dropped.shape[-2:])
+        return dropped if is_whole else dropped[..., start:stop, :num_columns]
+
+    def _part(self, start: int, stop: int, num_columns: int) -> Tensor:
+        assert self.halves is not None
         size = (stop - start, num_columns)
         halves = self.halves.view(-1, *self.each[:-1], 2)[..., start:stop, :].flatten(1, -2)
         bits = hash_bits(halves, self.columns[:num_columns])
         return self._arranged(bits, (*self.shape[:-2], *size), (*self.each[:-2], *size))
 
-    def _arranged(self, bits: Tensor, shape: tuple[int, ...], each: tuple[int, ...]) -> Tensor:
+    def _arranged(self, values: Tensor, shape: Sequence[int], each: tuple[int, ...]) -> Tensor:
         if self.dim == OF_NO_SAMPLE or (self.dim == 0 and self.inner in (0, each[0])):
-            return bits.view(shape)
+            return values.view(shape)
         inner = self.inner or each[self.dim]
-        bits = bits.view(self.halves.size(0), *each[: self.dim], each[self.dim] // inner, inner, *each[self.dim + 1 :])
-        return bits.movedim(0, self.dim + 1).reshape(shape)
+        values = values.view(self.num_samples, *each[: self.dim], each[self.dim] // inner, inner, *each[self.dim + 1 :])
+        return values.movedim(0, self.dim + 1).reshape(shape)
