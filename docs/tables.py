@@ -8,6 +8,7 @@ Each table is what the command named in its marker's function prints; nothing is
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import re
@@ -24,9 +25,9 @@ from samestep import job as jobs
 from samestep.models import catalog
 from samestep.models.presets import DECODERS, preset
 from samestep.output.byte_sizes import gib
-from samestep.planning import legality, other_numerics
+from samestep.planning import legality
 from samestep.planning.plan import plan
-from samestep.simulation import bound_by, cases, listing
+from samestep.simulation import cases, listing
 from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.simulation.simulate import simulate
 from samestep.strategies import program_of
@@ -50,35 +51,10 @@ def pairs() -> str:
     return legality.matrix(legality.pairs(Job(model={"source": "preset:mixtral-8x7b"})), markdown=True)
 
 
-def slower_with_more_machines() -> str:
-    """GPT-2 on one machine and on two: the rows of a step, and what else the second one sends."""
-    job = Job(
-        model={"source": "preset:gpt2"},
-        data={"sequence_length": 1024},
-        train={"global_batch": 64},
-        numerics={"precision": "bf16"},
-    )
-    one, two = (simulate(job, layout, "l40sx8") for layout in ("dp=8", "dp=16"))
-    rows = [{(row.name, row.axis): row.seconds for row in found.parts} for found in (one, two)]
-    lines = [
-        "| row | one machine, 8 devices | two, 16 devices | difference |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for key in dict.fromkeys((*rows[0], *rows[1])):
-        ours, theirs = (1e3 * found.get(key, 0.0) for found in rows)
-        label = " ".join(word for word in key if word)
-        lines.append(f"| {label} | {ours:,.1f} ms | {theirs:,.1f} ms | {theirs - ours:+,.1f} ms |")
-    lines.append(
-        f"| step | {1e3 * one.step_s:,.1f} ms | {1e3 * two.step_s:,.1f} ms | {1e3 * (two.step_s - one.step_s):+,.1f} ms |"
-    )
-    longer = two.step_s / one.step_s
-    saved = other_numerics.savings(two, catalog.model_spec(job), job, two.hardware, 2)
-    said = [
-        f"With twice the devices a step takes {longer:.2f} times as long: {line}." for line in bound_by.reasons(two)[:1]
-    ]
-    return "\n".join(
-        [*lines, "", *said, *(f"What would help, by `samestep plan`: {saving.to_line()}." for saving in saved[:1])]
-    )
+def _explained(name: str) -> str:
+    """Return a table of what `benchmarks/explain.py` has found."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(getattr(importlib.import_module("explain_tables"), name)())
 
 
 def _default_job() -> Job:
@@ -497,7 +473,10 @@ def number_formats() -> str:
 
 
 TABLES = {
-    "slower_with_more_machines": slower_with_more_machines,
+    **{
+        name: functools.partial(_explained, name)
+        for name in ("slower_with_more_machines", "planted", "clean_runs", "layout_rows", "recorder_cost")
+    },
     "layouts": layouts,
     "switches": switches,
     "pairs": pairs,

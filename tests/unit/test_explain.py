@@ -105,7 +105,7 @@ def test_a_planted_delay_lands_in_its_row_on_its_rank_and_its_waits_are_charged_
     assert first.rank == late
     assert first.doing in (
         where,
-        {"data": "data:data", "update": "the step before", "gc": "host:gc", "begin": "host:begin of the step"}.get(
+        {"data": "data:data", "update": "update:optimizer", "gc": "host:gc", "begin": "host:begin of the step"}.get(
             where
         ),
     )
@@ -135,6 +135,29 @@ def test_a_longer_transfer_is_the_link_of_its_axis_and_nobody_is_late(ms: int) -
     verdict = verdict_of(found, parts)
     assert verdict.kind == ("link" if ms > 90 else verdict.kind)
     assert verdict.kind in ("link", "compute")
+    assert_adds_up(found)
+
+
+def test_a_rank_that_waits_for_one_op_does_not_wait_for_another_whose_end_it_did_not_see() -> None:
+    """Rank 0 has sent a bucket, and waits for rank 1 on the other axis; rank 2 finds the bucket done meanwhile."""
+
+    def of(rank: int) -> Script:
+        late_ns = 60 * MS if rank == 1 else 0
+        return (
+            task("F0", work(5 * MS), issue("bucket.0"), work(late_ns + MS), sync("a.out")),
+            task("B0", work((40 if rank == 0 else 20) * MS)),
+            wait("bucket.0"),
+            sync("scalars"),
+            task("U0", work(MS)),
+        )
+
+    found = measured_steps(records_of(LAYOUT, OPS, TRANSFER, {rank: of(rank) for rank in range(4)}), [2, 3])
+    rows = found.rows[0]
+    assert rows.get(("transfer", "dp_replicate"), 0.0) == 0.0
+    assert rows["wait", "tp"] == pytest.approx(0.06)
+    assert rows["transfer", "tp"] == pytest.approx(0.002)
+    assert found.hidden[0]["dp_replicate"] > 0
+    assert 1 in {charge.rank for charge in found.charges if charge.axis == "tp"}
     assert_adds_up(found)
 
 
@@ -316,7 +339,7 @@ def test_on_a_cpu_the_memory_is_that_of_the_process(tmp_path: Path) -> None:
 def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
     write(records(), tmp_path)
     for path in (tmp_path / "record").glob("*.jsonl"):
-        text = path.read_text().replace('"version": 2', '"version": 1')
+        text = path.read_text().replace('"version": 3', '"version": 1').replace('"queued_ns":null,', "")
         path.write_text(text.replace('"memory":[]', '"memory":[[5,100],[9,120]]').replace(',"held":{}', ""))
     memory = explain(tmp_path).memory_of(0)
     assert memory is not None

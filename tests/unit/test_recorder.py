@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import signal
+import sys
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,11 +29,17 @@ from samestep.explanation.measured_step import segments
 from samestep.explanation.step_kernels import RankKernels, seconds_of
 from samestep.job import Job
 from samestep.program import recorded_kernels
+from samestep.program.bodies import UPDATE_BODY, Task
 from samestep.program.recorded import RankRecord, RecordedStep, parse_steps, path_of, read_record
 from samestep.program.recorded_kernels import Kernel, StepKernels
+from samestep.runtime.ledger import owned
 from samestep.runtime.processes import join
 from samestep.runtime.recording import marks
 from samestep.runtime.recording.kernel_profile import ANOTHER
+from samestep.runtime.recording.step_recorder import StepRecorder
+from samestep.runtime.recording.sums import sums_of
+from samestep.runtime.recording.system_files import ProcessorTime
+from samestep.runtime.step_observer import StepObserver
 from samestep.trees import tree_leaves
 from tests.laboratory import job_of, make_run, on_ranks
 
@@ -192,7 +204,7 @@ def test_damaged_records_are_one_line(tmp_path: Path) -> None:
         "\x00\x01": "damaged",
         '{"traceEvents": []}': "is no record of samestep",
         "[]\n": "is no record of samestep",
-        head.replace('"version": 2', '"version": 3') + "\n": "is a record of version 3; this samestep reads version 2",
+        head.replace('"version": 3', '"version": 4') + "\n": "is a record of version 4; this samestep reads version 3",
         head.replace('"rank"', '"place"') + "\n": "damaged",
         f"{head}\n{first[:40]}\n{second}\n": ":2: damaged",
         f"{head}\n{json.dumps({**step, 'until_ns': 0})}\n": ":2: damaged: ends before it begins",
@@ -352,3 +364,98 @@ def test_damaged_kernels_are_one_line(tmp_path: Path) -> None:
             explain(tmp_path)
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def python_calls(body: Callable[[], None], times: int = 50) -> float:
+    """Return the calls of functions, in Python and in C, that one call of `body` makes."""
+    seen = 0
+
+    def count(_frame: Any, event: str, _given: Any) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    body()
+    sys.setprofile(count)
+    try:
+        for _ in range(times):
+            body()
+    finally:
+        sys.setprofile(None)
+    return seen / times
+
+
+class _Sent:
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def collective() -> None:
+    with owned("bucket.0") as issue:
+        work = issue.sent(_Sent())
+    work.wait()
+
+
+def a_region() -> None:
+    with marks.region("data"):
+        pass
+
+
+def test_a_record_takes_a_few_calls_and_what_follows_from_it_is_linear() -> None:
+    recorder = StepRecorder(StepObserver(), Job(), torch.device("cpu"), 0)
+    nothing: Any = SimpleNamespace(ops=tuple, exchanges=(), tasks=(Task(UPDATE_BODY, 0),))
+    step: Any = functools.partial(recorder.taking, program=nothing, module=nn.Module(), spec=nothing, held=dict)
+
+    def a_task() -> None:
+        with recorder.running(Task(UPDATE_BODY, 0), np.empty(0, np.int64)):
+            pass
+
+    bodies = {collective: 16, a_region: 10, a_task: 22}
+    marks.listen(None)
+    plain = {body: python_calls(body) if body is not a_task else 0.0 for body in bodies}
+    for body, most in bodies.items():
+        with step(1):
+            assert python_calls(body) - plain[body] <= most, body
+
+    def one_step(number: int) -> None:
+        with step(recorder.step + 1):
+            for _ in range(number):
+                with recorder.running(Task(UPDATE_BODY, 0), np.empty(0, np.int64)):
+                    collective()
+        with step(recorder.step + 1):  # reads the one before
+            pass
+
+    one, ten, hundred = (python_calls(functools.partial(one_step, number), 2) for number in (1, 10, 100))
+    assert hundred - ten <= 10 * (ten - one) + 30
+    assert (hundred - ten) / 90 <= 60
+    assert (ten - one) / 9 <= 60
+
+
+def test_waits_are_taken_out_of_the_task_that_they_are_in() -> None:
+    ms = 1_000_000
+    events = [["task", f"F{index}", index * 10 * ms, (index * 10 + 8) * ms] for index in range(4)]
+    events += [["wait", "a", (10 * index + 2) * ms, (10 * index + 2 + index) * ms, 0, "", 1] for index in range(4)]
+    events += [["region", "data", 8 * ms, 11 * ms], ["sent", "b", 28 * ms, 29 * ms, 0, "", 0]]
+    recorded_step = RecordedStep(step=1, begin_ns=0, end_ns=40 * ms, until_ns=41 * ms, cpu_ns=0, events=events)
+    values = sums_of(recorded_step, {"a": "tp", "b": "world"}).values
+    assert values["forward_s"] == pytest.approx((4 * 8 - (0 + 1 + 2 + 3) - 1) / 1e3)
+    assert values["wait_tp_s"] == pytest.approx(6e-3)
+    assert values["wait_world_s"] == pytest.approx(1e-3)
+    assert values["data_s"] == pytest.approx(3e-3)
+
+
+def test_a_thread_knows_what_it_had_of_a_processor_in_every_thread_and_fork() -> None:
+    time_of = ProcessorTime()
+    had, queued = time_of.read()
+    sum(range(200_000))
+    later, still_queued = time_of.read()
+    assert later > had
+    if queued is None:
+        return  # the system does not count
+    assert still_queued is not None
+    assert still_queued >= queued
+    others: list[tuple[int, int | None]] = []
+    thread = threading.Thread(target=lambda: others.append(time_of.read()))
+    thread.start()
+    thread.join()
+    assert others[0][0] < later  # of the thread that asks
+    assert time_of.read()[0] >= later

@@ -320,18 +320,15 @@ def _model_in(folder: Path) -> ModelSpec | None:
 
 def _tries(said: Prediction, model: ModelSpec, job: Job, machine: Hardware) -> list[str]:
     """Return what is predicted to be faster, as words of a command with the gain: layouts, and numerics that may change results."""
-    found: list[str] = []
+    found: list[tuple[float, str]] = []
     if said.devices <= _MOST_DEVICES:
         try:
             best = plan(model, job, machine, said.devices, top=2, states_per_param=states_per_param(job)).best
         except LayoutError:
             best = ()
-        for one in best:
-            gain = 1 - one.step_s / said.step_s
-            if gain > GAIN:
-                found.append(f'--layout "{one.layout}": {gain:.0%} less, predicted')
-    found += [
-        f"--set {saving.change}: {1 - saving.step_s / said.step_s:.0%} less, predicted; it may change results"
-        for saving in savings(said, model, job, machine, states_per_param(job))
-    ]
-    return found[:3]
+        gains = ((1 - one.step_s / said.step_s, one.layout) for one in best)
+        found += [(gain, f'--layout "{layout}": {gain:.0%} less, predicted') for gain, layout in gains if gain > GAIN]
+    for saving in savings(said, model, job, machine, states_per_param(job)):
+        gain = 1 - saving.step_s / said.step_s
+        found.append((gain, f"--set {saving.change}: {gain:.0%} less, predicted; it may change results"))
+    return [text for _, text in sorted(found, key=lambda one: -one[0])[:3]]

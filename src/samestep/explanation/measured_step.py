@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from samestep.program.recorded import RankRecord, RecordedStep, SentOp
-from samestep.simulation.partition import BUBBLE, WAIT, Gap, row_name
+from samestep.simulation.partition import BUBBLE, WAIT, Gap, gaps, row_name
 from samestep.simulation.spans import COMPUTE, Span
 from samestep.simulation.timeline import Timeline
 
@@ -48,6 +48,8 @@ class SentByRank:
     """The rank that entered it last; -1 where no other one was seen."""
     members: tuple[int, ...] = ()
     """The ranks that were seen in it."""
+    queue: tuple[Any, ...] = ()
+    """The group or link that carries one op after the other."""
 
     @property
     def known_end(self) -> int | None:
@@ -78,7 +80,16 @@ class MeasuredStep:
     """Seconds from the begin of each rank's step to that of its next one."""
     cpu_s: Mapping[int, float]
     """Processor seconds of each rank's main thread."""
+    queued_s: Mapping[int, float | None]
+    """Seconds for which each rank's main thread wanted a processor and had none; None where the system does not say."""
     spans_of_sent: Mapping[tuple[int, str, str, float], SentByRank] = field(default_factory=dict)
+    before: MeasuredStep | None = None
+    """The step before, if it is recorded: what made a rank late may have been there."""
+    gaps: Mapping[int, Sequence[Gap]] = field(init=False)
+    """What is between the ops on each rank's compute stream."""
+
+    def __post_init__(self) -> None:
+        self.gaps = {rank: [*gaps(self.timeline, rank)] for rank in self.begins}
 
     def cause(self, gap: Gap) -> tuple[int, str] | None:
         """Return the rank for which a wait has waited, and the op or row that made it late; None if none was late.
@@ -105,54 +116,64 @@ class MeasuredStep:
         if not name.startswith(GAP):
             return late, name
         row = name.removeprefix(GAP)
-        own = [one for one in self._gaps[late] if f"{one.name} {one.axis}" == row and one.name in (WAIT, BUBBLE)]
-        inside = [one for one in own if since <= self.begins[late] + one.start_s * 1e9 < until]
-        longest = max(inside, key=lambda one: one.end_s - one.start_s, default=None)
-        before = self._cause(longest, depth - 1) if longest is not None and depth else None
-        return before or (late, row)
+        own = [
+            (one.end_s - one.start_s, step, one)
+            for step in (self, self.before)
+            if step is not None
+            for one in step.gaps[late]
+            if f"{one.name} {one.axis}" == row
+            and one.name in (WAIT, BUBBLE)
+            and since <= step.begins[late] + one.start_s * 1e9 < until
+        ]
+        if not own or not depth:
+            return late, row
+        _, step, longest = max(own, key=lambda one: one[0])
+        return step._cause(longest, depth - 1) or (late, row)
 
     def _last_met(self, one: int, other: int, before: int) -> int:
-        """Return the end of the last op in which two ranks took part, or the begin of the step."""
+        """Return the end of the last op in which two ranks took part, or the begin of the first step that is known."""
         ends = [sent.ends for sent in self.sent[one] if other in sent.members and sent.starts < before]
-        return max([end for end in ends if end <= before], default=min(self.begins[one], self.begins[other]))
+        met = max([end for end in ends if end <= before], default=None)
+        if met is None and self.before is not None:
+            return self.before._last_met(one, other, before)
+        return min(self.begins[one], self.begins[other]) if met is None else met
 
     def _did(self, rank: int, since: int, until: int) -> dict[str, float]:
         """Return the seconds of each op of a rank, and of each row of its gaps, between two times of the common clock."""
         found: dict[str, float] = defaultdict(float)
         first, last = ((time - self.begins[rank]) / 1e9 for time in (since, until))
-        if first < 0:
+        if first < 0 and self.before is None:
             found["the step before"] = -first
+        elif first < 0 and self.before is not None:
+            found.update(self.before._did(rank, since, self.begins[rank]))
         for one in self.timeline.spans_of(rank):
             if one.stream == COMPUTE and one.end_s > first and one.start_s < last:
                 found[one.name] += min(one.end_s, last) - max(one.start_s, first)
-        for gap in self._gaps[rank]:
+        for gap in self.gaps[rank]:
             if gap.end_s > first and gap.start_s < last:
                 found[f"{GAP}{gap.name} {gap.axis}"] += min(gap.end_s, last) - max(gap.start_s, first)
         return found
 
-    _gaps: Mapping[int, Sequence[Gap]] = field(default_factory=dict)
 
-    def with_gaps(self, gaps: Mapping[int, Sequence[Gap]]) -> MeasuredStep:
-        """Return the step, which knows the gaps of its lanes now."""
-        self._gaps = gaps
-        return self
-
-
-def measured_step(records: Mapping[int, RankRecord], number: int, offsets: Mapping[str, int]) -> MeasuredStep:
-    """Return one step of all ranks; `offsets` are what is added to the nanoseconds of each clock."""
+def measured_step(
+    records: Mapping[int, RankRecord], number: int, offsets: Mapping[str, int], before: MeasuredStep | None = None
+) -> MeasuredStep:
+    """Return one step of all ranks; `offsets` are what is added to the nanoseconds of each clock, and `before` is the step before it."""
     steps = {rank: record.steps[number] for rank, record in records.items()}
     shift = {rank: offsets.get(record.head.clock, 0) for rank, record in records.items()}
     sent = {rank: sent_by(record, number, shift[rank]) for rank, record in records.items()}
     enter_all(records, sent)
     parts: list[Span] = []
+    passed: set[Span] = set()
     known: dict[tuple[int, str, str, float], SentByRank] = {}
     for rank, step in steps.items():
         begin = step.begin_ns + shift[rank]
         blocked = [one.waited for one in sent[rank] if one.waited is not None and one.ends > one.waited[0]]
-        gaps = [(start - begin, stop - begin) for start, stop in blocked]
+        waiting = [(start - begin, stop - begin) for start, stop in blocked]
+        waited_for = _waited_for(sent[rank])
         parts += [
             Span(rank, COMPUTE, one.name, one.task, one.begin / 1e9, one.end / 1e9)
-            for one in segments(step, gaps)
+            for one in segments(step, waiting)
             if one.name
         ]
         for one in sent[rank]:
@@ -162,16 +183,19 @@ def measured_step(records: Mapping[int, RankRecord], number: int, offsets: Mappi
             )
             if end_s > 0:
                 parts.append(span)
+                passed.update(() if id(one) in waited_for else (span,))
                 known[rank, span.stream, span.name, span.end_s] = one
     lasted_s = {rank: (step.until_ns - step.begin_ns) / 1e9 for rank, step in steps.items()}
     return MeasuredStep(
         number,
-        Timeline(tuple(parts), "rank"),
+        Timeline(tuple(parts), "rank", frozenset(passed)),
         {rank: step.begin_ns + shift[rank] for rank, step in steps.items()},
         sent,
         lasted_s,
         {rank: step.cpu_ns / 1e9 for rank, step in steps.items()},
+        {rank: None if step.queued_ns is None else step.queued_ns / 1e9 for rank, step in steps.items()},
         known,
+        before,
     )
 
 
@@ -262,9 +286,19 @@ def enter_all(records: Mapping[int, RankRecord], sent: Mapping[int, Sequence[Sen
         ends = max(last.entered, min(known, default=last.entered))
         for one in members:
             one.starts, one.late = last.entered, last.rank if len(members) > 1 else -1
-            one.members = tuple(other.rank for other in members)
+            one.members, one.queue = tuple(other.rank for other in members), lane
             one.ends = ends if one.waited is None or one.waited[0] >= ends else one.waited[1]
             ended[one.rank, lane] = ends
+
+
+def _waited_for(sent: Sequence[SentByRank]) -> set[int]:
+    """Return the ids of what a rank has waited for: itself, or what the same group or link carried behind it."""
+    found: set[int] = set()
+    lasting = [(one, one.waited) for one in sent if one.waited is not None and one.ends > one.waited[0]]
+    for last, (begin, end) in lasting:
+        ahead = (one for one in sent if one.queue == last.queue and one.entered <= last.entered)
+        found.update(id(one) for one in ahead if begin < one.ends <= end)
+    return found
 
 
 def _limit(one: SentByRank) -> int | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samestep.explanation.clocks import Bound, ClockOffset, bounds_of, offsets_of
 from samestep.explanation.measured_step import MeasuredStep, measured_step, meetings_of, sent_by
+from samestep.program.ops import OpKind
 from samestep.program.recorded import RankRecord
-from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, TRANSFER, WAIT, Key, gaps, hidden_s, partition
+from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, TRANSFER, WAIT, Key, hidden_s, partition
 from samestep.simulation.prediction import Prediction
 
 
@@ -62,6 +63,8 @@ class MeasuredSteps:
     lasted_s: Mapping[int, float]
     cpu_s: Mapping[int, tuple[float, ...]]
     """Processor seconds of each step, by rank."""
+    queued_s: Mapping[int, tuple[float | None, ...]]
+    """Seconds of each step for which the rank wanted a processor and had none, by rank; None where the system does not say."""
     hidden: Mapping[int, Mapping[str, float]]
     """Seconds of communication that ran while the rank computed, by axis."""
     charges: tuple[Charge, ...]
@@ -92,6 +95,13 @@ class MeasuredSteps:
             found[op.axis] += op.size_bytes
         return found
 
+    def wire_bytes(self, rank: int, axis: str) -> float:
+        """Return the bytes that a rank sends on an axis in a step: of a collective over n ranks by a ring, of a message its size."""
+        head = self.records[rank].head
+        others = 1 - 1 / max(1, len(head.groups.get(axis, ())))
+        passes: Mapping[str, float] = {OpKind.ALL_REDUCE: 2 * others, OpKind.SEND: 1.0, OpKind.RECV: 0.0}
+        return sum(op.size_bytes * passes.get(op.kind, others) for op in head.ops if op.axis == axis)
+
 
 def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> MeasuredSteps:
     """Return the parts of some steps, which every rank has recorded."""
@@ -101,19 +111,20 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
     charged: dict[tuple[int, str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
     lasted: dict[int, list[float]] = defaultdict(list)
     cpu: dict[int, list[float]] = defaultdict(list)
+    queued: dict[int, list[float | None]] = defaultdict(list)
     clocks: dict[str, ClockOffset] = {}
     one = None
     for number in steps:
         at_ns = records[min(records)].steps[number].begin_ns
         clocks = offsets_of(records, bounds, at_ns)
-        one = measured_step(records, number, {clock: found.offset_ns for clock, found in clocks.items()})
-        one = one.with_gaps({rank: [*gaps(one.timeline, rank)] for rank in records})
+        one = _with_step_before(records, number, {clock: found.offset_ns for clock, found in clocks.items()}, one)
         for row in partition(one.timeline):
             rows[row.stage][row.name, row.axis] += row.seconds / len(steps)
         for rank in records:
             _take_tail(rows[rank], one.timeline.step_s - one.lasted_s[rank], len(steps))
             lasted[rank].append(one.lasted_s[rank])
             cpu[rank].append(one.cpu_s[rank])
+            queued[rank].append(one.queued_s[rank])
             for axis, seconds in hidden_s(one.timeline, rank).items():
                 hidden[rank][axis] += seconds / len(steps)
         _charge(one, clocks, records, charged, len(steps))
@@ -124,6 +135,7 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
         rows=rows,
         lasted_s={rank: statistics.fmean(values) for rank, values in lasted.items()},
         cpu_s={rank: tuple(values) for rank, values in cpu.items()},
+        queued_s={rank: tuple(values) for rank, values in queued.items()},
         hidden=hidden,
         charges=tuple(
             sorted(
@@ -135,6 +147,18 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
         last=one,
         missing=tuple(_missing(records, steps)),
     )
+
+
+def _with_step_before(
+    records: Mapping[int, RankRecord], number: int, offsets: Mapping[str, int], last: MeasuredStep | None
+) -> MeasuredStep:
+    """Return a step that knows the one before it, where every rank has recorded that; `last` was made last."""
+    before = None
+    if last is not None and last.step == number - 1:
+        before = replace(last, before=None)
+    elif all(number - 1 in record.steps for record in records.values()):
+        before = measured_step(records, number - 1, offsets)
+    return measured_step(records, number, offsets, before)
 
 
 def _take_tail(rows: dict[Key, float], tail_s: float, num_steps: int) -> None:
@@ -161,7 +185,7 @@ def _charge(
     num_steps: int,
 ) -> None:
     for rank in records:
-        for gap in one._gaps[rank]:
+        for gap in one.gaps[rank]:
             if gap.name not in (WAIT, BUBBLE):
                 continue
             cause = one.cause(gap)

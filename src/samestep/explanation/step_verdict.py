@@ -2,11 +2,12 @@
 
 Candidates are seconds of the step that one cause takes: waits that are charged to a rank belong to its cause, not to the axis on
 which others met it. A rank is called a straggler only by its own processor time, which other load on the machine does not raise: in
-most steps above that of the other ranks of its stage (`runtime/recording/stragglers.py`).
+most steps above that of the other ranks of its stage (`runtime/recording/stragglers.py`). What other load may explain is no link's.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from samestep.simulation.partition import BUBBLE, IMBALANCE, TRANSFER, row_name
 MOST_REASONS = 3
 HAS_PROCESSOR = 0.7
 """Part of its work for which a rank has the processor where nothing else runs."""
+UNBALANCED = 0.1
+"""Part of a step that equal stages would save, from which on the stages are what bounds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +50,18 @@ class _Candidate:
 
 def verdict_of(found: MeasuredSteps, parts: Sequence[StepPart], tries: Sequence[str] = ()) -> StepVerdict:
     """Return the verdict on some steps, from the parts of the busiest rank and what was charged."""
-    candidates = sorted(_candidates(found, parts), key=lambda one: -one.seconds)
-    if (
-        busy := _other_load(found, parts)
-    ) is not None:  # then no time of a link or of compute is what it would be alone
-        candidates = [busy, *(one for one in candidates if one.kind in ("compute", "input", "checkpoint"))]
+    away = _away(found, parts)
+    candidates = sorted(_candidates(found, parts, away), key=lambda one: -one.seconds)
+    is_loaded = away is not None and away.kind == "load"
+    if away is not None and is_loaded:
+        candidates = _beyond_load(candidates, away.seconds, is_counted=_queued_s(found, found.busiest) is not None)
     compute = next((one for one in candidates if one.kind == "compute"), None)
     others = [one for one in candidates if one.kind != "compute" and one.seconds >= WORTH * found.step_s]
-    first = busy or next((one for one in others if one.kind == "straggler"), None)
+    first = None if is_loaded else next((one for one in others if _goes_first(one, found)), None)
     first = first or max(
-        [*others, *([compute] if compute else [])],
+        [*others, *([compute] if compute and not is_loaded else [])],
         key=lambda one: one.seconds,
-        default=_Candidate("compute", 0, "compute", ""),
+        default=compute or _Candidate("compute", 0, "compute", ""),
     )
     reasons = [one.reason for one in (first, *others) if one.reason]
     if compute is not None and compute is not first:
@@ -70,13 +73,27 @@ def verdict_of(found: MeasuredSteps, parts: Sequence[StepPart], tries: Sequence[
     )
 
 
+def _beyond_load(candidates: Sequence[_Candidate], load_s: float, *, is_counted: bool) -> list[_Candidate]:
+    """Return the candidates that other load cannot explain: it makes ranks wait for each other, and what they send late.
+
+    A link stays where the system has counted for how long the ranks were queued, and it takes much longer than that.
+    """
+    least_s = {
+        "straggler": load_s,
+        "link": 2 * load_s if is_counted else math.inf,
+        BUBBLE: math.inf,
+        IMBALANCE: math.inf,
+    }
+    return [one for one in candidates if one.seconds > least_s.get(one.kind, 0.0)]
+
+
 def straggler_of(found: MeasuredSteps) -> tuple[int, float] | None:
     """Return the rank whose own work takes longer than that of its peers in most steps, and by how many seconds; None if none does."""
     stages = {rank: record.head.stage for rank, record in found.records.items()}
     return straggler_among({rank: found.cpu_s[rank] for rank in stages}, stages, found.step_s)
 
 
-def _candidates(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
+def _candidates(found: MeasuredSteps, parts: Sequence[StepPart], away: _Candidate | None) -> list[_Candidate]:
     rank = found.busiest
     caused: dict[str, float] = {}
     for charge in found.charges:
@@ -87,8 +104,11 @@ def _candidates(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candid
         kind: sum(part.measured_s for part in parts if part.name == kind)
         for kind in ("data", "host", "checkpoint", "watching")
     }
-    made = [_straggler(found), *_links(found, parts), *_bubbles(parts)]
+    made = [_straggler(found), *_links(found, parts), *_bubbles(parts), _imbalance(found)]
     computing = sum(part.measured_s for part in parts if part.name in ("compute", "recompute", "optimizer"))
+    if away is not None:
+        made.append(away)
+        computing -= away.seconds
     made.append(_Candidate("compute", computing, "compute", f"compute takes {_ms(computing)} on rank {rank}"))
     words = {
         "data": ("input", "waits for samples"),
@@ -103,15 +123,30 @@ def _candidates(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candid
     return [one for one in made if one is not None and one.seconds > 0]
 
 
-def _other_load(found: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidate | None:
-    """Return by how much other programs keep a rank's work from the processor, where they do for much of it; on a CPU alone."""
+def _away(found: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidate | None:
+    """Return for how long the busiest rank had no processor in its own work, and why, where that is much of it; on a CPU alone.
+
+    Either other programs had it (`load`), or the rank slept or read (`host`). Where the system does not say, it is load.
+    """
     rank = found.busiest
     own_s = sum(part.measured_s for part in parts if part.name in ("compute", "recompute", "optimizer"))
     had_s = statistics.median(found.cpu_s[rank])
     if found.records[rank].head.device != "cpu" or had_s >= HAS_PROCESSOR * own_s:
         return None
-    reason = f"rank {rank} had the processor for {_ms(had_s)} of {_ms(own_s)} of work: other programs, or more ranks than cores, had the rest"
-    return _Candidate("load", own_s - had_s, "other load on the machine", reason)
+    queued_s = _queued_s(found, rank)
+    if queued_s is None or queued_s >= (own_s - had_s) / 2:
+        reason = f"rank {rank} had the processor for {_ms(had_s)} of {_ms(own_s)} of work: other programs, or more ranks than cores, had the rest"
+        return _Candidate("load", own_s - had_s, "other load on the machine", reason)
+    asleep_s = own_s - had_s - queued_s
+    doing = next((f" in {one.doing}" for one in found.charges if one.rank == rank), "")
+    reason = f"rank {rank} sleeps or reads for {_ms(asleep_s)} of {_ms(own_s)} of work, with a processor at hand{doing}"
+    return _Candidate("host", asleep_s, "host", reason)
+
+
+def _queued_s(found: MeasuredSteps, rank: int) -> float | None:
+    """Return the seconds of a step for which a rank wanted a processor and had none; None where the system does not say."""
+    known = [seconds for seconds in found.queued_s[rank] if seconds is not None]
+    return statistics.median(known) if known else None
 
 
 def _straggler(found: MeasuredSteps) -> _Candidate | None:
@@ -127,7 +162,10 @@ def _straggler(found: MeasuredSteps) -> _Candidate | None:
 
 
 def _links(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
+    """Return the links by the seconds that nothing else explains: what ranks without a processor send comes late on any link."""
     sent, made = found.sent_bytes(found.busiest), []
+    queued = [_queued_s(found, rank) for rank in found.records]
+    queued_s = max((seconds for seconds in queued if seconds is not None), default=0.0)
     for part in parts:
         if part.name != TRANSFER or part.axis is None:
             continue
@@ -138,17 +176,39 @@ def _links(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
             text += f" and {_ms(hidden)} of which compute may hide"
         if part.predicted_s is not None:
             text += f"; {_ms(part.predicted_s)} were predicted"
-        made.append(_Candidate("link", part.measured_s, f"link of {part.axis}", text))
+        if wire := found.wire_bytes(found.busiest, part.axis):
+            text += (
+                f"; the link carries {readable(round(wire / (part.measured_s + hidden)))}/s{' or more' * bool(hidden)}"
+            )
+        made.append(_Candidate("link", part.measured_s - queued_s, f"link of {part.axis}", text))
     return made
 
 
 def _bubbles(parts: Sequence[StepPart]) -> list[_Candidate]:
-    words = {BUBBLE: "the schedule leaves a stage idle", IMBALANCE: "another stage computes longer"}
     return [
-        _Candidate(part.name, part.measured_s, part.name, f"{words[part.name]} for {_ms(part.measured_s)}")
+        _Candidate(BUBBLE, part.measured_s, BUBBLE, f"the schedule leaves a stage idle for {_ms(part.measured_s)}")
         for part in parts
-        if part.name in words
+        if part.name == BUBBLE
     ]
+
+
+def _imbalance(found: MeasuredSteps) -> _Candidate | None:
+    """Return what the step would save if all stages of the pipeline computed equally long."""
+    each: dict[int, list[float]] = {}
+    for rank, record in found.records.items():
+        seconds = sum(found.rows[rank].get((name, None), 0.0) for name in ("compute", "recompute"))
+        each.setdefault(record.head.stage, []).append(seconds)
+    if len(each) == 1:
+        return None
+    stages = {stage: statistics.fmean(seconds) for stage, seconds in each.items()}
+    longest, mean_s = max(stages, key=lambda stage: stages[stage]), statistics.fmean(stages.values())
+    reason = f"stage {longest} computes {_ms(stages[longest])}, and the mean of the stages is {_ms(mean_s)}; the others wait for it"
+    return _Candidate(IMBALANCE, stages[longest] - mean_s, f"imbalance, stage {longest} computes longest", reason)
+
+
+def _goes_first(one: _Candidate, found: MeasuredSteps) -> bool:
+    """Return whether a candidate is what to mend, even where the ranks compute for longer than it takes."""
+    return one.kind == "straggler" or (one.kind == IMBALANCE and one.seconds >= UNBALANCED * found.step_s)
 
 
 def _ms(seconds: float) -> str:

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from samestep.errors import InputError, RecordError
 
-FORMAT, VERSION = "samestep record", 2
-_READ = (1, 2)
-"""Versions that are read: the first one has fewer numbers in a mark of memory."""
+FORMAT, VERSION = "samestep record", 3
+_READ = (1, 2, 3)
+"""Versions that are read: the first one has fewer numbers in a mark of memory, and the first two do not say for how long a rank was queued."""
 FOLDER = "record"
 """The folder of the records in a run folder."""
 MODEL, JOB = "model.json", "job.toml"
@@ -87,6 +87,8 @@ class RecordedStep:
     until_ns: int
     cpu_ns: int
     """Processor time of the rank's main thread in `run.step`."""
+    queued_ns: int | None = None
+    """Nanoseconds of `run.step` in which that thread wanted a processor and had none; None where the system does not say."""
     ahead_ns: int = 0
     """The most by which the host was ahead of the device when it began a task; 0 on a CPU."""
     events: Sequence[Sequence[Any]] = ()
@@ -108,7 +110,8 @@ def head_line(head: RecordHead) -> str:
 
 def step_line(step: RecordedStep) -> str:
     """Return the line of a step."""
-    return json.dumps(asdict(step), separators=(",", ":")) + "\n"
+    values = {name: getattr(step, name) for name in RecordedStep.__slots__}  # asdict would copy every event
+    return json.dumps(values, separators=(",", ":"), default=dict) + "\n"
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 A lane is a pipeline stage of a played timeline, or a rank of a measured one; the same function reads both. An op on the compute
 stream owns its instants: compute, recompute, optimizer, data, host, checkpoint, watching. Between them are *gaps*. An instant of a
 gap belongs to the op that ended last among those that ran at that instant and ended within the gap, because compute went on at the
-end of the last one; an op that goes on beyond the gap did not close it.
+end of the last one; an op that goes on beyond the gap did not close it, nor did one for which a measured lane has not waited.
 
 ```
 compute   FFFFFF......................BBBBBB
@@ -108,6 +108,9 @@ class StepLanes(Protocol):
     def spans_of(self, stage: int) -> Iterator[Span]:
         """Yield the span of every op of one lane."""
 
+    def closes_gaps(self, span: Span) -> bool:
+        """Return whether a lane may have waited for an op."""
+
 
 def partition(timeline: StepLanes) -> tuple[TimeRow, ...]:
     """Return the rows of every lane: those of one lane add up to the seconds of the step."""
@@ -169,7 +172,10 @@ def _walk(timeline: StepLanes, stage: int) -> Iterator[Gap | tuple[Key, float]]:
     busy: list[Span] = []
     sent: list[Span] = []
     for span in timeline.spans_of(stage):
-        (busy if span.stream == COMPUTE else sent).append(span)
+        if span.stream == COMPUTE:
+            busy.append(span)
+        elif timeline.closes_gaps(span):
+            sent.append(span)
     busy.sort(key=lambda span: span.start_s)
     # Of ops that end at once the first to start covers most of a gap.
     sent.sort(key=lambda span: (span.end_s, -span.start_s, _passes_stages(span.stream)))

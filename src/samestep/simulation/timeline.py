@@ -49,6 +49,8 @@ class Timeline:
     parts: tuple[Span | LineSpan, ...]
     lane: Literal["stage", "rank"] = "stage"
     """What `Span.stage` counts: pipeline stages of a played timeline, or ranks of a measured one."""
+    not_waited_for: frozenset[Span] = frozenset()
+    """Ops that a measured lane did not wait for: nobody saw their ends, which are at most what their spans say."""
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -71,6 +73,10 @@ class Timeline:
         """Yield the span of every op of one stage, in the order of issue."""
         for part in self._of_stage.get(stage, ()):
             yield from (part,) if isinstance(part, Span) else part.spans()
+
+    def closes_gaps(self, span: Span) -> bool:
+        """Return whether a lane may have waited for an op: of a played one, always."""
+        return span not in self.not_waited_for
 
     @cached_property
     def is_piped(self) -> bool:

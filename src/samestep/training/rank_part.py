@@ -130,8 +130,8 @@ def _loop(
                     log.rolled_back()
             is_last |= evaluated.is_over
             if is_last or saver.is_due(report):
-                log.sync()  # before the checkpoint, which must never be ahead of the log
                 with whereabouts.apart("a save"), log.spending("saves"):
+                    log.sync()  # before the checkpoint, which must never be ahead of the log
                     saver.save(is_last=is_last)
                 log.saved(report.step)
             if on_step is not None:

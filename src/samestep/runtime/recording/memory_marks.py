@@ -9,19 +9,18 @@ memory of the process is all that a recorder can know: libraries are part of it,
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
+from samestep.runtime.recording.system_files import SystemFile
+
 _PAGE = 4096
-_STATM = Path("/proc/self/statm")
 
 
 class MemorySampler:
     """Samples the memory of one device; `begin` and `name` keep the op that is being done."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._resident = device, SystemFile("/proc/self/statm")
         self._doing = ""
 
     def begin(self, op: str) -> None:
@@ -31,16 +30,8 @@ class MemorySampler:
     def sample(self) -> tuple[int, int, int, str]:
         """Return the bytes in use, those reserved, the most in use since the step began, and the op that has ended."""
         if self._device.type != "cuda":
-            return _resident_bytes(), 0, 0, self._doing
+            pages = self._resident.read()
+            return int(pages[1]) * _PAGE if pages else 0, 0, 0, self._doing
         found = torch.cuda.memory_stats_as_nested_dict(self._device)
         allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
         return allocated["current"], reserved["current"], allocated["peak"], self._doing
-
-
-def _resident_bytes() -> int:
-    """Return the resident bytes of this process; 0 where the system does not say."""
-    try:
-        with _STATM.open(encoding="ascii") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except OSError:
-        return 0

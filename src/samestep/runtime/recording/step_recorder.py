@@ -15,7 +15,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +38,7 @@ from samestep.runtime.recording.kernel_profile import KernelProfile
 from samestep.runtime.recording.layer_marks import mark_layers
 from samestep.runtime.recording.memory_marks import MemorySampler
 from samestep.runtime.recording.sums import StepSums, sums_of
+from samestep.runtime.recording.system_files import ProcessorTime
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 
 _AROUND_LAYERS = {
@@ -58,7 +59,8 @@ class _OpenStep:
     step: int
     base: tuple[int, Stamp]
     """The host's time at its begin, and the stamp of that."""
-    cpu_ns: int
+    processor: tuple[int, int | None]
+    """What the thread had of a processor, and was queued for one; until its end, since the thread began."""
     window: _Window | None
     """The window that it is in."""
     events: list[list[Any]] = field(default_factory=list)
@@ -89,7 +91,7 @@ def _since_begin(events: Sequence[Sequence[Any]], step: RecordedStep) -> list[li
 
 
 def _unheard() -> _OpenStep:
-    return _OpenStep(0, (0, 0), 0, None)
+    return _OpenStep(0, (0, 0), (0, None), None)
 
 
 class _Issued:
@@ -119,11 +121,32 @@ class _Issued:
         return self._recorder.add(event)
 
 
+class _RunningTask:
+    """The context of a task, whose begin and end are noted; a class, since a generator takes twice as many calls."""
+
+    __slots__ = ("_end", "_event", "_inner", "_opened", "_recorder", "_task")
+
+    def __init__(
+        self, recorder: StepRecorder, inner: AbstractContextManager[None], task: Task, opened: _OpenStep
+    ) -> None:
+        self._recorder, self._inner, self._task, self._opened = recorder, inner, task, opened
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._event, self._end = self._recorder.note_task(self._task, self._opened)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._end()
+        if self._opened.window is not None:
+            self._recorder.sample(self._event[3])
+        return self._inner.__exit__(*error)
+
+
 class StepRecorder(StepObserver):
     """Records the steps of a run on one rank; what it observes, the observer that it is given observes too."""
 
     def __init__(self, inner: StepObserver, job: Job, device: torch.device, rank: int) -> None:
-        self._inner, self._job, self._device, self._rank = inner, job, device, rank
+        self._inner, self._job, self._device, self.rank = inner, job, device, rank
         self._clock = clock_of(device)
         self.now: Callable[[], Stamp] = self._clock.now
         self._open: _OpenStep | None = None
@@ -136,6 +159,7 @@ class StepRecorder(StepObserver):
         """The folder of windows that a signal asks for."""
         self._axes: dict[str, str] = {}
         self.memory = MemorySampler(device)
+        self._processor = ProcessorTime()
         self.sums = StepSums()
         """The sums of the newest step whose times are known."""
 
@@ -148,8 +172,8 @@ class StepRecorder(StepObserver):
         """
         for one in [one for one in self._windows if one.overlaps(steps)]:
             self._leave(one)
-        path = recorded.path_of(folder, steps, self._rank)
-        profile = KernelProfile(recorded_kernels.path_beside(path), self._device, self._rank) if kernels else None
+        path = recorded.path_of(folder, steps, self.rank)
+        profile = KernelProfile(recorded_kernels.path_beside(path), self._device, self.rank) if kernels else None
         self._windows = sorted(
             [*self._windows, _Window(steps, path, self._job, profile)], key=lambda one: one.steps.start
         )
@@ -175,7 +199,8 @@ class StepRecorder(StepObserver):
         yield
         if opened is not None and self._open is opened:
             opened.end = self.now()
-            opened.cpu_ns = time.thread_time_ns() - opened.cpu_ns
+            (had, queued), (had_before, before) = self._processor.read(), opened.processor
+            opened.processor = had - had_before, None if queued is None or before is None else queued - before
             if (window := opened.window) is not None:
                 opened.held = window.held = window.held or held()
 
@@ -189,6 +214,11 @@ class StepRecorder(StepObserver):
             self._leave(one)
         if marks.listener() is self:
             marks.listen(None)
+
+    @property
+    def step(self) -> int:
+        """The step that is being taken, or was taken last, counted from 1; 0 before the first."""
+        return 0 if self._open is None else self._open.step
 
     # -- what is observed --------------------------------------------------------------------------
 
@@ -210,22 +240,20 @@ class StepRecorder(StepObserver):
         """Pass the scalars on."""
         self._inner.agreed(scalars)
 
-    @contextmanager
-    def running(self, task: Task, samples: Indices) -> Iterator[None]:
+    def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
         """Note when a task begins and ends."""
-        opened = self._open
-        with self._inner.running(task, samples):
-            if opened is None or opened.end is not None:
-                yield
-                return
-            event = ["task", f"{task.kind}{task.microbatch}", self.now(), None]
-            if self._device.type == "cuda":
-                opened.begun.append((time.perf_counter_ns(), event[2]))
-            end = self.add(event)
-            self.memory.begin(_AROUND_LAYERS.get(str(task.kind), "host"))
-            yield
-            end()
-            self.sample(event[3])
+        inner, opened = self._inner.running(task, samples), self._open
+        return inner if opened is None or opened.end is not None else _RunningTask(self, inner, task, opened)
+
+    def note_task(self, task: Task, opened: _OpenStep) -> tuple[list[Any], Callable[[], None]]:
+        """Note that a task begins; return its event, and a function that ends it."""
+        event = ["task", f"{task.kind.value}{task.microbatch}", self.now(), None]
+        end = self.add(event)
+        if self._device.type == "cuda":
+            opened.begun.append((time.perf_counter_ns(), event[2]))
+        if opened.window is not None:
+            self.memory.begin(_AROUND_LAYERS.get(task.kind.value, "host"))
+        return event, end
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
@@ -265,12 +293,12 @@ class StepRecorder(StepObserver):
             self._leave(one)
         window = next((one for one in self._windows if step in one.steps), None)
         if window is not None and not window.is_open:
-            window.open(self, program, module, spec, self._rank, self._device)
+            window.open(self, program, module, spec, self.rank, self._device)
         if window is not None and window.profile is not None:
             window.profile.begin_step(step)
         if not self._axes:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
-        self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), time.thread_time_ns(), window)
+        self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window)
         marks.listen(self)
         self._read()
 
@@ -314,7 +342,8 @@ class StepRecorder(StepObserver):
             begin_ns=begin,
             end_ns=begin + since(one.end),
             until_ns=begin + until,
-            cpu_ns=one.cpu_ns,
+            cpu_ns=one.processor[0],
+            queued_ns=one.processor[1],
             ahead_ns=max(0, *ahead) if ahead else 0,
             events=events,
             memory=[MemoryMark(since(stamp), *sampled) for stamp, *sampled in one.memory],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from samestep.program.recorded import RecordedStep
@@ -47,11 +47,23 @@ def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
         if form == "wait" or (form == "sent" and not more[2]):
             add(f"wait_{axes.get(name, 'other')}_s", begin, end)
             waits.append((begin, end))
-    waits.sort()
-    for name, begin, end in tasks:  # own work alone
-        inside = sum(min(end, stop) - max(begin, start) for start, stop in waits if start < end and stop > begin)
-        add(name, begin, end - inside)
+    for name, begin, end in tasks:
+        add(name, begin, end)
+    for name, seconds in _waited_inside(tasks, waits):  # own work alone
+        found[name] -= seconds
     if step.ahead_ns:
         found["host_ahead_s"] = step.ahead_ns / 1e9
     found["cpu_s"] = step.cpu_ns / 1e9
     return StepSums(step.step, found)
+
+
+def _waited_inside(tasks: list[tuple[str, int, int]], waits: list[tuple[int, int]]) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of each wait that are within a task; tasks do not overlap, and waits of another may be in between."""
+    tasks.sort(key=lambda task: task[1])
+    index = 0
+    for begin, end in sorted(waits):
+        while index < len(tasks) and tasks[index][2] <= begin:
+            index += 1
+        if index < len(tasks) and end > tasks[index][1]:
+            name, start, stop = tasks[index]
+            yield name, (min(end, stop) - max(begin, start)) / 1e9
