@@ -46,6 +46,30 @@ class Regression(nn.Module):
         return self.one(found), self.two(found)
 
 
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Reading(nn.Module):
+    """A head over blocks, of which neurons and a weight are outputs too: the head's, or another one."""
+
+    def __init__(self, of_head: bool = False) -> None:
+        super().__init__()
+        self.of_head = of_head
+        self.lift, self.blocks, self.head = nn.Linear(6, 8), nn.ModuleList([Mlp(), Mlp()]), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = self.blocks[0](self.lift(x))
+        neurons = torch.tanh(self.blocks[1].up(found))
+        found = found + self.blocks[1].down(neurons)
+        return self.head(found), *((found, self.head.weight) if self.of_head else (neurons, self.lift.weight))
+
+
 class Gan(nn.Module):
     """A generator and a discriminator; with a penalty, on the gradient of the latter between real and made points."""
 
@@ -78,6 +102,13 @@ def two_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 def both(outputs: Any, batch: Any) -> tuple[Tensor, int]:
     return one_loss(outputs, batch)[0] + outputs[1].square().sum(), outputs[0].numel()
+
+
+def of_all_outputs(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """A loss with penalties on neurons and on a weight."""
+    found, neurons, weight = outputs
+    penalty = neurons.abs().sum(1).square().sum() / 8 + len(found) * (weight.T @ weight).square().sum()
+    return both(found.chunk(2, 1), batch)[0] + 0.1 * penalty, found.numel()
 
 
 def d_loss(outputs: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, int]:
@@ -303,6 +334,18 @@ def _plain_step(
     for one in plain.optimizers.values():
         one.step()
     return [loss.item()]
+
+
+def _plain_whole(loss: Callable[..., Any]) -> Callable[[Plain, Any, int], list[float]]:
+    def step_of(plain: Plain, batch: Any, step: int) -> list[float]:
+        plain.zero_grad()
+        mean = plain.mean(batch, loss)
+        mean.backward()
+        for one in plain.optimizers.values():
+            one.step()
+        return [mean.item()]
+
+    return step_of
 
 
 def _one_backward(run: Run, batch: Any, step: int) -> list[float]:
@@ -615,6 +658,8 @@ def _any_order(run: Run, batch: Any, step: int) -> list[float]:
 OF_HEADS = {"body": adam, "one": momentum, "two": adam}
 LOOPS = {
     "one backward": Loop(Regression, both, adam, _plain_step, _one_backward, clip_norm=0.1),
+    "neurons read": Loop(Reading, of_all_outputs, adam, _plain_whole(of_all_outputs), _whole),
+    "weights read": Loop(functools.partial(Reading, True), of_all_outputs, adam, _plain_whole(of_all_outputs), _whole),
     "two losses": Loop(Regression, both, OF_HEADS, _plain_two_losses, _two_losses, clip_norm=0.1),
     "gan": Loop(Gan, d_loss, {"d": adam, "g": adam}, _plain_in_turn(d_loss, g_loss, 1), _in_turn(d_loss, g_loss, 1)),
     "leaking gan": Loop(Gan, d_loss, {"d": adam, "g": momentum}, _plain_in_turn(d_loss, g_loss, 1), _leaking),

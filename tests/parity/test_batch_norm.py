@@ -74,6 +74,18 @@ class Bare(nn.Module):
         return rows.view(x.shape[0], -1, x.shape[1]).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
+class Views(nn.Module):
+    """Normalises two views of all samples together, which stand one behind the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.norm(torch.cat([x, x.flip(-1).tanh()])).chunk(2)
+        return one - two.sin()
+
+
 class Net(nn.Module):
     """Every kind of batch norm; blocks of residuals with a branch."""
 
@@ -86,6 +98,7 @@ class Net(nn.Module):
                 Residual(width, nn.SyncBatchNorm(width, momentum=0.4)),
                 Residual(width, nn.BatchNorm2d(width, track_running_stats=False)),
                 Bare(width),
+                Views(width),
             ]
         )
         self.cube = nn.BatchNorm3d(width)

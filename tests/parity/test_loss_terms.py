@@ -66,6 +66,13 @@ def with_an_empty_term(outputs: Tensor, batch: Any) -> Any:
     return terms | {"threes": (each[rare].sum(), rare.sum())}
 
 
+def with_a_penalty(outputs: Tensor, batch: Any) -> Any:
+    """One term, and one value, is the same for any samples."""
+    each, counts, _ = counted(outputs, batch)
+    penalty = outputs.new_tensor(0.25)
+    return {"tokens": (each.sum(), counts.sum()), "penalty": (penalty, 1)}, {"scale": (2 * penalty, 1)}
+
+
 def count_that_outputs_decide(outputs: Tensor, batch: Any) -> Any:
     """Only what is not predicted yet counts in the second term."""
     each, counts, _ = counted(outputs, batch)
@@ -78,6 +85,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "like DETR": like_detr,
     "one term": one_term,
     "an empty term": with_an_empty_term,
+    "a penalty": with_a_penalty,
     "outputs decide": count_that_outputs_decide,
     "in two passes": samestep.whole_batch(count_that_outputs_decide),
 }

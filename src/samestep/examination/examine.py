@@ -125,7 +125,7 @@ def _trace(
             forward = trace_forward(built, planned, run)
         if planned is None or forward.cuts is None:
             return built, forward, None
-        plan = plan_search.prove_or_change(built, forward, planned)
+        plan = plan_search.prove_or_change(built, forward, planned, source.loss)
         if isinstance(plan, ProvenPlan):
             break
         planned = plan

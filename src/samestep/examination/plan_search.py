@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from samestep.building.loss import cross_entropy
+from samestep.building.loss_result import Loss
+from samestep.building.model_loss import ModelLoss
+from samestep.building.named_tensors import address
 from samestep.examination.traced_forward import BuiltModel, TracedForward
 from samestep.independence import cut_proof, tensor_plan
 from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
 from samestep.independence.structural_plan import structural_plan
 from samestep.independence.tensor_plan import Cuts
+from samestep.state.snapshot import preserve_function
 from samestep.tracing.looks import Looks, paths_within
-from samestep.tracing.operations import Recorder
+from samestep.tracing.operations import ReadStorages, Recorder
+from samestep.tracing.watched_forward import outputs_on_meta
+from samestep.trees import tensors_in
 
 Counts = dict[int, tuple[tuple[str, str, int], ...]]
 """The attributes that a rank divides, by the degree of the cut: path, name, divisor."""
@@ -51,7 +60,7 @@ def find_plan(built: BuiltModel) -> Cuts:
     return planned
 
 
-def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts) -> ProvenPlan | Cuts:
+def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, loss: Loss) -> ProvenPlan | Cuts:
     """Return the proof of the plan with which a forward was traced, or another plan, with which to trace it anew.
 
     Another plan is one that leaves whole what the trace has seen to look at values, or of which a smaller part is proven:
@@ -59,14 +68,46 @@ def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts) ->
     """
     if not planned.refusal and not {*forward.spec.looks_in} <= {*planned.looking}:
         return tensor_plan.without_looking(built.module, planned, forward.spec.looks_in)
-    found = _prove(built, forward, planned)
+    reads = functools.cache(functools.partial(_outputs_read, built, loss, keeps_all=bool(planned.looking)))
+    found = _prove(built, forward, planned, reads)
     fewer, refusal = planned, found.proof.refusal
     while refusal and (smaller := tensor_plan.smaller(built.module, fewer, refusal)):
-        fewer, refusal = smaller, _prove(built, forward, smaller).proof.refusal
+        fewer, refusal = smaller, _prove(built, forward, smaller, reads).proof.refusal
     return found if refusal or fewer is planned else fewer
 
 
-def _prove(built: BuiltModel, forward: TracedForward, planned: Cuts) -> ProvenPlan:
+def _outputs_read(built: BuiltModel, loss: Loss, *, keeps_all: bool) -> frozenset[int] | None:
+    """Return the numbers of the outputs, among all of their tensors, that a loss reads beside the prediction; None for all."""
+    if loss is cross_entropy or isinstance(loss, ModelLoss):
+        return frozenset()
+    read = ReadStorages()
+    try:
+        outputs, batch = outputs_on_meta(built.module, built.sample, built.num_samples, built.value_of, keeps_all)
+        with preserve_function(loss), torch.enable_grad(), read:
+            loss(outputs, batch)
+    except Exception:  # of the user's own code, which may look at values
+        return None
+    return frozenset(index for index, one in enumerate(tensors_in(outputs)) if address(one) in read.found)
+
+
+def _with_whole_outputs(proof: CutProof, reads: Callable[[], frozenset[int] | None]) -> CutProof:
+    """Return a proof, or its refusal where a rank would have a part of an output that the loss reads."""
+    if proof.refusal or not proof.cut_outputs:
+        return proof
+    read = reads()
+    for index, names in proof.cut_outputs.items():
+        if index < 0 or read is None or index in read:
+            where = min(names).rpartition(".")[0]
+            reason = (
+                f"the loss reads an output of the model that is cut as {min(names)} is, and a rank has a part of it"
+            )
+            return replace(proof, refusal=reason, refused_at=where, refused=names)
+    return proof
+
+
+def _prove(
+    built: BuiltModel, forward: TracedForward, planned: Cuts, reads: Callable[[], frozenset[int] | None]
+) -> ProvenPlan:
     """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
 
     Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered, those of
@@ -83,6 +124,7 @@ def _prove(built: BuiltModel, forward: TracedForward, planned: Cuts) -> ProvenPl
             proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, observed.recorder, cuts_logits)
             if degree := cut_proof.smallest_degree(proof):
                 proof, counts = try_degree(built, proof, shareable, degree)
+            proof = _with_whole_outputs(proof, reads)
             if not proof.refusal:
                 return ProvenPlan(planned, proof, counts, shareable)
             proofs.append(proof)

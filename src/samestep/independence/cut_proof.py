@@ -58,6 +58,8 @@ class CutProof:
     """Storages of the recorded forward that hold a part, or a summand, on each rank."""
     cuts_logits: bool = False
     """Whether the loss may get logits that are cut by vocabulary."""
+    cut_outputs: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """The weights by which other outputs are cut, by their number among all tensors of the outputs; -1 for the prediction."""
     tried: tuple[str, ...] = ()
     """Operations without a rule, and custom backwards, of which a trial has passed."""
     looking: tuple[str, ...] = ()
@@ -166,9 +168,9 @@ def prove(
             held = frozenset(
                 one for one, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
             )
-            return CutProof(
-                way, cuts, flow.groups, uses, _copied_paths(flow, partial), held, cuts_logits, tried, looking
-            )
+            outputs = {index: names for index, names in flow.cut_outputs.items() if index >= 0 or not cuts_logits}
+            copied = _copied_paths(flow, partial)
+            return CutProof(way, cuts, flow.groups, uses, copied, held, cuts_logits, outputs, tried, looking)
     return CutProof(styles, looking=looking, refusal=refusal, refused_at=where, refused=refused)
 
 

@@ -154,8 +154,8 @@ class UnitFlow:
     """The units of the model's prediction."""
     tried: list[str] = field(default_factory=list)
     """Operations without a rule, and custom backwards, of which a trial has passed."""
-    others_cut: bool = False
-    """Whether another output has units."""
+    cut_outputs: dict[int, frozenset[str]] = field(default_factory=dict)
+    """The weights by which outputs are cut, by their number among all tensors of the outputs; that of the prediction is -1."""
 
     def along(self, view: View, op: Operation) -> UnitDim | None:
         """Return the dimension of a tensor that has units; None for a tensor without.

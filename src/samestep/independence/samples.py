@@ -13,9 +13,9 @@ and the operation. What is not clear is listed to be tried on the run's first ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -57,8 +57,9 @@ class Findings:
     """Where samples influence each other, as text; empty if nothing shows it."""
     tried: tuple[str, ...] = ()
     """What is assumed, and must be tried on real values."""
-    batch_norms: frozenset[str] = frozenset()
-    """Modules whose calls of batch norm take statistics of samples that lie along the first dimension."""
+    batch_norms: Mapping[str, int] = field(default_factory=dict)
+    """Modules whose calls of batch norm take statistics of samples that lie along the first dimension, each with the number of times
+    that all of them stand there one behind the other."""
     called_again: Groups = ()
     """Modules that the forward of several samples calls several times."""
     loss_values: tuple[BatchValueCall, ...] = ()
@@ -104,7 +105,7 @@ def examine(
     is_within = isinstance(loss, ModelLoss)
     read = set[int]() if is_within else watch.read_by(loss, outputs)
     refusal, tried = watch.mixed_gradient, [*watch.tried, *(["the loss that the forward returns"] if is_within else [])]
-    if both := watch.batch_norm_owners & watch.otherwise_called:
+    if both := watch.batch_norm_views.keys() & watch.otherwise_called:
         refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
     for tensor in tensors_in(outputs):
         if not tensor.is_floating_point() or (read is not None and address(tensor) not in read):
@@ -119,7 +120,7 @@ def examine(
     tried += [f"{where}, which looks at values" for where in watch.reads]
     listed = () if refusal else tuple(dict.fromkeys(tried))
     reads = None if mark_of(loss) is None else (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
-    return Findings(refusal, listed, frozenset(watch.batch_norm_owners), groups_of(calls), watch.loss_values, reads)
+    return Findings(refusal, listed, watch.batch_norm_views, groups_of(calls), watch.loss_values, reads)
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
@@ -137,8 +138,9 @@ class _SampleProver(Prover):
         self.mixed_gradient = ""
         """Where a custom backward mixes samples, as text."""
         self.calls_of_batch_norm = InsideCalls()
-        self.batch_norm_owners: set[str] = set()
-        """Modules whose calls of batch norm are computed over groups of samples, whatever a layout splits."""
+        self.batch_norm_views: dict[str, int] = {}
+        """Modules whose calls of batch norm are computed over groups of samples, whatever a layout splits, each with the number of
+        times that all samples stand one behind the other among the rows."""
         self.otherwise_called: set[str] = set()
         """Modules that call batch norm on what does not have the samples along its first dimension."""
         self._batch: Any = None
@@ -186,11 +188,11 @@ class _SampleProver(Prover):
             return
         x, owner = bind_arguments(call)["input"], self.batch_norms[-1][1].owner
         rows = self.known.of(x) if self.known.is_ordered(x) else None
-        if not isinstance(rows, Along) or rows.dim != 0 or len(x) != NUM_SAMPLES * rows.inner:
+        views = len(x) // (NUM_SAMPLES * rows.inner) if isinstance(rows, Along) and rows.dim == 0 else 0
+        if not views or self.batch_norm_views.setdefault(owner, views) != views:
             self.otherwise_called.add(owner)
             super()._follow(call)
             return
-        self.batch_norm_owners.add(owner)
         for index, result in enumerate(call.results):
             self.learn(result, None if index else rows)
 

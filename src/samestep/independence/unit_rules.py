@@ -264,7 +264,8 @@ def _outputs(flow: UnitFlow, op: Operation) -> None:
     """The outputs of the model: its prediction first, if there is one, then all others."""
     prediction, others = op.args
     flow.prediction = None if prediction is None else flow.along(prediction, op)
-    flow.others_cut = any(flow.along(view, op) is not None for view in others if view != prediction)
+    found = {-1: flow.prediction, **{i: flow.along(view, op) for i, view in enumerate(others) if view != prediction}}
+    flow.cut_outputs = {index: units.sources for index, units in found.items() if units is not None}
 
 
 def check_unseen(flow: UnitFlow, op: Operation) -> None:

@@ -159,6 +159,8 @@ class BatchNormCall:
     """Whether it updates running statistics."""
     takes_gradient: bool = True
     """Whether a gradient flows back into its input."""
+    views: int = 1
+    """How often all samples stand one behind the other among its rows, as those of two views of a batch do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building.loss import values_of
 from samestep.building.loss_result import UNNAMED, Amount, as_number, loss_result
@@ -285,7 +285,13 @@ def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:
             outputs = forward(assembly, cast_floating(moved, assembly.model.master_dtype))
         if outputs is not None:
             outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
+            # A weight that the forward returns may be freed when it ends.
+            outputs = map_tensors(outputs, lambda one: one.clone() if _is_of_weight(one) else one)
     return parallel.stage.from_last(outputs)
+
+
+def _is_of_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
 
 def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Any:

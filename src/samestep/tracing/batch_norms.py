@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -106,12 +106,13 @@ class OfAnySize(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def with_groups(spec: ModelSpec, owners: frozenset[str]) -> ModelSpec:
+def with_groups(spec: ModelSpec, owners: Mapping[str, int]) -> ModelSpec:
     """Return the spec with only the calls whose samples are known to be along the first dimension: those of
-    `owners`."""
+    `owners`, each with its number of views."""
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
-        return replace(layer, batch_norms=tuple(call for call in layer.batch_norms if call.owner in owners))
+        calls = (replace(one, views=owners[one.owner]) for one in layer.batch_norms if one.owner in owners)
+        return replace(layer, batch_norms=tuple(calls))
 
     return replace(spec, layers=tuple(map(layer_with, spec.layers)))
 

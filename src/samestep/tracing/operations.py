@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.building.named_tensors import inner_tensor
+from samestep.building.named_tensors import address, inner_tensor
+from samestep.building.torch_seams import TorchDispatchMode
 from samestep.models.layer_spec import Product
 from samestep.tracing.meta_tensors import mutated_operands
-from samestep.trees import fold
+from samestep.trees import fold, operands
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -160,3 +161,17 @@ def views_in(value: Any) -> Iterator[View]:
     elif isinstance(value, tuple):
         for item in value:
             yield from views_in(item)
+
+
+class ReadStorages(TorchDispatchMode):
+    """The storages that the code which runs inside reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found |= {address(tensor) for tensor in operands(*args, *(kwargs or {}).values())}
+        return func(*args, **(kwargs or {}))

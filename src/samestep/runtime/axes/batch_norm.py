@@ -61,21 +61,29 @@ class _MicrobatchPart:
         runs = groups.runs(rank, microbatch)
         return cls(groups, runs or (GroupPart(0, 1),), bool(runs), groups.slots(microbatch))
 
-    def rows(self, x: Tensor, owner: str) -> list[tuple[int, Tensor]]:
-        """Return the group and the rows of each run, as views of x [B, C, ...].
+    def rows(self, x: Tensor, owner: str, views: int) -> list[tuple[int, Tensor]]:
+        """Return the group and the rows of each run, of x [B, C, ...] in which all samples stand so many times one behind the other.
 
         Raises:
             ModelError: the number of rows is no multiple of that of the samples.
         """
         count = sum(run.num_samples for run in self.runs)
-        if x.shape[0] % count:
+        if x.shape[0] % (count * views):
             raise ModelError(
                 f"{owner or 'the model itself'} takes statistics (batch norm) of {x.shape[0]} rows, in which {count} samples "
                 "cannot be told apart: rows of equally many positions for each sample work"
             )
-        each = x.shape[0] // count
-        parts = x.split([run.num_samples * each for run in self.runs]) if len(self.runs) > 1 else (x,)
-        return [(run.group, part) for run, part in zip(self.runs, parts, strict=True)]
+        if len(self.runs) == 1:
+            return [(self.runs[0].group, x)]
+        each = x.shape[0] // (count * views)
+        parts = x.unflatten(0, (views, -1)).split([run.num_samples * each for run in self.runs], dim=1)
+        return [(run.group, part.flatten(0, 1)) for run, part in zip(self.runs, parts, strict=True)]
+
+    def joined(self, parts: list[Tensor], views: int) -> Tensor:
+        """Return the rows of all runs, split by `rows`, in their places."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.unflatten(0, (views, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 class _Statistics(NamedTuple):
@@ -98,6 +106,15 @@ class _Found:
     ranks: DataRanks | None
     """The ranks over which the backward sums; None where it sums nowhere."""
     owner: str
+    views: int
+
+    def rows(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the group and the rows of each run of the call's input, or of what has its shape."""
+        return self.part.rows(x, self.owner, self.views)
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Return the rows of all runs in their places."""
+        return self.part.joined(parts, self.views)
 
 
 def running_buffers(model: nn.Module, spec: ModelSpec) -> list[Tensor]:
@@ -126,6 +143,7 @@ class BatchNorms(PartOfStep):
         calls = [call for layer in step.model.layers for call in layer.batch_norms]
         self._summed = {call.owner for call in calls if call.takes_gradient}
         """The modules whose backward sums over ranks."""
+        self._views = {call.owner: call.views for call in calls}
         for path in step.model.batch_norm_owners:
             module = model.get_submodule(path)
             module.forward = functools.partial(self._forward, module, path, module.forward)
@@ -263,7 +281,8 @@ class BatchNorms(PartOfStep):
         is_repeated = found is not None
         if found is None and self._part is not None:
             ranks = self._ranks if self._part.groups.spans_ranks else None
-            found = _Found(self._taken(x.detach(), self._part, owner, keeps), self._part, ranks, owner)
+            statistics = self._taken(x.detach(), self._part, owner, keeps)
+            found = _Found(statistics, self._part, ranks, owner, self._views[owner])
         if found is not None:
             for record in self._records:
                 record.append(found)
@@ -280,7 +299,7 @@ class BatchNorms(PartOfStep):
             )
         wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
         mine = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
-        for row, (_, rows) in zip(mine, part.rows(x, owner), strict=False):
+        for row, (_, rows) in zip(mine, part.rows(x, owner, self._views[owner]), strict=False):
             if part.counts:
                 mean, variance = torch.batch_norm_update_stats(rows.to(wide), None, None, 0.0)
                 count = rows.numel() // channels
@@ -374,9 +393,9 @@ class _Normalised(torch.autograd.Function):
         w, b = (None if one is None else one.to(wide) for one in (weight, bias))
         parts = [
             torch.batch_norm(rows.to(wide), w, b, means[group], variances[group], False, 0.0, eps, False).to(x.dtype)
-            for group, rows in found.part.rows(x, found.owner)
+            for group, rows in found.rows(x)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found.joined(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -384,8 +403,8 @@ class _Normalised(torch.autograd.Function):
         found: _Found = ctx.found
         counts, means, variances = found.statistics
         wide, inverse = means.dtype, (variances + ctx.eps).rsqrt()
-        rows = [(group, part.to(wide)) for group, part in found.part.rows(x, found.owner)]
-        given = [part.to(wide) for _, part in found.part.rows(gradients[0], found.owner)]
+        rows = [(group, part.to(wide)) for group, part in found.rows(x)]
+        given = [part.to(wide) for _, part in found.rows(gradients[0])]
         ones = torch.ones_like(means[0])
         sums = means.new_zeros(found.part.groups.num_groups, 2, means.shape[1])
         for (group, part), g in zip(rows, given, strict=True):
@@ -407,7 +426,7 @@ class _Normalised(torch.autograd.Function):
                 _gradient(part, g, means[group], inverse[group], scale[group], *(sums[group] / counts[group]))
                 for (group, part), g in zip(rows, given, strict=True)
             ]
-            x_gradient = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(x.dtype)
+            x_gradient = found.joined(parts).to(x.dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         of_weight = local[1].to(weight.dtype) if needs_weight else None
         return x_gradient, of_weight, local[0].to(ctx.bias_dtype) if needs_bias else None, None, None

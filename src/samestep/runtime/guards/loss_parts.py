@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building.loss import IGNORED_LABEL
 from samestep.building.named_tensors import cast_floating
@@ -107,19 +107,30 @@ class TriedTensors:
     """Number of samples of the micro-batch, or of tokens."""
     taken: int
     """Number of them that are tried."""
+    of_no_sample: frozenset[int] = frozenset()
+    """The numbers of the tensors that are weights, which a forward may return."""
 
     @classmethod
     def of(cls, outputs: Any, batch: Any, size: int, most_elements: int) -> TriedTensors:
         """Return the tensors of a micro-batch, of which about so many elements are tried."""
-        tensors = [leaf.detach() for leaf in tensors_in((outputs, batch))]
-        return cls(tensors, len(tensors_in(outputs)), size, min(size, most_samples(tensors, size, most_elements)))
+        given = tensors_in((outputs, batch))
+        tensors = [leaf.detach() for leaf in given]
+        weights = frozenset(i for i, one in enumerate(given) if isinstance(one, nn.Parameter))
+        taken = min(size, most_samples(tensors, size, most_elements))
+        return cls(tensors, len(tensors_in(outputs)), size, taken, weights)
 
     def readings(self, dim: int) -> Iterator[tuple[SamplePlace, ...]]:
         """Yield how all tensors may hold the samples, the likeliest first; outputs of one shape, or labels, hold them alike."""
-        keys = [(leaf.shape, index < self.num_outputs) for index, leaf in enumerate(self.tensors)]
+        keys = [
+            (leaf.shape, index < self.num_outputs, index in self.of_no_sample)
+            for index, leaf in enumerate(self.tensors)
+        ]
         is_halved = not dim and self.size > 1
         picked = list(dict.fromkeys(_count_picked(self.tensors[self.num_outputs :], self.size))) if is_halved else []
-        known = {key: _places_in(leaf, self.size, dim, picked) for key, leaf in zip(keys, self.tensors, strict=True)}
+        known = {
+            key: [SamplePlace(None)] if key[-1] else _places_in(leaf, self.size, dim, picked)
+            for key, leaf in zip(keys, self.tensors, strict=True)
+        }
         ranked = itertools.product(*(list(enumerate(found)) for found in known.values()))
         for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
             chosen = dict(zip(known, (reading for _, reading in choice), strict=True))

@@ -36,6 +36,19 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
     return ""
 
 
+def own_weight(total: Tensor, outputs: Any) -> str:
+    """Return a remark on a loss that has a trained weight of its own, which the optimizer of the run is not given; empty if it has none."""
+    ends = [get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad]
+    leaves = [getattr(node, "variable", None) for node in _leaves([get_gradient_edge(total).node], ends)]
+    found = next((one for one in leaves if isinstance(one, nn.Parameter)), None)
+    if found is None:
+        return ""
+    return (
+        f"the loss has a weight of its own, of shape {list(found.shape)}, which is no part of the model and stays as it is: models that are "
+        'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
+    )
+
+
 def _leaves(begin: Iterable[Node], ends: Iterable[Node]) -> list[Node]:
     """Return the nodes of the tensors at which a graph ends; the search stops at `ends`."""
     seen, waiting, found = set(ends), [*begin], []

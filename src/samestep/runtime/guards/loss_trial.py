@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -191,14 +191,25 @@ def _compare_halves(whole: _LossValue, halves: list[_LossValue], raised: bool) -
     judged = {name: whole.amounts[name] for name in whole.amounts if whole.counts(name)}
     if not judged:
         return LossTrial(judged=False)
+    of_parts = {name: amount for name, amount in judged.items() if not _is_of_no_sample(name, amount, halves)}
     for index, word in ((1, "count"), (0, "sum")):
-        for name, amount in judged.items():
+        for name, amount in (of_parts or judged).items():
             all_of, both = amount[index], [half.amounts.get(name, (0.0, 0.0))[index] for half in halves]
             if not abs(all_of - sum(both)) <= tolerance * max(abs(all_of), *map(abs, both)):
                 return LossTrial(
                     f"its {word}{_of(name)} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
                 )
     return LossTrial(is_zero=not any(total for value in (whole, *halves) for total, _ in value.amounts.values()))
+
+
+def _is_of_no_sample(name: str, whole: tuple[float, float], halves: Sequence[_LossValue]) -> bool:
+    """Return whether a named term is the same for any samples, as a penalty on weights is: its mean is then right for any parts."""
+    alike = [half.amounts.get(name) for half in halves]
+    return (
+        name != UNNAMED
+        and all(one is not None and one[1] == whole[1] for one in alike)
+        and all(one is not None and abs(one[0] - whole[0]) <= TOLERANCE * abs(whole[0]) for one in alike)
+    )
 
 
 def _of(name: str) -> str:

@@ -296,17 +296,16 @@ class StepTrials:
         """
         if isinstance(scope := held.objective.sums, WholeBatch):  # no sum over samples, on any rank
             self.loss_is_tried = True
-            if scope.graph is not None and (way := loss_paths.beside_outputs(*scope.graph, held.model.module)):
-                self._refuse_path(way)
+            if scope.graph is not None:
+                self._try_paths(held, *scope.graph)
             scope.graph = None
             return
         if isinstance(self._given_loss, ModelLoss):  # whose parts were tried by forwards
             self.loss_is_tried = True
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
-        if not makes_logits and (way := loss_paths.beside_outputs(total, outputs, held.model.module)):
+        if not makes_logits and self._try_paths(held, total, outputs):
             self.loss_is_tried = True
-            self._refuse_path(way)
             return
         # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
         loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
@@ -355,11 +354,18 @@ class StepTrials:
                 "that follows from the batch",
             )
 
-    def _refuse_path(self, way: str) -> None:
+    def _try_paths(self, held: Assembly, total: Tensor, outputs: Any) -> bool:
+        """Return whether the loss reaches a weight of the model by another way than its outputs, and refuse it."""
+        way = loss_paths.beside_outputs(total, outputs, held.model.module)
+        if not way and (remark := loss_paths.own_weight(total, outputs)):
+            self._refusals.remark(remark)
+        if not way:
+            return False
         if self._is_split or self._layout.world_size > 1:
             self._refusals.add("loss", f"{way}; a forward that returns what the loss needs works, and so does one rank")
         else:
             self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
+        return True
 
     def _refuse_loss(self, text: str, what: str, matters: bool) -> None:
         if not matters:

@@ -29,7 +29,7 @@ from samestep.building.loss_result import loss_result
 from samestep.building.loss_scope import mark_of
 from samestep.building.named_tensors import cast_floating
 from samestep.building.optimizer import members_of
-from samestep.errors import JobError, ModelError
+from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.models.loss_names import LossNames
 from samestep.randomness import mode as dropout
@@ -54,6 +54,9 @@ from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import given_instance
 from samestep.state.fingerprints import digest
 from samestep.trees import tree_leaves
+
+_OF_BATCH = 8
+"""So many samples show the names of what a loss over the whole batch reports, which may need several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +190,17 @@ class StepsInParts:
         return replace(held, objective=replace(held.objective, loss=checked, names=names, sums=sums)), trials
 
     def _names_in(self, held: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
-        """Return the names of what a loss reports, as one sample shows them; none where it needs gradients to be computed.
+        """Return the names of what a loss reports, as one sample shows them, or some of a loss over the whole batch; none where it needs
+        gradients to be computed.
 
         Collective over the world, see [Note: collective calls].
         """
-        samples = batch.samples(batch.shares(0, 1, 1)[0][:1])
+        number = 1 if mark_of(loss) is None else _OF_BATCH
+        samples = batch.samples(batch.shares(0, 1, 1)[0][:number])
         outputs = evaluation.outputs_of(held, samples, self._stepper.job.train.seed)
         try:
             return loss_result(loss(outputs, cast_floating(samples, held.model.master_dtype))).names
-        except (JobError, RuntimeError):  # which the backward itself will raise, if it does
+        except Exception:  # of the user's own code, which the backward itself will raise, if it does
             return LossNames()
 
     # -- update ------------------------------------------------------------------------------------
