@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samestep.building.named_tensors import address, inner_tensor
-from samestep.building.torch_seams import TorchDispatchMode
+from samestep.building.torch_seams import DispatchMode
 from samestep.models.layer_spec import Product
 from samestep.tracing.meta_tensors import mutated_operands
 from samestep.trees import fold, operands
@@ -163,7 +163,7 @@ def views_in(value: Any) -> Iterator[View]:
             yield from views_in(item)
 
 
-class ReadStorages(TorchDispatchMode):
+class ReadStorages(DispatchMode):
     """The storages that the code which runs inside reads."""
 
     def __init__(self) -> None:
