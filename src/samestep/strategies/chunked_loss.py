@@ -56,7 +56,7 @@ def apply(program: Program) -> Program:
     chunk = step.layout.loss_chunk
     if chunk is None:
         return program
-    local = replace(step, model=chunked_model(step.model, chunk))
+    local = step.but(model=chunked_model(step.model, chunk))
     last = len(local.model.layers) - 1
     flops = local.model.layers[last].backward_flops * local.microbatch_samples
     return replace(program, step=local).with_bodies(

@@ -86,7 +86,7 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.layout.cp == 1:
         return program
-    local = replace(step, model=slice_model(step.model, step.layout.cp))
+    local = step.but(model=slice_model(step.model, step.layout.cp))
     axes = {**program.axes, AXIS: step.layout.cp}
     return replace(program, step=local).with_bodies(lambda key, ops: tuple(_slice_ops(key, ops, local)), axes=axes)
 

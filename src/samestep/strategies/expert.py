@@ -117,7 +117,7 @@ def apply(program: Program) -> Program:
     degree = step.layout.ep
     if degree == 1:
         return program
-    local = replace(step, model=shard_experts(step.model, degree)).hold(functools.partial(_hold, degree))
+    local = step.but(model=shard_experts(step.model, degree)).hold(functools.partial(_hold, degree))
     holders = step.ranks.size(SAME)
     # FSDP2 needs a group of the ranks with the same experts, even if it has a single rank.
     axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 or step.zero >= 2 else {})}

@@ -161,7 +161,7 @@ def apply(program: Program) -> Program:
     everywhere = chunks_of(step.model, layout.pp * layout.virtual_stages, layout.tp > 1)
     chunks = tuple(everywhere[step.stage :: layout.pp])
     mine = tuple(_params_of(step.model, everywhere, step.stage, layout.pp))
-    local = replace(step, model=replace(step.model, params=mine)).hold(_hold)
+    local = step.but(model=replace(step.model, params=mine)).hold(_hold)
     bodies: dict[BodyKey, Ops] = {UPDATE_BODY: program.bodies[UPDATE_BODY]}
     # Bodies at several positions in the step share their ops, so they also share the ops of a chunk made of them.
     known: dict[tuple[int, int], tuple[Ops, Ops]] = {}

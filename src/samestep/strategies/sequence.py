@@ -93,7 +93,7 @@ def apply(program: Program) -> Program:
     if not step.layout.sequence_parallel:
         return program
     model = _cut(step.model, step.layout.tp)
-    local = replace(step, model=model).hold(_hold)
+    local = step.but(model=model).hold(_hold)
     return replace(program, step=local).with_bodies(lambda key, ops: tuple(_with_boundaries(key, ops, local)))
 
 

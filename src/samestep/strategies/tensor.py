@@ -143,7 +143,7 @@ def apply(program: Program) -> Program:
     if step.layout.tp == 1:
         return program
     model = cut_model(step.model, step.layout.tp, step.cuts_loss)
-    local = replace(step, model=model).hold(functools.partial(_hold, step.layout.tp))
+    local = step.but(model=model).hold(functools.partial(_hold, step.layout.tp))
     axes = {**program.axes, AXIS: step.layout.tp}
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
 

@@ -113,7 +113,7 @@ class Prices:
         layout = step.layout
         key = layout.cuts
         if key not in self._known_cuts:
-            one = replace(step, model=self.few, samples=1, layout=replace(layout, recompute="none"))
+            one = step.but(model=self.few, samples=1, layout=replace(layout, recompute="none"))
             local = self._builder.before_stages(one).step
             layers = local.model.layers
             blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
@@ -142,7 +142,7 @@ class Prices:
         if key not in self._known_seconds:
             found = self._priced(step)
             if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
-                found = tuple(map(quicker, found, self._priced(replace(step, samples=step.samples + 1))))
+                found = tuple(map(quicker, found, self._priced(step.but(samples=step.samples + 1))))
             self._known_seconds[key] = found
         return self._known_seconds[key]
 
@@ -178,7 +178,7 @@ class Prices:
         layout = step.layout
         key = (layout.cuts, layout.recompute, step.splits_backward)
         if key not in self._known_parts:
-            one, two = (self._builder.before_stages(replace(step, model=self.few, samples=count)) for count in (1, 2))
+            one, two = (self._builder.before_stages(step.but(model=self.few, samples=count)) for count in (1, 2))
             forward, backward = BodyKey(TaskKind.FORWARD), BodyKey(TaskKind.BACKWARD)
             bodies = [(key.kind, one.bodies[key], two.bodies[key]) for key in (forward, backward)]
             if step.splits_backward:
@@ -211,7 +211,7 @@ class Prices:
         layout = step.layout
         key = (layout.cuts, layout.recompute)
         if key not in self._known_sizes:
-            cut, one = self.cut(step), replace(step, samples=1)
+            cut, one = self.cut(step), step.but(samples=1)
             saved = (saved_bytes(one, layer) for layer in cut.step.model.layers)
             self._known_sizes[key] = tuple(
                 Sizes._make(
@@ -241,7 +241,7 @@ class Prices:
         layout = step.layout
         key = layout.cuts
         if key not in self._known_whole:
-            steps = (replace(step, layout=replace(layout, recompute=policy)) for policy in get_args(Recompute))
+            steps = (step.but(layout=replace(layout, recompute=policy)) for policy in get_args(Recompute))
             self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
         return self._known_whole[key]
 
@@ -329,14 +329,14 @@ def smallest(step: StepSpec) -> StepSpec:
     `samples` is set only where the micro-batches are not equal.
     """
     even, rest = divmod(step.rank_samples, step.num_microbatches)
-    return replace(step, samples=even) if rest and step.samples is None else step
+    return step.but(samples=even) if rest and step.samples is None else step
 
 
 def larger_twin(step: StepSpec) -> tuple[StepSpec, int]:
     """Return the step with micro-batches of one sample more than the smallest, which come first, and the number of those."""
     if step.samples is None:
         return step, 0
-    return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
+    return step.but(samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
 
 
 def least_updated(step: StepSpec, mine: Sizes) -> float:

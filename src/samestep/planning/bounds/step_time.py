@@ -117,7 +117,7 @@ class Bounds:
         """
         step = smallest(step)
         if step.layout.recompute != "none" or step.splits_backward:
-            step = replace(step, layout=replace(step.layout, recompute="none", schedule=DEFAULT))
+            step = step.but(layout=replace(step.layout, recompute="none", schedule=DEFAULT))
         pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
         more = self.prices.whole_seconds(larger) if rest else whole
         busy_s = rest * (more.forward_s + more.backward_s)
