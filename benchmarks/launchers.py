@@ -1,8 +1,8 @@
 """Which launchers start samestep here: each trains the default job, made small, to the losses of one rank; what is absent is said.
 
-    make launchers
+    make launchers [LAUNCHER=Ray]
 
-Writes `rows/launchers.json`, from which `python docs/tables.py` makes the table of docs/launching.md. The tests are those of
+Installs Open MPI and MPICH (`make mpi`) and Ray (`make ray`), which need no root; Slurm needs Debian's packages, and root. Writes `rows/launchers.json`, from which `python docs/tables.py` makes the table of docs/launching.md. The tests are those of
 `tests/launchers/` and others; a launcher is skipped where its programs are not installed, and the row says which.
 """
 
@@ -32,6 +32,14 @@ class Launcher:
     """Those that ask a run to stop, and look for the checkpoint, the status, and how it goes on."""
     lost: str = ""
     """Those that lose a node, a host or a process while the run trains."""
+    environment: str = ""
+    """The virtual environment whose Python runs them, if it is here; empty for that of this program."""
+
+    @property
+    def python(self) -> str:
+        """The Python that runs the tests."""
+        own = ROOT / self.environment / "bin" / "python"
+        return str(own) if self.environment and own.exists() else sys.executable
 
 
 LAUNCHERS = {
@@ -40,7 +48,7 @@ LAUNCHERS = {
     ),
     "Open MPI": Launcher("tests/launchers/test_mpi.py -k openmpi", "losses_of_one_rank", "asked_to_stop"),
     "MPICH": Launcher("tests/launchers/test_mpi.py -k mpich", "losses_of_one_rank", "asked_to_stop"),
-    "Ray Train, two nodes": Launcher("tests/launchers/test_ray.py", "two_nodes_of_ray", "", "node_of_ray_that_is_lost"),
+    "Ray Train, two nodes": Launcher("tests/launchers/test_ray.py", "two_nodes_of_ray", "", "node_of_ray_that_is_lost", ".venv-ray"),
     "torchrun, and two of its agents in network namespaces": Launcher(
         "tests/launchers/test_torchrun.py tests/parity/test_training.py tests/crashes/test_hosts.py -k torchrun",
         "losses_of_our_own", "", "two_agents ranks_that_are_left",
@@ -65,7 +73,7 @@ def outcome(launcher: Launcher) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         words = [
-            sys.executable,
+            launcher.python,
             "-m",
             "pytest",
             "-q",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork with a used OpenMP pool hangs
 
@@ -42,10 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-layout", action="store_true", help="run the nightly combinations too")
+    parser.addoption("--no-skips", action="store_true", help="fail tests that skip")
     parser.addoption("--costs", type=int, default=0, help="print so many of the tests that use most processor time")
     parser.addoption(
         "--shard", action="store_true", help="run a part of the nightly combinations alone: tests/shard.py"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Take a skip for a failure where none is allowed."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--no-skips"):
+        report.outcome, report.longrepr = "failed", f"--no-skips: {report.longreprtext}"
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def emitted(
     run = RunSettings(shlex.join([sys.executable, "-m", "samestep"]), environment=environment)
     wanted = wanted_of(None, settings=settings(**(keys or {})), site=Site(run=run, **(site or {})), **given)
     return scripts.emit(wanted, on, file)[1]
+
+
+def mpirun(by: str) -> str | None:
+    """The mpirun of an MPI: that of `make mpi`, else the one of Debian's package; None if neither is here."""
+    own = Path(sys.prefix, "mpi", by, "bin", "mpirun")
+    return str(own) if own.exists() else shutil.which({"openmpi": "mpirun.openmpi", "mpich": "mpiexec.hydra"}[by])
 
 
 def one_rank(folder: Path) -> list[float]:

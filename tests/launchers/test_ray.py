@@ -97,7 +97,7 @@ def _keys(settings: Sequence[str]) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.time_limit(900)
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (samestep[ray])")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (make ray)")
 def test_two_nodes_of_ray_give_the_losses_of_one_rank(tmp_path: Path) -> None:
     _on_ray(tmp_path / "run", *_keys(real.settings()), "--layout", "dp=2 tp=2", "--ranks", "4")
     assert small.losses(tmp_path / "run") == pytest.approx(real.one_rank(tmp_path / "one"), abs=1e-9)
@@ -105,7 +105,7 @@ def test_two_nodes_of_ray_give_the_losses_of_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.time_limit(900)
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (samestep[ray])")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (make ray)")
 def test_a_node_of_ray_that_is_lost_is_gone_on_without(tmp_path: Path) -> None:
     keys = {"train.steps": 120, "checkpoint.every": 5}
     words = ["--layout", "dp=2 tp=2", "--ranks", "2:4", "--failures", "3"]

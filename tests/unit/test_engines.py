@@ -45,7 +45,6 @@ def test_slurm_with_tasks_for_ranks() -> None:
     assert {"--nodes=2", "--ntasks-per-node=8", "--partition=gpu", "--gpus-per-node=8"} < {*_options(text)}
     assert {"--exclusive", "--requeue", "--open-mode=append", "--signal=TERM@120"} < {*_options(text)}
     assert "srun --kill-on-bad-exit=1 samestep train --layout 'dp=8 tp=2' --out runs/default --auto-resume" in text
-    assert "[ $status -eq 143 ]; then  # stopped, with a checkpoint\n    scontrol show job" in text
     assert '&& scontrol requeue "$SLURM_JOB_ID"' in text
 
 
@@ -55,6 +54,43 @@ def test_slurm_with_an_agent_on_each_node_is_signalled_through_the_script() -> N
     assert "--nnodes=2 --nproc-per-node=8" in text
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180" in text
     assert 'scancel --signal=TERM "$SLURM_JOB_ID"' in text
+
+
+SAVES = "mkdir -p runs/default && date +%N > runs/default/summary.json; exit 143"
+
+
+@pytest.mark.parametrize(
+    ("by", "srun", "state", "requeues"),
+    [
+        ("srun", "exit 0", "RUNNING", 0),
+        ("srun", "exit 2", "RUNNING", 0),
+        ("srun", SAVES, "RUNNING", 6),  # a run that was stopped and has saved goes on, however often
+        ("srun", SAVES, "CANCELLED", 0),
+        ("srun", "exit 1", "RUNNING", 3),  # a lost rank, or a job that always fails
+        ("srun", "exit 137", "RUNNING", 3),
+        ("srun", "exit 143", "RUNNING", 3),  # ended by srun, since another task had failed
+        ("srun", "exit 1", "CANCELLED", 0),
+        ("torchrun", "exit 0", "RUNNING", 0),
+        ("torchrun", "exit 1", "RUNNING", 3),
+        ("torchrun", "kill -TERM $PPID; sleep 0.2; exit 1", "RUNNING", 6),
+    ],
+)
+def test_a_slurm_script_goes_on_after_a_stop_and_a_few_failures(
+    by: str, srun: str, state: str, requeues: int, tmp_path: Path
+) -> None:
+    """The script with stand-ins for srun and scontrol, run six times, as Slurm would at each start of the job."""
+    text = _script("slurm", f'[slurm]\nby = "{by}"\n', nodes=1, layout="dp=2")
+    shown = (
+        f'case "$1 $2" in "requeue 7") echo . >> requeues ;; "show job") echo JobState={state} ;; *) echo h1 ;; esac'
+    )
+    for name, lines in {"srun": srun, "scontrol": shown, "scancel": "exit 0"}.items():
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x"}
+    for _ in range(6):
+        subprocess.run(["bash"], input=text, text=True, env={**variables, "SLURM_JOB_NODELIST": "h1"}, check=False)
+    assert (Path("requeues").read_text().count(".") if Path("requeues").exists() else 0) == requeues
 
 
 def test_mpirun() -> None:

@@ -172,5 +172,5 @@ def test_the_lock_holds_what_the_tests_install() -> None:
             needs = [Requirement(line) for line in metadata.requires(one.name) or ()]
         except metadata.PackageNotFoundError:  # where the tests run, some of dev may be left out
             continue
-        marks = [{"extra": extra, "python_version": "3.11"} for extra in its or {""}]
+        marks = [{"extra": extra, "python_version": of} for extra in its or {""} for of in lines[0].split()[4:]]
         wanted += [need for need in needs if not need.marker or any(need.marker.evaluate(mark) for mark in marks)]

@@ -55,6 +55,8 @@ class SlurmSettings:
     cpus_per_task: int = 0
     signal_s: int = 120
     """Seconds before the time limit at which the run is asked to save and end."""
+    restarts: int = 3
+    """How often a run that fails, as one whose node is lost, goes back into the queue; a run that was stopped always does."""
     options: tuple[str, ...] = ()
     """Further options, such as --exclusive."""
 

@@ -1,11 +1,16 @@
 """The batch script of Slurm, with srun that starts one task for each rank, or one torchrun on each node.
 
-A run that nears its time limit, or is preempted, gets SIGTERM, saves and ends with status 143; the script then puts the job back
-into the queue, where it goes on by `--auto-resume`. Who gets the signal differs:
+A run that nears its time limit, or is preempted, gets SIGTERM, saves, writes its summary and ends with status 143; the script then
+puts the job back into the queue, where it goes on by `--auto-resume`. Who gets the signal differs:
 
     srun        --signal=TERM@120      the ranks themselves
     torchrun    --signal=B:TERM@120    the script alone, which passes it on to the agents: an agent ends its ranks after a while
                                        (30 s by default), and with a status that does not tell a saved run from a failed one
+
+A rank that fails ends the others, and so does one whose node is lost, where they notice before Slurm does. srun then ends with a
+status that does not tell these from each other: it is the highest of all tasks, and those that it ended itself have 143 or 137. So
+143 is a stop only where there is a new summary, and every failure but 2, a mistake in what was given, puts the job back at most
+`restarts` times. A stop is not counted.
 
 Sources: sbatch(1), scancel(1), scontrol(1); torch.distributed.run.
 """
@@ -13,6 +18,7 @@ Sources: sbatch(1), scancel(1), scontrol(1); torch.distributed.run.
 from __future__ import annotations
 
 from samestep.engines.wanted import LaunchRequest, shell
+from samestep.training import run_folder
 
 _FIRST_PORT = 20000
 
@@ -22,7 +28,7 @@ def script(wanted: LaunchRequest) -> str:
     by_torchrun = wanted.site.slurm.by == "torchrun"
     tasks = 1 if by_torchrun else wanted.ranks_per_node
     lines = ["#!/bin/bash", *wanted.head("slurm", *_NOTES), *_options(wanted, tasks, "B:" if by_torchrun else ""), ""]
-    lines += [*wanted.setup(), *(_ADDRESS if wanted.nodes > 1 or by_torchrun else [])]
+    lines += [*wanted.setup(), *_REQUEUE, *(_ADDRESS if wanted.nodes > 1 or by_torchrun else [])]
     return "\n".join([*lines, *(_torchrun_lines(wanted) if by_torchrun else _srun_lines(wanted))]) + "\n"
 
 
@@ -30,7 +36,11 @@ _NOTES = (
     "sbatch THIS_FILE starts the run, and again where it stopped. A run that nears its time limit or is preempted",
     "saves, and goes back into the queue.",
 )
-_REQUEUE = 'scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"  # unless it is cancelled'
+_REQUEUE = [
+    "requeue() {  # unless it is cancelled",
+    '    scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"',
+    "}",
+]
 _ADDRESS = [
     "# Rank 0 is on the first node of the job; its address is the one that Slurm itself uses.",
     'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -53,13 +63,27 @@ def _options(wanted: LaunchRequest, tasks: int, to: str) -> list[str]:
 
 def _srun_lines(wanted: LaunchRequest) -> list[str]:
     return [
+        f"summary() {{ cat {shell([f'{wanted.out}/{run_folder.SUMMARY}'])} 2> /dev/null; }}",
         "",
+        "before=$(summary)",
         f"srun --kill-on-bad-exit=1 {shell(wanted.train_words())}",
         "status=$?",
-        "if [ $status -eq 143 ]; then  # stopped, with a checkpoint",
-        f"    {_REQUEUE}",
+        'if [ $status -eq 143 ] && [ "$(summary)" != "$before" ]; then  # stopped, with a checkpoint',
+        "    requeue",
+        *_failed(wanted),
         "fi",
         "exit $status",
+    ]
+
+
+def _failed(wanted: LaunchRequest) -> list[str]:
+    """Return the branch of a run that has failed, which goes on a few times; each time adds a line to a file of the job."""
+    most = wanted.site.slurm.restarts
+    return [
+        "elif [ $status -ne 0 ] && [ $status -ne 2 ]; then  # a rank or a node is lost, or the run fails; 2 is a mistake",
+        '    failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"',
+        '    echo "$(date): status $status on $SLURM_JOB_NODELIST" >> "$failures"',
+        f'    [ "$(wc -l < "$failures")" -le {most} ] && requeue',
     ]
 
 
@@ -80,7 +104,8 @@ def _torchrun_lines(wanted: LaunchRequest) -> list[str]:
         "status=$?",
         "if [ $stopped -eq 1 ]; then",
         "    wait $!  # the trap has ended the first wait",
-        f"    {_REQUEUE}",
+        "    requeue",
+        *_failed(wanted),
         "fi",
         "exit $status",
     ]

@@ -187,7 +187,7 @@ def _finish(evaluated: evaluations.Evaluations, checked: Checked, log: RunLog | 
         goodput=log.goodput.fraction,
         seconds=log.goodput.seconds,
     )
-    write_whole(folder / "summary.json", summary.to_json() + "\n")
+    write_whole(folder / run_folder.SUMMARY, summary.to_json() + "\n")
     return summary
 
 

@@ -27,6 +27,8 @@ JOB = "job.toml"
 """The file of the resolved job in a run folder; with it alone the run can be repeated."""
 LOG = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+SUMMARY = "summary.json"
+"""The file of a run's result, written when the run is done or was stopped."""
 _LOCK = ".lock"
 _LOCK_GRACE_S = 1.0
 """Seconds within which the workers of a killed run end too, and release its lock."""

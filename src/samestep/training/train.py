@@ -32,7 +32,7 @@ from samestep.proof import record
 from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
 from samestep.runtime.assembly import store_of
-from samestep.runtime.processes import hang_watch, join, local_workers, workers
+from samestep.runtime.processes import hang_watch, join, local_workers, worker, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.training import foreign_code, hosts, out_of_memory, rank_part, run_folder
@@ -85,11 +85,12 @@ def train(
 
     Raises:
         InputError: the job, layout or data cannot run; nothing has been started or written.
-        WorkerError: a worker process died; the first line of the text names it and the cause.
+        WorkerError: a worker process died, or under a launcher another rank; the first line of the text says which, and why.
     """
     given = {"layout": layout, "ranks": ranks, "steps": steps, "out": out, "resume": resume, "init_from": init_from}
     given |= {"auto_resume": auto_resume, "allow_code": allow_code}
-    return _start(job, given, prove, least_ranks, rendezvous, on_step)
+    with worker.lost_peers():
+        return _start(job, given, prove, least_ranks, rendezvous, on_step)
 
 
 def _start(

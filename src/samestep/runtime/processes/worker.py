@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from samestep import errors
-from samestep.errors import SamestepError
+from samestep.errors import SamestepError, WorkerError, first_line
 from samestep.runtime.processes import whereabouts
 from samestep.runtime.processes.host_names import LOOPBACK
 from samestep.runtime.processes.join import become_worker, join, leave
@@ -164,6 +164,26 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         mistake,
         is_echo=not mistake and isinstance(error, RuntimeError) and ECHO.search(text) is not None,
     )
+
+
+@contextlib.contextmanager
+def lost_peers() -> Iterator[None]:
+    """Turn the error that gloo, nccl or a store raises for a peer that is gone into one that says so in a line.
+
+    Raises:
+        WorkerError: another rank is gone, or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, SamestepError) or not ECHO.search(str(error)):
+            raise
+        said = re.sub(
+            r"^\[[^]]*/[^]]*\] |\. This is typically caused.*", "", first_line(error)
+        )  # lines of gloo's, and its advice
+        raise WorkerError(
+            f"another rank is gone, or does not answer: {said}; --auto-resume goes on once all are started again"
+        ) from None
 
 
 def _write_to_files(folder: str, rank: int) -> None:
