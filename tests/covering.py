@@ -35,6 +35,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dp_replicate": (1, 2),
     "dp_shard": (1, 2),
     "cp": (1, 2),
+    "exchange": ("auto", "ring"),
     "tp": (1, 2),
     "pp": (1, 2),
     "ep": (1, 2),
@@ -112,6 +113,7 @@ def _filled(wanted: Tuple, draw: random.Random) -> Row:
         "ep": row.get("model", "deep_mixtral") == "deep_mixtral" and row["dp_replicate"] * shards > 1,
         "schedule": row["pp"] > 1,
         "sequence_parallel": row["tp"] > 1,
+        "exchange": row["cp"] > 1,
         "precision": row.get("model", ROUNDED[0]) in ROUNDED and draw.random() < 0.3,
     }
     row.setdefault("zero", draw.choice(FEATURES["zero"][row["dp_shard"] - 1 :]) if able["zero"] else 0)
@@ -130,6 +132,8 @@ def layout_of(row: Row) -> Layout:
 def is_legal(row: Row, max_ranks: int) -> bool:
     """Whether every feature of a row has an effect, and no strategy refuses it."""
     if (row["schedule"] != "1f1b" and row["pp"] == 1) or (row["zero"] and row["dp_shard"] * row["cp"] == 1):
+        return False
+    if row["exchange"] != "auto" and row["cp"] == 1:
         return False
     if row["reduce"] != "ring" and row["dp_replicate"] * row["cp"] == 1:
         return False

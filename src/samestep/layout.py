@@ -25,6 +25,7 @@ from samestep.schedules import DEFAULT, SCHEDULES
 Recompute = Literal["none", "selective", "full"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
+TokenExchange = Literal["auto", "heads", "ring"]
 
 
 MOST_RANKS = 2**20
@@ -60,6 +61,9 @@ class Layout:
     tp: int = model_axis()
     sequence_parallel: bool = False
     cp: int = degree()
+    exchange: TokenExchange = "auto"
+    """How attention sees all tokens under `cp`: by heads for tokens, or by keys and values that pass around a ring. `auto` exchanges
+    heads where the degree divides them, and is a ring elsewhere."""
     pp: int = degree()
     ep: int = degree()
     schedule: str = DEFAULT
@@ -142,7 +146,7 @@ class Layout:
     @property
     def cuts(self) -> tuple[int | None, ...]:
         """Degrees and switches that determine the part of a layer that a rank computes, and how the head computes it."""
-        return *self.model_axes.values(), self.sequence_parallel, self.cp, self.ep, self.loss_chunk
+        return *self.model_axes.values(), self.sequence_parallel, self.cp, self.exchange, self.ep, self.loss_chunk
 
     @property
     def borrows_data_ranks(self) -> bool:

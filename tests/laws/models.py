@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware, Link, load
 from samestep.job import Job
-from samestep.layout import Accumulate, Layout, Recompute, Reduce
+from samestep.layout import Accumulate, Layout, Recompute, Reduce, TokenExchange
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import ExpertDispatch, LayerSpec
@@ -209,6 +209,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         tp=degree("tp", 2, 4),
         sequence_parallel=draw(st.booleans()),
         cp=degree("cp", 2, 4),
+        exchange=draw(st.sampled_from(get_args(TokenExchange))),
         pp=degree("pp", 2, 4),
         ep=degree("ep", 2, 4),
         schedule=schedule,
@@ -260,8 +261,10 @@ def _possible(layout: Layout) -> Layout:
         layout = replace(layout, zero=min(layout.zero, 1))
     if not spec.takes_chunks:
         layout = replace(layout, virtual_stages=1)
-    if layout.tp > 1 and layout.cp > 1:  # of four heads
+    if layout.tp > 1 and layout.cp > 1 and layout.exchange == "heads":  # of four heads
         layout = replace(layout, tp=2, cp=2)
+    if layout.cp == 1:
+        layout = replace(layout, exchange="auto")
     if layout.tp == 1 or layout.cp > 1:
         layout = replace(layout, sequence_parallel=False)
     if layout.innermost_data_ranks % layout.ep:

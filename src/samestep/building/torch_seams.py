@@ -17,6 +17,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
     profiler_runs                   _C._autograd._profiler_enabled             none: a second profiler ends the first without a word
     dynamo, current_compile_id      _dynamo, _guards                          torch.compiler, in part
+    flash_attention(_backward)      aten._scaled_dot_product_flash_...        none that returns the log-sum-exp
     default_store, names_of_groups  distributed_c10d                          none
     abandon_groups                  distributed_c10d                          none
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
 from torch.autograd import graph
@@ -67,6 +69,8 @@ __all__ = [
     "disable_compiler",
     "disable_current_modes",
     "dynamo",
+    "flash_attention",
+    "flash_attention_backward",
     "get_unwrapped",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
@@ -110,6 +114,52 @@ def default_store() -> Any:
 def names_of_groups() -> Mapping[dist.ProcessGroup, str]:
     """Return the name of each process group of this process."""
     return dist.distributed_c10d._world.pg_names
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output of torch's flash kernel, and the log-sum-exp of each query's scores [B, A, T], float32 at least."""
+    aten = torch.ops.aten
+    if query.device.type == "cpu":
+        output, log_sum_exp = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )
+    else:
+        output, log_sum_exp, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+    return output, log_sum_exp
+
+
+def flash_attention_backward(
+    given: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, given that of the output.
+
+    Where output and log-sum-exp are those of more keys than these, the gradients are the parts that these keys have in them.
+    """
+    aten = torch.ops.aten
+    found: tuple[Tensor, Tensor, Tensor]
+    if query.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            given, query, key, value, output, log_sum_exp, 0.0, is_causal, scale=scale
+        )
+        return found
+    no_numbers = torch.zeros((), dtype=torch.int64)  # of dropout, which draws none
+    found = aten._scaled_dot_product_flash_attention_backward(
+        given, query, key, value, output, log_sum_exp, None, None, query.shape[2], key.shape[2], 0.0, is_causal,
+        no_numbers, no_numbers, scale=scale,
+    )  # fmt: skip
+    return found
 
 
 _abandoned: list[Any] = []

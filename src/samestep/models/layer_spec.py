@@ -71,9 +71,14 @@ class Product:
         parts = min(degree, self.most_parts or degree)
         return replace(self, **{self.cut: -(-getattr(self, self.cut) // parts)}) if self.cut else self
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is an attention in one kernel."""
+        return self.factors in ("attention", "causal")
+
     def sliced_by(self, degree: int) -> Product:
         """Return one rank's part of the product under a cut of the sequence: rows, or heads of an attention."""
-        if self.factors in ("attention", "causal"):
+        if self.is_attention:
             return replace(self, count=-(-self.count // degree))
         return replace(self, rows=-(-self.rows // degree))
 

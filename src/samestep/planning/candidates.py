@@ -40,6 +40,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.step import MOST_MICROBATCHES
 from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import sequence
+from samestep.strategies.context import exchange_of
 from samestep.strategies.pipeline import num_starts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -96,7 +97,7 @@ def layouts_of(devices: int, model: ModelSpec, job: Job, *, thin: Hardware | Non
 def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> Iterator[Layout]:
     """Yield every split of `devices` over tp, pp, cp and replicas, with every ep where the model has experts.
 
-    Thinned, each is there without and with its sequence cut too.
+    Thinned, each is there without and with its sequence cut too, and with its heads exchanged and around a ring.
     """
     starts = num_starts(model)
     experts = math.gcd(*(param.experts for param in model.params if param.experts))
@@ -109,12 +110,19 @@ def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> 
                 if thin and cp > 1 and (model.slice_refusal or model.length % cp):
                     continue
                 ranks = devices // tp // pp // cp
-                for is_cut in cuts_sequence if cp == 1 else (False,):
-                    base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=is_cut)
+                plain = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks)
+                cut = [replace(plain, sequence_parallel=is_cut) for is_cut in (cuts_sequence if cp == 1 else (False,))]
+                for base in (*cut, *(ring_of(plain, model) if thin else ())):
                     yield base
                     for ep in _divisors(ranks * cp)[1:] if experts else ():
                         if not thin or experts % ep == 0:
                             yield replace(base, ep=ep)
+
+
+def ring_of(split: Layout, model: ModelSpec) -> tuple[Layout, ...]:
+    """Return the layout with a ring in the place of exchanged heads; none where it is a ring already."""
+    may_differ = split.cp > 1 and exchange_of(model, split) == "heads"
+    return (replace(split, exchange="ring"),) if may_differ else ()
 
 
 def splits(degrees: Layout) -> Iterator[Layout]:
@@ -216,6 +224,8 @@ def _choices(split: Layout, model: ModelSpec) -> Iterator[tuple[Words, ...]]:
     yield ({"offload": True},)
     if split.tp > 1:
         yield ({"sequence_parallel": True},)
+    if ring_of(split, model):
+        yield ({"exchange": "ring"},)
     if split.pp > 1:
         yield tuple(schedule_words(one) for one in SCHEDULES if one != DEFAULT)
 

@@ -98,6 +98,8 @@ class OpKind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     REDUCE = "reduce"
     BROADCAST = "broadcast"
+    SHIFT = "shift"
+    """Each rank of a group sends a buffer to the next one, the last to the first, and receives one from the one before."""
     SEND = "send"
     RECV = "recv"
 
@@ -149,8 +151,8 @@ class Op:
     is_exposed: bool = False
     """A collective that stands within a layer, whose compute is one op, so that the next compute waits for it."""
     beside: tuple[Product, ...] = ()
-    """Products whose weights' gradients, part of the compute op before it, are computed while such a collective runs, unless
-    the schedule computes them separately from the backward."""
+    """Products, part of the compute op before it, that are computed while such a collective runs: those whose weights' gradients
+    are, unless the schedule computes them separately from the backward; of a shift, an attention."""
     codec: str | None = None
     """Name of the gradient codec (`CODECS`) as which a collective of a bucket or unit sends gradients; None of other ops."""
     name: str = field(init=False, compare=False, repr=False)

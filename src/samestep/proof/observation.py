@@ -268,9 +268,14 @@ class ObservedRun(StepObserver):
         return None if self.routes is None else functools.partial(self._route_mode, self.routes)
 
     def _route_mode(self, routes: list[Routes], model: nn.Module, draw: Draw, part: MaskSlice | None) -> RouteMode:
-        mesh = self.run.assembly.parallel.mesh
-        index = mesh.index("cp") if self.run.layout.cp > 1 else mesh.index("tp")
-        return RouteMode(model, draw, part, routes[draw.step], index)
+        return RouteMode(model, draw, part, routes[draw.step], self._own_tokens)
+
+    def _own_tokens(self, whole: Tensor, parts: int) -> Tensor:
+        """Return this rank's tokens of a tensor [samples, tokens, ...], of which as many ranks hold a part each."""
+        parallel = self.run.assembly.parallel
+        if parts > 1 and parallel.slicing.degree > 1:
+            whole, parts = parallel.slicing.rows_of(whole), parts // parallel.slicing.degree
+        return whole.chunk(parts, dim=1)[parallel.mesh.index("tp")] if parts > 1 else whole
 
     def agreed(self, scalars: StepScalars) -> None:
         """Set the learning rate of plain SGD before the update; the first step derives it from its gradient norm."""
@@ -322,7 +327,8 @@ class ObservedRun(StepObserver):
         signs, slicing = None, self.run.assembly.parallel.slicing
         is_part = bool(slicing.block) and found.shape[1] * slicing.degree == slicing.length
         if is_part:
-            signs = _signs(rows.shape[1] * slicing.degree, rows.device).chunk(slicing.degree)[slicing.index]
+            whole = _signs(rows.shape[1] * slicing.degree, rows.device)
+            signs = slicing.rows_of(whole.view(1, slicing.length, -1)).reshape(-1)
         projections = (rows @ (_signs(rows.shape[1], rows.device) if signs is None else signs)).tolist()
         for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
             self.noted[path, call, sample] = Output(projection, norm, rows.shape[1], is_part)

@@ -133,13 +133,14 @@ class Ledger(DispatchMode):
         sized = tensors[1:] if name == "alltoall_base_" else tensors
         largest = max(sized, key=lambda tensor: tensor.numel() * tensor.element_size())
         labels = [*(label for label in self._labels if label is not None), *_owners.names]
+        among = dist.ProcessGroup.unbox(group)
         row = LedgerRow(
-            _KINDS.get(name, name),
+            "shift" if name == "alltoall_base_" and _is_shift(among, args) else _KINDS.get(name, name),
             str(largest.dtype).removeprefix("torch."),
             largest.numel() * largest.element_size(),
             labels[-1] if labels else "?",
         )
-        key = ledger_key(self._group_of(dist.ProcessGroup.unbox(group)), row)
+        key = ledger_key(self._group_of(among), row)
         self.rows.setdefault(key, []).append(row)
 
 
@@ -149,6 +150,14 @@ def _name_of(group: dist.ProcessGroup) -> str:
         return group.group_desc.removeprefix(LINK)
     ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
     return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
+
+
+def _is_shift(group: dist.ProcessGroup, args: tuple[Any, ...]) -> bool:
+    """Return whether an all_to_all over `cp` sends to one rank alone, and receives from one alone."""
+    if group.group_desc != "cp":
+        return False
+    splits = [arg for arg in args if isinstance(arg, list) and arg and all(isinstance(size, int) for size in arg)]
+    return len(splits) == 2 and all(sum(map(bool, sizes)) == 1 for sizes in splits)
 
 
 def _is_group(value: Any) -> bool:

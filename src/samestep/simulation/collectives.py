@@ -8,7 +8,7 @@ between nodes (Thakur, Rabenseifner, Gropp 2005, doi:10.1177/1094342005051521; N
     all_reduce                 2(L + (n-1)/n S/B)    the same ring twice,
                                                      or trees between nodes: L = (n/N-1) a + A log2 N, at TREE_REACHED
     all_to_all                   (n-1) (a + S/(nB))  every rank sends to every other rank over its own port
-    send                               A + S/B       a recv waits for the send and takes no time itself
+    send, shift                        A + S/B       a recv waits for the send and takes no time itself
     reduce, broadcast            (n-1) (A + S/B)     naive: the root receives or sends whole buffers one by one
 
 so reduce=root moves n times the bytes of a ring over one link. Of what NCCL may choose from the fastest counts, and where a
@@ -59,7 +59,7 @@ class GroupShape(NamedTuple):
 @lru_cache(maxsize=2**16)
 def collective_s(kind: OpKind, size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
     """Return the predicted seconds of one collective over a group."""
-    if kind is OpKind.SEND:
+    if kind in (OpKind.SEND, OpKind.SHIFT):
         link = hardware.intra if group.nodes == 1 else hardware.inter
         return link.collective_s + link.latency_s + size_bytes / link.bytes_per_s
     if group.num_ranks == 1:

@@ -316,14 +316,15 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
 def exposed_s(op: Op, alone_s: float, step: StepSpec, hardware: Hardware) -> float:
     """Return by how much a collective within a layer makes it longer that takes so many seconds alone.
 
-    The weights' gradients beside it are part of the layer's op, which they lengthen if they are slowed.
+    The products beside it are part of the layer's op, which they lengthen if they are slowed.
     """
-    if not op.beside or not hardware.overlap or step.splits_backward:
+    is_shift = op.kind is OpKind.SHIFT
+    if not op.beside or not hardware.overlap or (step.splits_backward and not is_shift):
         return alone_s
     dtypes = _Dtypes(dtype_on(hardware, step.product_dtype), step.compute_dtype, step.master_dtype)
     work = _Work(op.beside, 0, 0, True, True)
     products_s = [
-        _product_s(one, step.microbatch_samples, True, "weights", work, dtypes, hardware) for one in op.beside
+        _product_s(one, step.microbatch_samples, not is_shift, "weights", work, dtypes, hardware) for one in op.beside
     ]
     work_s = sum(products_s)
     slowed_s = work_s + min(alone_s, hardware.contention * work_s) * (1 - 1 / hardware.contention)

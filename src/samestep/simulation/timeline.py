@@ -33,6 +33,7 @@ LETTERS = {
     OpKind.REDUCE: "r",
     OpKind.BROADCAST: "b",
     OpKind.ALL_TO_ALL: "x",
+    OpKind.SHIFT: "h",
     OpKind.SEND: ">",
     OpKind.RECV: "<",
 }

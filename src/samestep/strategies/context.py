@@ -1,7 +1,9 @@
-"""Context parallelism: every rank of `cp` has a slice of each sequence, and within attention some heads of all tokens.
+"""Context parallelism: every rank of `cp` has a slice of each sequence, and in attention some heads of all tokens, or a ring.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Operations on single tokens work on a slice unchanged.
-Attention needs all tokens, but one head at a time, so four all_to_alls (of queries, keys, values and the output)
+Operations on single tokens work on a slice unchanged. Attention needs all tokens. `exchange=ring` passes keys and values from
+rank to rank (`program/ring.py`), in N - 1 shifts forward; backward they pass once more, with N shifts of their gradients.
+
+`exchange=heads` is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): attention needs one head at a time, so four all_to_alls (of queries, keys, values and the output)
 exchange tokens for heads. With N ranks, T tokens and A heads of size D:
 
 ```
@@ -10,8 +12,7 @@ exchange tokens for heads. With N ranks, T tokens and A heads of size D:
     rank 1    [ q k v of slice 1 ]  ◄── all_to_all ──  [ q k v of heads 2 3 ]  attention
 ```
 Each moves T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same four in the other
-direction. Every rank has all rows of a causal mask for its heads, so the work is balanced without cutting the sequence
-into stripes. Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code
+direction. Every rank has all rows of a causal mask for its heads, so the work is balanced. Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code
 computes embeddings, positions and masks of the whole sequence on every rank; slicing starts at the first block and ends
 in the loss, a sum over tokens. Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one
 more data axis (`Layout`).
@@ -22,15 +23,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Literal
 
-from samestep.models.layer_spec import Exchange, LayerSpec
+from samestep.layout import Layout
+from samestep.models.layer_spec import Exchange, LayerSpec, Product
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
 from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.program import Program
+from samestep.program.ring import Placement
 from samestep.program.step import StepSpec
 
 AXIS = "cp"
+KEYS_VALUES, OF_GRADIENTS = "key_value", "_gradient"
+"""What follows the name of a layer in the name of its shifts, and the name of those of gradients."""
+RING_BUFFERS = 5
+"""Copies of a rank's keys and values that a backward holds besides its own, in elements of two bytes: those that arrive, and the
+gradients that leave and arrive, in twice as many bytes."""
+_PASSING = ("key", "value")
 LEAST_TOKENS = 2
 """Smallest number of tokens in a slice: a model may take a single token for a step of generation."""
 
@@ -63,15 +73,49 @@ def refusal(step: StepSpec) -> str | None:
             f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "
             "train.loss = 'cross_entropy' works, and so does cp=1"
         )
-    heads = _query_heads(model, step.layout.tp)
-    most = math.gcd(model.length, *heads)
+    return _refuse_degree(model, step.layout)
+
+
+def _refuse_degree(model: ModelSpec, layout: Layout) -> str | None:
+    """Return why the degree of `cp` does not divide the tokens of the model, or the heads that are exchanged."""
+    degree, by_heads = layout.cp, _most_by_heads(model, layout.tp)
+    is_ring = exchange_of(model, layout) == "ring"
+    most = model.length if is_ring else by_heads
     if most % degree == 0 and model.length // degree >= LEAST_TOKENS:
         return None
     works = [n for n in range(2, most + 1) if most % n == 0 and model.length // n >= LEAST_TOKENS]
-    sizes = " and ".join([f"{model.length} tokens", *(f"{count} heads" for count in sorted(heads))])
-    cut = f" that tp={step.layout.tp} leaves a rank" if step.layout.tp > 1 else ""
+    if is_ring:  # nearly any degree works: the nearest are enough
+        works = [*[n for n in works if n < degree][-1:], *[n for n in works if n > degree][:1]]
+    heads = () if is_ring else sorted(_query_heads(model, layout.tp))
+    sizes = " and ".join([f"{model.length} tokens", *(f"{count} heads" for count in heads)])
+    cut = f" that tp={layout.tp} leaves a rank" if layout.tp > 1 and heads else ""
     near = f"cp={' or '.join(map(str, works))} does" if works else "only cp=1 does"
+    if not is_ring and model.length % degree == 0 and model.length // degree >= LEAST_TOKENS:
+        near += ", and exchange=ring works"
     return f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}"
+
+
+def exchange_of(model: ModelSpec, layout: Layout) -> Literal["heads", "ring"]:
+    """Return how the attentions of a model see all tokens: as the layout says, or by heads where the degree divides them."""
+    if layout.exchange != "auto":
+        return layout.exchange
+    return "ring" if _most_by_heads(model, layout.tp) % layout.cp else "heads"
+
+
+def placement_of(model: ModelSpec, layout: Layout, length: int) -> Placement:
+    """Return which tokens of a sequence of this length each rank of `cp` holds.
+
+    They are from its head and its tail where a ring computes causal attentions. Masks of dropped elements are drawn for one run
+    of tokens, so models that draw any have contiguous slices.
+    """
+    is_causal = any(one.factors == "causal" for layer in model.layers for one in layer.products)
+    may_split = is_causal and exchange_of(model, layout) == "ring" and not model.masks
+    return Placement.of(length, layout.cp, may_split=may_split)
+
+
+def _most_by_heads(model: ModelSpec, tp: int) -> int:
+    """Return the largest degree of which every divisor divides the tokens and the heads of each attention."""
+    return math.gcd(model.length, *_query_heads(model, tp))
 
 
 def _looks_on_slices(model: ModelSpec) -> str:
@@ -86,17 +130,60 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.layout.cp == 1:
         return program
-    local = step.but(model=slice_model(step.model, step.layout.cp))
+    placement = placement_of(step.model, step.layout, step.model.length)
+    by_ring = exchange_of(step.model, step.layout) == "ring"
+    local = step.but(model=slice_model(step.model, placement, by_ring))
     axes = {**program.axes, AXIS: step.layout.cp}
-    return replace(program, step=local).with_bodies(lambda key, ops: tuple(_slice_ops(key, ops, local)), axes=axes)
+    return replace(program, step=local).with_bodies(
+        lambda key, ops: tuple(_slice_ops(key, ops, local, by_ring)), axes=axes
+    )
 
 
 @cache_by_model
-def slice_model(model: ModelSpec, degree: int) -> ModelSpec:
+def slice_model(model: ModelSpec, placement: Placement, by_ring: bool) -> ModelSpec:
     """Return the local model of a rank that works on a slice of the sequence."""
     first = next(index for index, layer in enumerate(model.layers) if layer.is_block)
-    layers = tuple(layer.sliced_by(degree) if index >= first else layer for index, layer in enumerate(model.layers))
+    degree = placement.degree
+
+    def part(layer: LayerSpec) -> LayerSpec:
+        sliced = layer.sliced_by(degree)
+        return _with_ring(layer, sliced, placement) if by_ring and layer.exchanges else sliced
+
+    layers = tuple(part(layer) if index >= first else layer for index, layer in enumerate(model.layers))
     return replace(model, layers=layers, logit_rows=model.logit_rows // degree)
+
+
+def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: Placement) -> LayerSpec:
+    """Return a sliced layer whose attentions keep their heads, with the buffers in which keys and values come and go.
+
+    With contiguous slices the rank with the last tokens computes nearly all pairs of a causal attention, and the others wait.
+    """
+    degree = placement.degree
+    products = tuple(
+        replace(
+            one,
+            rows=-(-one.rows // degree),
+            factors=one.factors if placement.is_head_tail else "attention",
+            within=one.within if placement.is_head_tail else 1.0,
+        )
+        if one.is_attention
+        else mine
+        for one, mine in zip(whole.products, sliced.products, strict=True)
+    )
+    kept = [-(-one.elements // degree) for one in whole.exchanges if one.is_kept]  # sent by an exchange of heads alone
+    cut = [-(-one.elements // degree) for one in whole.exchanges if one.is_kept and one.is_cut]
+    passing = RING_BUFFERS * sum(-(-one.elements // degree) for one in whole.exchanges if one.role in _PASSING)
+    passing_cut = RING_BUFFERS * sum(
+        -(-one.elements // degree) for one in whole.exchanges if one.role in _PASSING and one.is_cut
+    )
+    return replace(
+        sliced,
+        products=products,
+        saved_elements=sliced.saved_elements - sum(kept),
+        saved_cut_elements=sliced.saved_cut_elements - sum(cut),
+        working_elements=sliced.working_elements + passing,
+        working_cut_elements=sliced.working_cut_elements + passing_cut,
+    )
 
 
 def num_sent_heads(heads: int, query_heads: int, degree: int) -> int:
@@ -105,8 +192,9 @@ def num_sent_heads(heads: int, query_heads: int, degree: int) -> int:
     return least if query_heads % least == 0 else query_heads
 
 
-def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
-    """Yield the ops of a body with a slice's FLOPs, and the all_to_alls of each layer after its compute."""
+def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec, by_ring: bool) -> Iterator[Op]:
+    """Yield the ops of a body with a slice's FLOPs, and the all_to_alls or shifts of each layer after its compute."""
+    sent = _shifts if by_ring else _exchanges
     for op in ops:
         if op.layer is None:
             yield op
@@ -114,7 +202,7 @@ def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
         layer = step.model.layers[op.layer]
         flops = layer.forward_flops if op.kind is OpKind.FORWARD else layer.backward_flops
         yield op.but(flops=flops * step.microbatch_samples)
-        yield from _exchanges(layer, step, op, backward=is_backward(key))
+        yield from sent(layer, step, op, backward=is_backward(key))
 
 
 def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
@@ -123,15 +211,53 @@ def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -
     if backward:
         exchanges = (exchange for exchange in reversed(layer.exchanges) if exchange.takes_gradient)
     for exchange in exchanges:
-        heads, queries = (
-            max(1, count // (step.layout.tp if exchange.is_cut else 1))  # ranks may share a head of keys and values
-            for count in (exchange.heads, exchange.query_heads)
-        )
+        heads, queries = (_local_heads(exchange, count, step) for count in (exchange.heads, exchange.query_heads))
         slice_numel_per_head = exchange.elements // exchange.heads // step.layout.cp
         numel = slice_numel_per_head * num_sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
         owner = f"{layer.repeats or layer.name}.{exchange.role}"
         op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
         yield op.but(is_exposed=True).sized(numel)
+
+
+def _local_heads(exchange: Exchange, heads: int, step: StepSpec) -> int:
+    """Return the heads that a tensor cut leaves a rank; ranks may share a head of keys and values."""
+    return max(1, heads // (step.layout.tp if exchange.is_cut else 1))
+
+
+def _shifts(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
+    """Yield the shifts of a layer's attentions, each beside the attention to the keys and values of one rank.
+
+    In the backward two are beside it, which takes at least twice as long as in the forward.
+    """
+    degree, calls = step.layout.cp, [layer.exchanges[at : at + 4] for at in range(0, len(layer.exchanges), 4)]
+    attentions = [one for one in layer.products if one.is_attention]
+    blocks = [replace(one.cut_by(step.layout.tp), columns=-(-one.columns // degree)) for one in attentions]
+    per_call: list[tuple[Product, ...]] = [(one,) for one in blocks] if len(blocks) == len(calls) else [()] * len(calls)
+    for call, beside in reversed([*zip(calls, per_call, strict=True)]) if backward else zip(calls, per_call, strict=True):
+        _, key, value, output = call
+        numel = step.microbatch_samples * sum(
+            one.elements // one.heads // degree * _local_heads(one, one.heads, step) for one in (key, value)
+        )
+        owner = f"{layer.repeats or layer.name}.{KEYS_VALUES}"
+        passed = Op(
+            kind=OpKind.SHIFT, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,), is_exposed=True
+        ).sized(numel)
+        if not backward:
+            yield from (passed.but(beside=beside) for _ in range(degree - 1))
+        elif output.takes_gradient:
+            dtype = sum_dtype(step.compute_dtype)
+            of_them = passed.but(owner=f"{owner}{OF_GRADIENTS}", dtype=dtype, beside=beside).sized(numel)
+            takes_gradient = key.takes_gradient or value.takes_gradient
+            for hop in range(degree):
+                if hop < degree - 1:
+                    yield passed.but(beside=beside)
+                if takes_gradient:
+                    yield of_them if hop < degree - 1 else of_them.but(beside=())
+
+
+def sum_dtype(dtype: str) -> str:
+    """Return the dtype in which gradients of keys and values of this dtype are added up along the ring."""
+    return "float32" if BYTES_OF[dtype] < BYTES_OF["float32"] else dtype
 
 
 @cache_by_model

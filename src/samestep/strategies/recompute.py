@@ -18,6 +18,9 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 
+_EXCHANGES = (OpKind.ALL_TO_ALL, OpKind.SHIFT)
+"""Collectives of which a repeated forward repeats all."""
+
 
 def refusal(step: StepSpec) -> str | None:
     """Return why blocks cannot be recomputed: there are none, they are graphs, or the model goes back through them twice."""
@@ -61,7 +64,7 @@ def apply(program: Program) -> Program:
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
                 sums = sums_of.get(op.layer, [])
                 joins, split = _whole_parts(program.step, layers[op.layer])
-                tensor_sums = [part for part in sums if part.kind is not OpKind.ALL_TO_ALL and part.owner not in joins]
+                tensor_sums = [part for part in sums if part.kind not in _EXCHANGES and part.owner not in joins]
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
                 # The backward of a gathered output sends nothing: what it asks for next, its module has saved.
                 sends = last is not None and last.kind is not OpKind.ALL_GATHER

@@ -43,8 +43,10 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "sequence_parallel": Said(lacks="sequence_parallel: activations between cut products stay whole"),
         "cp": Said(
             {"parallelism_config.parallelism_config_cp_size": layout.cp},
-            differs="context parallelism gathers keys and values, where samestep exchanges heads: other bytes, other memory",
+            differs="context parallelism gathers keys and values, where samestep exchanges heads or passes keys and values around a "
+            "ring: other bytes, other memory",
         ),
+        "exchange": Said(),
         "pp": Said(lacks=f"pp={layout.pp}: Accelerate has pipelines for inference alone"),
         "ep": Said(lacks=f"ep={layout.ep}: Accelerate has no expert parallelism"),
         "schedule": Said(),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
+from samestep.strategies.context import exchange_of
 
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
@@ -25,9 +26,12 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             lacks="tp with zero=3: AutoTP works with ZeRO stages 0 to 2" if layout.zero == 3 else "",
         ),
         "sequence_parallel": Said(lacks="sequence_parallel: AutoTP keeps activations between its cut products whole"),
-        "cp": Said(
+        "cp": Said(lacks="exchange=ring: UlyssesSPAttentionHF exchanges heads")
+        if exchange_of(facts.model, layout) == "ring"
+        else Said(
             in_code=f"UlyssesSPAttentionHF.register_with_transformers(..., sequence_parallel_size={layout.cp}) before the model is built"
         ),
+        "exchange": Said(),
         "pp": _pipeline(facts),
         "ep": Said(in_code=f"deepspeed.moe.layer.MoE(..., ep_size={layout.ep}) in place of each mixture of experts"),
         "schedule": Said(lacks=f"schedule={layout.schedule}: PipelineModule runs 1f1b alone"),

@@ -35,6 +35,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "cp": Said(
             lacks=f"cp={layout.cp}: torch.distributed.tensor.experimental.context_parallel is a ring, and wants the buffers of your loop"
         ),
+        "exchange": Said(),
         "pp": Said(lacks=f"pp={layout.pp}: torch.distributed.pipelining wants stages that your code builds"),
         "ep": Said(lacks=f"ep={layout.ep}: torch has no expert parallelism of its own"),
         "schedule": Said(),

@@ -1,7 +1,8 @@
 """Layouts as flags of Megatron-LM's `pretrain_gpt.py` (names as in Megatron Core 0.14 and newer).
 
 Its data ranks are those that tensor, context and pipeline parallelism leave over, so their number is no flag. ZeRO-1 is the
-distributed optimizer; ZeRO-2 and ZeRO-3 are Megatron-FSDP. It exchanges heads under context parallelism with `a2a`.
+distributed optimizer; ZeRO-2 and ZeRO-3 are Megatron-FSDP. Under context parallelism `a2a` exchanges
+heads, and `p2p` is a ring.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said, flags
+from samestep.strategies.context import exchange_of
 
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 _PRECISION = {"bf16": "--bf16", "fp16": "--fp16"}
@@ -17,6 +19,7 @@ _PRECISION = {"bf16": "--bf16", "fp16": "--fp16"}
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     layout = facts.layout
+    by_ring = exchange_of(facts.model, layout) == "ring"
     recompute: dict[str, Any] = {"--recompute-granularity": layout.recompute}
     if layout.recompute == "full":
         recompute |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
@@ -27,11 +30,12 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "tp": Said({"--tensor-model-parallel-size": layout.tp}),
         "sequence_parallel": Said({"--sequence-parallel": True}),
         "cp": Said(
-            {"--context-parallel-size": layout.cp, "--cp-comm-type": "a2a"},
+            {"--context-parallel-size": layout.cp, "--cp-comm-type": "p2p" if by_ring else "a2a"},
             lacks=f"cp={layout.cp} on {facts.model.length} tokens: Megatron's sequences are a multiple of {2 * layout.cp}"
             if facts.model.length % (2 * layout.cp)
             else "",
         ),
+        "exchange": Said(),
         "pp": Said({"--pipeline-model-parallel-size": layout.pp}),
         "ep": _experts(facts),
         "schedule": _schedule(facts),

@@ -33,8 +33,10 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "sequence_parallel": Said(),
         "cp": Said(
             {"--parallelism.context_parallel_degree": layout.cp},
-            differs="context parallelism gathers keys and values, where samestep exchanges heads: other bytes, other memory",
+            differs="context parallelism gathers keys and values, where samestep exchanges heads or passes keys and values around a "
+            "ring: other bytes, other memory",
         ),
+        "exchange": Said(),
         "pp": _pipeline(facts),
         "ep": Said({"--parallelism.expert_parallel_degree": layout.ep}),
         "schedule": _schedule(facts),

@@ -2,7 +2,8 @@
 
 The model runs its own forward on the whole batch. A hook in front of each block cuts this rank's rows of tokens out of
 its arguments (`independence/token_slices.py` has found which arguments have such rows), so embeddings, positions and masks
-are made before that, of the whole sequence. Within a block a function mode replaces `scaled_dot_product_attention`:
+are made before that, of the whole sequence. Within a block a function mode replaces `scaled_dot_product_attention`, under
+`exchange=ring` by that of `ring.py`, else so:
 
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
     output              [B, A, T/N, D]  ◄── all_to_all  [B, A/N, T, D]
@@ -31,11 +32,13 @@ from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
+from samestep.program.ring import Placement
+from samestep.runtime.axes import ring
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.strategies.context import num_sent_heads
+from samestep.strategies.context import KEYS_VALUES, exchange_of, num_sent_heads, placement_of
 from samestep.tracing.checkpointed import Contexts
 from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
@@ -59,6 +62,10 @@ class WholeSequences:
         """Return the samples that the loss compares with this rank's outputs: all tokens."""
         return samples
 
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """Return all tokens of a tensor."""
+        return whole
+
     def shape_of(self, shape: torch.Size) -> torch.Size:
         """Return the shape of hidden states between blocks."""
         return shape
@@ -68,7 +75,9 @@ class Slicing:
     """This rank's slice of every sequence, active while a forward runs in `of`."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
-        self._sliced_dims = dict(program.step.model.slices)
+        self._spec, self._layout = program.step.model, program.step.layout
+        self._is_ring = exchange_of(self._spec, self._layout) == "ring"
+        self._sliced_dims = dict(self._spec.slices)
         self.degree, self.index = mesh.size("cp"), mesh.index("cp")
         self.group = mesh.groups["cp"]
         self.length = 0
@@ -126,13 +135,18 @@ class Slicing:
         """Return this rank's tokens of a tensor [B, T, ...] that has a row for each token of the whole sequence."""
         return self._rows(whole, 1, self.length)
 
+    def placement(self, length: int) -> Placement:
+        """Return which of so many tokens each rank holds."""
+        return placement_of(self._spec, self._layout, length)
+
     def shape_of(self, shape: torch.Size) -> torch.Size:
         """Return the shape of sliced hidden states between blocks, given `shape` of whole ones."""
         return torch.Size([shape[0], shape[1] // self.degree, *shape[2:]]) if self.length else shape
 
     def _rows(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        size = length // self.degree
-        return tensor.narrow(dim, self.index * size, size)
+        runs = self.placement(length).runs(self.index)
+        parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     # -- around blocks -----------------------------------------------------------------------------
 
@@ -184,11 +198,14 @@ class Slicing:
     # -- around attention --------------------------------------------------------------------------
 
     def attend(self, func: Callable[..., Tensor], call: AttentionCall) -> Tensor:
-        """Compute attention for this rank's heads over all tokens; query, key and value are [B, A, T/N, D].
+        """Compute attention for this rank's heads or queries over all tokens; query, key and value are [B, A, T/N, D].
 
         Collective over `cp`, see [Note: collective calls].
         """
         self.exchanged += 1
+        if self._is_ring:
+            owner = f"{self.block}.{KEYS_VALUES}"
+            return ring.attend(call, self.placement(self.length), self.index, self.group, owner)
         heads = call.query.shape[1]
         query, key, value = (
             apply_move(self._repeat_heads(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)

@@ -223,7 +223,10 @@ _CHOOSING = (torch.topk, Tensor.topk)
 
 
 class RouteMode(DropoutMode):
-    """A dropout mode that also replays the choices in `routes`, or records them there: by default while it is empty."""
+    """A dropout mode that also replays the choices in `routes`, or records them there: by default while it is empty.
+
+    `own` returns this rank's tokens of choices [samples, tokens, k], of which so many ranks hold a part each.
+    """
 
     sees_all = True
 
@@ -233,13 +236,13 @@ class RouteMode(DropoutMode):
         draw: Draw,
         part: MaskSlice | None,
         routes: Routes,
-        slice_index: int,
+        own: Callable[[Tensor, int], Tensor],
         replays: bool | None = None,
     ) -> None:
         super().__init__(model, draw, part)
         self._routes = routes
         self._replays = bool(routes) if replays is None else replays
-        self._slice_index = slice_index
+        self._own = own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -262,6 +265,5 @@ class RouteMode(DropoutMode):
             return found
         noted = torch.from_numpy(np.stack([self._routes[*place, sample] for sample in samples]))
         parts = noted.shape[1] * len(samples) // len(scores)
-        mine = noted.chunk(parts, dim=1)[self._slice_index if parts > 1 else 0]
-        picks = mine.reshape(-1, k).to(scores.device, torch.int64)
+        picks = self._own(noted, parts).reshape(-1, k).to(scores.device, torch.int64)
         return torch.return_types.topk((scores.gather(1, picks), picks))

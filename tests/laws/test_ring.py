@@ -1,0 +1,173 @@
+"""Laws of the ring: every pair of tokens is computed once, by ranks that have equal work, and what passes is what is listed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import LayoutError
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import decoder_spec
+from samestep.models.decoder import Decoder
+from samestep.models.spec import ModelSpec
+from samestep.program.ops import BYTES_OF, OpKind
+from samestep.program.program import Program
+from samestep.program.ring import Placement, source_at, visit
+from samestep.simulation.cost import seconds
+from samestep.strategies import program_of
+from samestep.strategies.context import exchange_of, placement_of
+from tests.laws.models import LAW, MACHINES
+
+HEADS, LENGTH, WIDTH = 8, 64, 16
+
+
+def model(kv_heads: int = 2, length: int = LENGTH) -> ModelSpec:
+    shape = Decoder(
+        layers=3, hidden=HEADS * WIDTH, heads=HEADS, kv_heads=kv_heads, vocab=256, sequence=length, gated=True
+    )
+    return decoder_spec.spec(shape, "decoder")
+
+
+def program(layout: str, kv_heads: int = 2, precision: str = "bf16") -> Program:
+    job = Job(train={"global_batch": 8}, numerics={"precision": precision})
+    return program_of(model(kv_heads), job, Layout.parse(layout))
+
+
+def placements() -> st.SearchStrategy[Placement]:
+    return st.builds(
+        lambda degree, each, may_split: Placement.of(degree * each, degree, may_split=may_split),
+        st.integers(1, 6), st.integers(1, 6), st.booleans(),
+    )  # fmt: skip
+
+
+@LAW
+@given(placements())
+def test_every_token_has_one_rank(placement: Placement) -> None:
+    held = [token for rank in range(placement.degree) for run in placement.runs(rank) for token in run]
+    assert sorted(held) == [*range(placement.length)]
+    for rank in range(placement.degree):
+        mine = [token for run in placement.runs(rank) for token in run]
+        assert mine == sorted(mine)
+        assert len(mine) == placement.size
+
+
+@LAW
+@given(placements(), st.booleans())
+def test_every_pair_that_is_seen_is_computed_once(placement: Placement, is_causal: bool) -> None:
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in range(placement.degree):
+        mine = [token for run in placement.runs(rank) for token in run]
+        sources = [source_at(hop, rank, placement.degree) for hop in range(placement.degree)]
+        assert sorted(sources) == [*range(placement.degree)]
+        assert sources[0] == rank
+        for source in sources:
+            theirs = [token for run in placement.runs(source) for token in run]
+            seen = visit(placement, rank, source, is_causal=is_causal)
+            if seen is None:
+                continue
+            queries, keys = [*range(*seen.queries.indices(len(mine)))], [*range(*seen.keys.indices(len(theirs)))]
+            for query, key in itertools.product(queries, keys):
+                if not seen.is_causal or key <= query:
+                    found[mine[query], theirs[key]] += 1
+    everything = itertools.product(range(placement.length), repeat=2)
+    assert found == Counter((query, key) for query, key in everything if key <= query or not is_causal)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 8])
+def test_ranks_with_a_head_and_a_tail_have_equal_work_at_every_hop(degree: int) -> None:
+    placement = Placement.of(8 * degree, degree, may_split=True)
+    assert placement.is_head_tail
+    for rank in range(degree):
+        for hop in range(1, degree):
+            seen = visit(placement, rank, source_at(hop, rank, degree), is_causal=True)
+            assert seen is not None
+            assert not seen.is_causal
+            area = (seen.queries.stop - seen.queries.start) * (seen.keys.stop - seen.keys.start)
+            assert area * 2 == placement.size**2
+
+
+def test_what_comes_next_is_what_the_rank_before_had() -> None:
+    for degree, rank, hop in itertools.product([2, 3, 5], range(5), range(4)):
+        if rank < degree:
+            assert source_at(hop + 1, rank, degree) == source_at(hop, (rank - 1) % degree, degree)
+
+
+@LAW
+@given(
+    cp=st.sampled_from([2, 4, 8, 16, 32]),
+    rest=st.sampled_from(["", "dp=2", "dp=2 zero=3", "tp=2", "recompute=full", "recompute=selective", "microbatch=2"]),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+    precision=st.sampled_from(["bf16", "float32", "float64"]),
+)
+def test_keys_and_values_pass_once_forward_and_once_backward(cp: int, rest: str, kv_heads: int, precision: str) -> None:
+    if "tp" in rest and kv_heads == 1:
+        return
+    made = program(f"cp={cp} exchange=ring {rest}", kv_heads, precision)
+    step = made.step
+    sent = [op for _, op in made.ops() if op.kind is OpKind.SHIFT]
+    assert not [op for _, op in made.ops() if op.kind is OpKind.ALL_TO_ALL]
+    forwards = 3 if "recompute" in rest else 2
+    of_gradients = [op for op in sent if op.owner.endswith("_gradient")]
+    assert len(of_gradients) == cp * 3 * step.num_microbatches
+    assert len(sent) - len(of_gradients) == forwards * (cp - 1) * 3 * step.num_microbatches
+    numel = 2 * step.microbatch_samples * LENGTH // cp * (kv_heads // step.layout.tp) * WIDTH
+    for op in sent:
+        summed = op in of_gradients and precision == "bf16"
+        assert op.size_bytes == numel * BYTES_OF["float32" if summed else step.compute_dtype]
+        assert op.axis == "cp"
+
+
+@pytest.mark.parametrize(("layout", "found"), [("cp=4", "heads"), ("cp=4 exchange=ring", "ring"), ("cp=16", "ring"), ("cp=8 tp=2", "ring")])
+def test_heads_are_exchanged_where_the_degree_divides_them(layout: str, found: str) -> None:
+    assert exchange_of(model(), Layout.parse(layout)) == found
+
+
+def test_causal_models_hold_heads_and_tails_where_these_divide_the_tokens() -> None:
+    ring = Layout.parse("cp=4 exchange=ring")
+    assert placement_of(model(), ring, 64).is_head_tail
+    assert not placement_of(model(), ring, 36).is_head_tail
+    assert not placement_of(model(), Layout.parse("cp=4"), 64).is_head_tail
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("cp=3 exchange=ring", "cp=3 does not divide the 64 tokens into slices of 2 tokens or more; cp=2 or 4 does"),
+        ("cp=64", "cp=64 does not divide the 64 tokens into .*; cp=32 does"),
+        ("cp=16 exchange=heads", "cp=16 does not divide the 64 tokens and 8 heads .*; cp=2 or 4 or 8 does, and exchange=ring works"),
+    ],
+)  # fmt: skip
+def test_a_degree_that_does_not_divide_the_tokens_is_refused(layout: str, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        program(layout)
+
+
+def test_the_word_is_read_and_written() -> None:
+    layout = Layout.parse("cp=2 exchange=ring tp=2")
+    assert str(layout) == "dp=1 tp=2 cp=2 exchange=ring"
+    assert Layout.parse(str(layout)) == layout
+    assert str(Layout.parse("cp=2")) == "dp=1 cp=2"
+    with pytest.raises(LayoutError, match="exchange=rings is none of auto, heads, ring"):
+        Layout.parse("cp=2 exchange=rings")
+
+
+def _exposed(layout: str, hardware: Hardware) -> tuple[float, float]:
+    """Return the seconds of a shift that a step waits for, without and with the attention beside it."""
+    made = program(layout)
+    op = next(op for _, op in made.ops() if op.kind is OpKind.SHIFT)
+    return seconds(op.but(beside=()), made, hardware), seconds(op, made, hardware)
+
+
+@pytest.mark.parametrize("where", sorted(MACHINES))
+def test_a_shift_is_hidden_by_the_attention_beside_it(where: str) -> None:
+    alone, exposed = _exposed("cp=4 exchange=ring", MACHINES[where])
+    if MACHINES[where].overlap:
+        assert exposed < alone or alone == 0.0
+    else:
+        assert exposed == alone
