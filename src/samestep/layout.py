@@ -144,7 +144,7 @@ class Layout:
         return {**self.model_axes, "ep": self.ep}
 
     @property
-    def cuts(self) -> tuple[int | None, ...]:
+    def cuts(self) -> tuple[int | str | None, ...]:
         """Degrees and switches that determine the part of a layer that a rank computes, and how the head computes it."""
         return *self.model_axes.values(), self.sequence_parallel, self.cp, self.exchange, self.ep, self.loss_chunk
 

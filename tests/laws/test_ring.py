@@ -18,7 +18,7 @@ from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
-from samestep.program.ring import Placement, source_at, visit
+from samestep.program.ring_visits import SlicePlacement, source_at, visit
 from samestep.simulation.cost import seconds
 from samestep.strategies import program_of
 from samestep.strategies.context import exchange_of, placement_of
@@ -39,16 +39,16 @@ def program(layout: str, kv_heads: int = 2, precision: str = "bf16") -> Program:
     return program_of(model(kv_heads), job, Layout.parse(layout))
 
 
-def placements() -> st.SearchStrategy[Placement]:
+def placements() -> st.SearchStrategy[SlicePlacement]:
     return st.builds(
-        lambda degree, each, may_split: Placement.of(degree * each, degree, may_split=may_split),
+        lambda degree, each, may_split: SlicePlacement.of(degree * each, degree, may_split=may_split),
         st.integers(1, 6), st.integers(1, 6), st.booleans(),
     )  # fmt: skip
 
 
 @LAW
 @given(placements())
-def test_every_token_has_one_rank(placement: Placement) -> None:
+def test_every_token_has_one_rank(placement: SlicePlacement) -> None:
     held = [token for rank in range(placement.degree) for run in placement.runs(rank) for token in run]
     assert sorted(held) == [*range(placement.length)]
     for rank in range(placement.degree):
@@ -59,7 +59,7 @@ def test_every_token_has_one_rank(placement: Placement) -> None:
 
 @LAW
 @given(placements(), st.booleans())
-def test_every_pair_that_is_seen_is_computed_once(placement: Placement, is_causal: bool) -> None:
+def test_every_pair_that_is_seen_is_computed_once(placement: SlicePlacement, is_causal: bool) -> None:
     found: Counter[tuple[int, int]] = Counter()
     for rank in range(placement.degree):
         mine = [token for run in placement.runs(rank) for token in run]
@@ -81,7 +81,7 @@ def test_every_pair_that_is_seen_is_computed_once(placement: Placement, is_causa
 
 @pytest.mark.parametrize("degree", [2, 3, 4, 8])
 def test_ranks_with_a_head_and_a_tail_have_equal_work_at_every_hop(degree: int) -> None:
-    placement = Placement.of(8 * degree, degree, may_split=True)
+    placement = SlicePlacement.of(8 * degree, degree, may_split=True)
     assert placement.is_head_tail
     for rank in range(degree):
         for hop in range(1, degree):
@@ -123,7 +123,9 @@ def test_keys_and_values_pass_once_forward_and_once_backward(cp: int, rest: str,
         assert op.axis == "cp"
 
 
-@pytest.mark.parametrize(("layout", "found"), [("cp=4", "heads"), ("cp=4 exchange=ring", "ring"), ("cp=16", "ring"), ("cp=8 tp=2", "ring")])
+@pytest.mark.parametrize(
+    ("layout", "found"), [("cp=4", "heads"), ("cp=4 exchange=ring", "ring"), ("cp=16", "ring"), ("cp=8 tp=2", "ring")]
+)
 def test_heads_are_exchanged_where_the_degree_divides_them(layout: str, found: str) -> None:
     assert exchange_of(model(), Layout.parse(layout)) == found
 

@@ -51,6 +51,14 @@ DEEP = ["deep_llama", "deep_gpt2", "deep_tied", "deep_attentive"]
 STAGES = ["pp=2 cp=2 schedule=interleaved virtual_stages=2 microbatch=2 recompute=full"]
 FOUR = ["llama", "attentive", "deep_gemma", "deep_granite"]
 DROPPING = ["dropping_gpt2", "dropping_attentive", "dropping_llama"]
+RING = [
+    "cp=3",
+    "cp=2 exchange=ring zero=3 recompute=full",
+    "dp=2 cp=2 exchange=ring zero=1 microbatch=2",
+    "tp=2 cp=2 exchange=ring recompute=selective",
+    "cp=4 exchange=ring microbatch=2",
+    "pp=2 cp=2 exchange=ring microbatch=2",
+]
 MASKED = ["cp=2", "cp=2 recompute=full microbatch=4", "tp=2 cp=2", "pp=2 cp=2 microbatch=2 recompute=selective"]
 
 
@@ -60,13 +68,13 @@ MASKED = ["cp=2", "cp=2 recompute=full microbatch=4", "tp=2 cp=2", "pp=2 cp=2 mi
         *daily([*combinations(LAYOUTS, MODELS), *combinations(MASKED, DROPPING)], beside_products=True),
         # `test_products.py` holds slices with each schedule by default.
         *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in STAGES for model in DEEP),
+        *daily(combinations(RING, ["deep_llama", "deep_qwen3", "deep_attentive"]), beside_products=True),
+        *combinations(["cp=2 exchange=ring", "cp=2 exchange=ring recompute=selective microbatch=4"], DROPPING),
         ("cp=4", FOUR[0]),
         *(pytest.param("cp=4", model, marks=pytest.mark.nightly) for model in FOUR[1:]),
     ],
 )
 def test_slices_compute_what_one_device_computes(layout: str, model: str) -> None:
-    if model == "gpt2" and "tp=2" in layout:
-        pytest.skip("two heads")
     prove(layout, model)
 
 
@@ -132,8 +140,17 @@ def test_a_slice_keeps_its_part_of_the_activations() -> None:
             "cp=2",
             "cp=2 slices sequences: blocks.0 mixes tokens by cumsum, and only attention is exchanged; cp=1",
         ),
-        ("gpt2", "cp=4", "cp=4 does not divide the 12 tokens and 2 heads into slices of 2 tokens or more; cp=2 does"),
-        ("gpt2", "tp=2 cp=2", "does not divide the 12 tokens and 1 heads that tp=2 leaves a rank .*; only cp=1 does"),
+        (
+            "gpt2",
+            "cp=4 exchange=heads",
+            "cp=4 does not divide the 12 tokens and 2 heads into slices of 2 tokens or more; cp=2 does, and exchange=ring works",
+        ),
+        (
+            "gpt2",
+            "tp=2 cp=2 exchange=heads",
+            "does not divide the 12 tokens and 1 heads that tp=2 leaves a rank .*; only cp=1 does, and exchange=ring works",
+        ),
+        ("gpt2", "cp=5", "cp=5 does not divide the 12 tokens into slices of 2 tokens or more; cp=4 or 6 does"),
         ("dropping_gpt2_eager", "cp=2", "cp=2 slices sequences: .*attn mixes tokens by bmm.* with a mask of the whole"),
     ],
 )

@@ -10,14 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.randomness.mode import Draw, recompute_contexts
-from samestep.runtime.axes.expert import RouteMode, Routes
+from samestep.runtime.axes.expert import RouteMode, Routes, tokens_of_first
 
 EXPERTS, TOKENS = 8, 6
-
-
-def whole(noted: Tensor, parts: int) -> Tensor:
-    assert parts == 1
-    return noted
 
 
 class Router(nn.Module):
@@ -40,7 +35,7 @@ def noted() -> tuple[Model, Tensor, Routes]:
     """A model, scores of samples 3, 5 and 9, and what was chosen for them."""
     model, routes = Model(), Routes()
     scores = torch.randn(3, TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
-    with RouteMode(model, Draw(0, 0, torch.tensor([3, 5, 9])), None, routes, whole):
+    with RouteMode(model, Draw(0, 0, torch.tensor([3, 5, 9])), None, routes, tokens_of_first):
         model(scores)
     assert len(routes) == 2 * 3
     return model, scores, routes
@@ -50,7 +45,7 @@ def test_a_choice_is_that_of_the_sample_and_its_weights_are_ones_own(noted: tupl
     model, scores, routes = noted
     wanted = model(scores[[2, 0]])
     others = -scores[[2, 0]]
-    with RouteMode(model, Draw(0, 0, torch.tensor([9, 3])), None, routes, whole):
+    with RouteMode(model, Draw(0, 0, torch.tensor([9, 3])), None, routes, tokens_of_first):
         found = model(others)
     for index, ((_, picks), (values, replayed)) in enumerate(zip(wanted, found, strict=True)):
         assert torch.equal(replayed, picks)
@@ -62,7 +57,9 @@ def test_a_slice_of_the_sequence_has_the_choices_of_its_tokens(noted: tuple[Mode
     model, scores, routes = noted
     mine = slice(index * TOKENS // 2, (index + 1) * TOKENS // 2)
     wanted = model(scores[[1], mine])
-    with RouteMode(model, Draw(0, 0, torch.tensor([5])), None, routes, lambda noted, parts: noted.chunk(parts, 1)[index]):
+    with RouteMode(
+        model, Draw(0, 0, torch.tensor([5])), None, routes, lambda noted, parts: noted.chunk(parts, 1)[index]
+    ):
         found = model(-scores[[1], mine])
     assert all(torch.equal(ours[1], theirs[1]) for ours, theirs in zip(found, wanted, strict=True))
 
@@ -77,7 +74,7 @@ def test_a_repeated_forward_chooses_as_the_first(noted: tuple[Model, Tensor, Rou
         return sum(values.square().sum() for values, _ in picked)  # the squares are what is computed again
 
     given = (-scores).requires_grad_()
-    with RouteMode(model, Draw(0, 0, torch.tensor([3, 5, 9])), None, routes, whole):
+    with RouteMode(model, Draw(0, 0, torch.tensor([3, 5, 9])), None, routes, tokens_of_first):
         loss = checkpoint(block, given, use_reentrant=False, context_fn=functools.partial(recompute_contexts, model))
     loss.backward()
     assert len(seen) == 2

@@ -1,7 +1,7 @@
 """Context parallelism: every rank of `cp` has a slice of each sequence, and in attention some heads of all tokens, or a ring.
 
 Operations on single tokens work on a slice unchanged. Attention needs all tokens. `exchange=ring` passes keys and values from
-rank to rank (`program/ring.py`), in N - 1 shifts forward; backward they pass once more, with N shifts of their gradients.
+rank to rank (`program/ring_visits.py`), in N - 1 shifts forward; backward they pass once more, with N shifts of their gradients.
 
 `exchange=heads` is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): attention needs one head at a time, so four all_to_alls (of queries, keys, values and the output)
 exchange tokens for heads. With N ranks, T tokens and A heads of size D:
@@ -31,7 +31,7 @@ from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.program import Program
-from samestep.program.ring import Placement
+from samestep.program.ring_visits import SlicePlacement
 from samestep.program.step import StepSpec
 
 AXIS = "cp"
@@ -40,6 +40,9 @@ KEYS_VALUES, OF_GRADIENTS = "key_value", "_gradient"
 RING_BUFFERS = 5
 """Copies of a rank's keys and values that a backward holds besides its own, in elements of two bytes: those that arrive, and the
 gradients that leave and arrive, in twice as many bytes."""
+SUMS_MOVED, SUM_KERNELS = 6, 12
+"""Elements of two bytes that are read and written, for each element of a block's output, where it is added to sums in float32; and the
+operations of a hop."""
 _PASSING = ("key", "value")
 LEAST_TOKENS = 2
 """Smallest number of tokens in a slice: a model may take a single token for a step of generation."""
@@ -102,7 +105,7 @@ def exchange_of(model: ModelSpec, layout: Layout) -> Literal["heads", "ring"]:
     return "ring" if _most_by_heads(model, layout.tp) % layout.cp else "heads"
 
 
-def placement_of(model: ModelSpec, layout: Layout, length: int) -> Placement:
+def placement_of(model: ModelSpec, layout: Layout, length: int) -> SlicePlacement:
     """Return which tokens of a sequence of this length each rank of `cp` holds.
 
     They are from its head and its tail where a ring computes causal attentions. Masks of dropped elements are drawn for one run
@@ -110,7 +113,7 @@ def placement_of(model: ModelSpec, layout: Layout, length: int) -> Placement:
     """
     is_causal = any(one.factors == "causal" for layer in model.layers for one in layer.products)
     may_split = is_causal and exchange_of(model, layout) == "ring" and not model.masks
-    return Placement.of(length, layout.cp, may_split=may_split)
+    return SlicePlacement.of(length, layout.cp, may_split=may_split)
 
 
 def _most_by_heads(model: ModelSpec, tp: int) -> int:
@@ -140,7 +143,7 @@ def apply(program: Program) -> Program:
 
 
 @cache_by_model
-def slice_model(model: ModelSpec, placement: Placement, by_ring: bool) -> ModelSpec:
+def slice_model(model: ModelSpec, placement: SlicePlacement, by_ring: bool) -> ModelSpec:
     """Return the local model of a rank that works on a slice of the sequence."""
     first = next(index for index, layer in enumerate(model.layers) if layer.is_block)
     degree = placement.degree
@@ -153,7 +156,7 @@ def slice_model(model: ModelSpec, placement: Placement, by_ring: bool) -> ModelS
     return replace(model, layers=layers, logit_rows=model.logit_rows // degree)
 
 
-def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: Placement) -> LayerSpec:
+def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -> LayerSpec:
     """Return a sliced layer whose attentions keep their heads, with the buffers in which keys and values come and go.
 
     With contiguous slices the rank with the last tokens computes nearly all pairs of a causal attention, and the others wait.
@@ -172,13 +175,24 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: Placement) -> Lay
     )
     kept = [-(-one.elements // degree) for one in whole.exchanges if one.is_kept]  # sent by an exchange of heads alone
     cut = [-(-one.elements // degree) for one in whole.exchanges if one.is_kept and one.is_cut]
-    passing = RING_BUFFERS * sum(-(-one.elements // degree) for one in whole.exchanges if one.role in _PASSING)
-    passing_cut = RING_BUFFERS * sum(
-        -(-one.elements // degree) for one in whole.exchanges if one.role in _PASSING and one.is_cut
+    passing, passing_cut = (
+        RING_BUFFERS
+        * sum(-(-one.elements // degree) for one in whole.exchanges if one.role in _PASSING and one.is_cut >= cut_only)
+        for cut_only in (False, True)
+    )
+    # Every further hop adds to the sums of all queries.
+    added, added_cut = (
+        SUMS_MOVED
+        * (degree - 1)
+        * sum(one.elements // degree for one in whole.exchanges if one.role == "output" and one.is_cut >= cut_only)
+        for cut_only in (False, True)
     )
     return replace(
         sliced,
         products=products,
+        moved_elements=sliced.moved_elements + added,
+        moved_cut_elements=sliced.moved_cut_elements + added_cut,
+        kernels=sliced.kernels + SUM_KERNELS * (degree - 1) * sum(one.role == "output" for one in whole.exchanges),
         saved_elements=sliced.saved_elements - sum(kept),
         saved_cut_elements=sliced.saved_cut_elements - sum(cut),
         working_elements=sliced.working_elements + passing,
@@ -233,7 +247,9 @@ def _shifts(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> I
     attentions = [one for one in layer.products if one.is_attention]
     blocks = [replace(one.cut_by(step.layout.tp), columns=-(-one.columns // degree)) for one in attentions]
     per_call: list[tuple[Product, ...]] = [(one,) for one in blocks] if len(blocks) == len(calls) else [()] * len(calls)
-    for call, beside in reversed([*zip(calls, per_call, strict=True)]) if backward else zip(calls, per_call, strict=True):
+    for call, beside in (
+        reversed([*zip(calls, per_call, strict=True)]) if backward else zip(calls, per_call, strict=True)
+    ):
         _, key, value, output = call
         numel = step.microbatch_samples * sum(
             one.elements // one.heads // degree * _local_heads(one, one.heads, step) for one in (key, value)

@@ -3,7 +3,7 @@
 The model runs its own forward on the whole batch. A hook in front of each block cuts this rank's rows of tokens out of
 its arguments (`independence/token_slices.py` has found which arguments have such rows), so embeddings, positions and masks
 are made before that, of the whole sequence. Within a block a function mode replaces `scaled_dot_product_attention`, under
-`exchange=ring` by that of `ring.py`, else so:
+`exchange=ring` by that of `ring_attention.py`, else so:
 
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
     output              [B, A, T/N, D]  ◄── all_to_all  [B, A/N, T, D]
@@ -32,8 +32,8 @@ from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
-from samestep.program.ring import Placement
-from samestep.runtime.axes import ring
+from samestep.program.ring_visits import SlicePlacement
+from samestep.runtime.axes import ring_attention
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
@@ -135,7 +135,7 @@ class Slicing:
         """Return this rank's tokens of a tensor [B, T, ...] that has a row for each token of the whole sequence."""
         return self._rows(whole, 1, self.length)
 
-    def placement(self, length: int) -> Placement:
+    def placement(self, length: int) -> SlicePlacement:
         """Return which of so many tokens each rank holds."""
         return placement_of(self._spec, self._layout, length)
 
@@ -205,7 +205,7 @@ class Slicing:
         self.exchanged += 1
         if self._is_ring:
             owner = f"{self.block}.{KEYS_VALUES}"
-            return ring.attend(call, self.placement(self.length), self.index, self.group, owner)
+            return ring_attention.attend(call, self.placement(self.length), self.index, self.group, owner)
         heads = call.query.shape[1]
         query, key, value = (
             apply_move(self._repeat_heads(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)

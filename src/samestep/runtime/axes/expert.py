@@ -222,6 +222,11 @@ Routes = dict[tuple[str, int, int, int], np.ndarray[Any, np.dtype[np.int16]]]
 _CHOOSING = (torch.topk, Tensor.topk)
 
 
+def tokens_of_first(whole: Tensor, parts: int) -> Tensor:
+    """Return the first part of the tokens of choices [samples, tokens, k]: all, where a rank replays what it has recorded itself."""
+    return whole.chunk(parts, dim=1)[0]
+
+
 class RouteMode(DropoutMode):
     """A dropout mode that also replays the choices in `routes`, or records them there: by default while it is empty.
 

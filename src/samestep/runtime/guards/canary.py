@@ -44,7 +44,7 @@ from samestep.program.bodies import Task
 from samestep.randomness import mode as dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.expert import RouteMode
+from samestep.runtime.axes.expert import RouteMode, tokens_of_first
 from samestep.runtime.guards.deviation import (
     NUM_PERTURBED,
     allowance,
@@ -217,7 +217,7 @@ class WatchedStep(StepObserver):
         make = self._inner.dropout_mode()
         if make is not None or not (self._canary.routed and self._is_chosen()):
             return make
-        return functools.partial(RouteMode, routes=self._again.routes, slice_index=0, replays=False)
+        return functools.partial(RouteMode, routes=self._again.routes, own=tokens_of_first, replays=False)
 
     def asked_to_record(self, step: int) -> str:
         """Pass the request on."""

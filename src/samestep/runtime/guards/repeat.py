@@ -29,7 +29,7 @@ from samestep.randomness import mode as dropout
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.expert import RouteMode, Routes
+from samestep.runtime.axes.expert import RouteMode, Routes, tokens_of_first
 from samestep.runtime.guards.deviation import nudge_outputs
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices, MakeMode
@@ -134,7 +134,7 @@ class Repeat:
         model = self._assembly.model
         make: Callable[..., dropout.DropoutMode] | None = self._make_mode()
         if make is None and self.routes:
-            make = functools.partial(RouteMode, routes=self.routes, slice_index=0, replays=True)
+            make = functools.partial(RouteMode, routes=self.routes, own=tokens_of_first, replays=True)
         if make is None and model.dropout.dropout is dropout.Dropout.ABSENT:
             yield
             return

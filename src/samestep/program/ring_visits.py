@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Placement(NamedTuple):
+class SlicePlacement(NamedTuple):
     """The rule by which the tokens of a sequence are divided among the ranks of `cp`."""
 
     length: int
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
     """Whether a rank holds a run from the head and one from the tail of the sequence, instead of one run."""
 
     @classmethod
-    def of(cls, length: int, degree: int, *, may_split: bool) -> Placement:
+    def of(cls, length: int, degree: int, *, may_split: bool) -> SlicePlacement:
         """Return the placement of a sequence, in two runs for each rank where these may be split and divide it."""
         return cls(length, degree, may_split and degree > 1 and length % (2 * degree) == 0)
 
@@ -55,7 +55,7 @@ class Placement(NamedTuple):
         return range(rank * half, (rank + 1) * half), range(last * half, (last + 1) * half)
 
 
-class Visit(NamedTuple):
+class RingVisit(NamedTuple):
     """What a rank computes with the keys and values of one rank, in positions of what each of the two holds."""
 
     queries: slice
@@ -64,10 +64,10 @@ class Visit(NamedTuple):
     """Whether a query sees the keys up to its own position alone."""
 
 
-def visit(placement: Placement, rank: int, source: int, *, is_causal: bool) -> Visit | None:
+def visit(placement: SlicePlacement, rank: int, source: int, *, is_causal: bool) -> RingVisit | None:
     """Return what `rank` computes with the keys of `source`; None where all of them are in the future of its queries."""
     size = placement.size
-    everything = Visit(slice(0, size), slice(0, size), False)
+    everything = RingVisit(slice(0, size), slice(0, size), False)
     if not is_causal:
         return everything
     if rank == source:

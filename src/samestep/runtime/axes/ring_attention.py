@@ -1,4 +1,4 @@
-"""Ring attention on real tensors (twin of `program/ring.py`): keys and values pass from rank to rank while their blocks are computed.
+"""Ring attention on real tensors in the order of `program/ring_visits.py`: keys and values pass from rank to rank while their blocks are computed.
 
     hop 0     own keys                    │ send to the next rank, receive from the one before
     hop 1     keys of the rank before     │ ...
@@ -32,7 +32,7 @@ from samestep.building.torch_seams import (
     flash_attention,
     flash_attention_backward,
 )
-from samestep.program.ring import Placement, Visit, source_at, visit
+from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
 from samestep.randomness.dropped_attention import DropPart, MaskSource, broadcast
 from samestep.runtime.ledger import owned
 from samestep.strategies.context import OF_GRADIENTS
@@ -46,7 +46,7 @@ WIDEST_FLASH = 256
 class _Ring(NamedTuple):
     """What an attention around the ring is, besides its tensors."""
 
-    placement: Placement
+    placement: SlicePlacement
     rank: int
     group: dist.ProcessGroup
     owner: str
@@ -62,14 +62,14 @@ class _Ring(NamedTuple):
         """Number of ranks of the ring."""
         return self.placement.degree
 
-    def visits(self) -> Iterator[tuple[int, int, Visit | None]]:
+    def visits(self) -> Iterator[tuple[int, int, RingVisit | None]]:
         """Yield each hop with the rank whose keys are here, and what is computed with them."""
         for hop in range(self.degree):
             source = source_at(hop, self.rank, self.degree)
             yield hop, source, visit(self.placement, self.rank, source, is_causal=self.is_causal)
 
 
-def attend(call: AttentionCall, placement: Placement, rank: int, group: dist.ProcessGroup, owner: str) -> Tensor:
+def attend(call: AttentionCall, placement: SlicePlacement, rank: int, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return the attention of this rank's queries to all tokens; query, key and value are [B, A, T/N, D], a mask is whole.
 
     Collective over `group`, in the backward too, see [Note: collective calls].
@@ -203,9 +203,7 @@ class _Softmax(NamedTuple):
     def of(cls, query: Tensor, value: Tensor) -> _Softmax:
         """Return those of no keys."""
         shape, wide = query.shape[:-1], _wide(query)
-        return cls(
-            query.new_zeros((*shape, value.shape[-1]), dtype=wide), query.new_full(shape, -math.inf, dtype=wide)
-        )
+        return cls(query.new_zeros((*shape, value.shape[-1]), dtype=wide), query.new_full(shape, -math.inf, dtype=wide))
 
     def add(self, rows: slice, output: Tensor, log_sum_exp: Tensor) -> None:
         """Add the attention of some queries to further keys."""
@@ -227,13 +225,14 @@ class _Back(NamedTuple):
     of_mask: Tensor | None
 
 
-def _visit_forward(how: _Ring, source: int, seen: Visit, given: _Given, sums: _Softmax) -> None:
+def _visit_forward(how: _Ring, source: int, seen: RingVisit, given: _Given, sums: _Softmax) -> None:
     """Add the attention to the keys and values of one rank."""
     query, key, value, mask = given
     key, value = key[:, :, seen.keys], value[:, :, seen.keys]
     if _fits_flash(how, query, value, mask):
-        some = (query[:, :, seen.queries], *_with_heads_of(query, key, value))
-        sums.add(seen.queries, *flash_attention(*some, is_causal=seen.is_causal, scale=how.scale))
+        keys, values = _with_heads_of(query, key), _with_heads_of(query, value)
+        found = flash_attention(query[:, :, seen.queries], keys, values, is_causal=seen.is_causal, scale=how.scale)
+        sums.add(seen.queries, *found)
         return
     key, value = key.to(_wide(key)), value.to(_wide(value))
     for rows in _rows_at_once(query, key, seen):
@@ -247,7 +246,7 @@ def _visit_forward(how: _Ring, source: int, seen: Visit, given: _Given, sums: _S
 
 
 def _visit_backward(
-    how: _Ring, source: int, seen: Visit, given: _Given, back: _Back
+    how: _Ring, source: int, seen: RingVisit, given: _Given, back: _Back
 ) -> tuple[Tensor, Tensor] | None:
     """Add the gradients of queries and mask; return those of the keys and values of one rank that are seen."""
     query, key, value, mask = given
@@ -255,10 +254,10 @@ def _visit_backward(
     if _fits_flash(how, query, value, mask):
         rows = seen.queries
         query, gradient, output = (one[:, :, rows] for one in (query, back.given, back.output))
-        same = query, *_with_heads_of(query, key, value)
+        keys, values = _with_heads_of(query, key), _with_heads_of(query, value)
         lse = back.log_sum_exp[:, :, rows].contiguous()
         found = flash_attention_backward(
-            gradient, *same, output, lse, is_causal=seen.is_causal, scale=how.scale
+            gradient, query, keys, values, output, lse, is_causal=seen.is_causal, scale=how.scale
         )
         back.of_queries[:, :, rows].add_(found[0])
         return _summed_heads(found[1], key), _summed_heads(found[2], value)
@@ -292,7 +291,7 @@ def _fits_flash(how: _Ring, query: Tensor, value: Tensor, mask: Tensor | None) -
     return query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_FLASH
 
 
-def _rows_at_once(query: Tensor, key: Tensor, seen: Visit) -> Iterator[slice]:
+def _rows_at_once(query: Tensor, key: Tensor, seen: RingVisit) -> Iterator[slice]:
     """Yield the queries of a visit whose scores exist at a time."""
     each = max(1, BLOCK_ELEMENTS // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
     for start in range(seen.queries.start, seen.queries.stop, each):
@@ -300,7 +299,7 @@ def _rows_at_once(query: Tensor, key: Tensor, seen: Visit) -> Iterator[slice]:
 
 
 def _scores(
-    how: _Ring, source: int, seen: Visit, rows: slice, query: Tensor, key: Tensor, mask: Tensor | None
+    how: _Ring, source: int, seen: RingVisit, rows: slice, query: Tensor, key: Tensor, mask: Tensor | None
 ) -> Tensor | None:
     """Return the scores of some queries [B, A, L, S], -inf where a key is not seen; None where it is known that none is."""
     hidden: Tensor | None = None
@@ -322,7 +321,7 @@ def _scores(
     return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
 
-def _dropped(how: _Ring, source: int, rows: slice, seen: Visit, weights: Tensor) -> Tensor:
+def _dropped(how: _Ring, source: int, rows: slice, seen: RingVisit, weights: Tensor) -> Tensor:
     """Return weights of keys without those that dropout drops, the others scaled."""
     if how.drop is None:
         return weights
@@ -336,7 +335,7 @@ def _dropped(how: _Ring, source: int, rows: slice, seen: Visit, weights: Tensor)
 _Ranges = tuple[range, ...]
 
 
-def _tokens(how: _Ring, source: int, rows: slice, seen: Visit) -> tuple[_Ranges, _Ranges]:
+def _tokens(how: _Ring, source: int, rows: slice, seen: RingVisit) -> tuple[_Ranges, _Ranges]:
     """Return the tokens of some queries of this rank, and of the keys of another one that are visited."""
     return _cut(how.placement.runs(how.rank), rows), _cut(how.placement.runs(source), seen.keys)
 
@@ -358,7 +357,7 @@ def _taken(tensor: Tensor, dim: int, ranges: _Ranges) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _mask_part(how: _Ring, source: int, rows: slice, seen: Visit, mask: Tensor) -> Tensor:
+def _mask_part(how: _Ring, source: int, rows: slice, seen: RingVisit, mask: Tensor) -> Tensor:
     """Return the part of a whole mask [..., T or 1, T or 1] for some queries and the keys of a visit."""
     mine, theirs = _tokens(how, source, rows, seen)
     if mask.dim() > 1 and mask.shape[-2] > 1:
@@ -366,7 +365,7 @@ def _mask_part(how: _Ring, source: int, rows: slice, seen: Visit, mask: Tensor) 
     return _taken(mask, -1, theirs) if mask.shape[-1] > 1 else mask
 
 
-def _add_to_mask(how: _Ring, source: int, rows: slice, seen: Visit, of_mask: Tensor, found: Tensor) -> None:
+def _add_to_mask(how: _Ring, source: int, rows: slice, seen: RingVisit, of_mask: Tensor, found: Tensor) -> None:
     """Add the gradient of scores to that of the mask that was added to them."""
     mine, theirs = _tokens(how, source, rows, seen)
     by_query, by_key = of_mask.dim() > 1 and of_mask.shape[-2] > 1, of_mask.shape[-1] > 1
@@ -405,11 +404,10 @@ def _by_keys(weights: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return _by_key_heads(weights, key).transpose(-2, -1) @ _by_key_heads(query, key)
 
 
-def _with_heads_of(query: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
-    """Yield keys or values with a head for each of the queries."""
-    for one in tensors:
-        times = query.shape[1] // one.shape[1]
-        yield one.repeat_interleave(times, 1) if times > 1 else one
+def _with_heads_of(query: Tensor, one: Tensor) -> Tensor:
+    """Return keys or values with a head for each of the queries."""
+    times = query.shape[1] // one.shape[1]
+    return one.repeat_interleave(times, 1) if times > 1 else one
 
 
 def _summed_heads(gradient: Tensor, like: Tensor) -> Tensor:
