@@ -42,7 +42,7 @@ CODE = (
     "optimizer.name=planted_delays:LateAdamW",
     "train.sample_tokens=0",
     "train.watch_every=0",
-    "train.global_batch=64",
+    "train.global_batch=96",
     "checkpoint.every=0",
 )
 """The default job with code that can be late, and with as many samples as make a step of about 100 ms on two cores."""
@@ -112,7 +112,7 @@ SCENARIOS = (
         cases=(Case(name="busy work in a block", delay=Delay(place="block", ranks=(1,)), row="compute", cause=_FORWARD, kinds=STRAGGLER),),
     ),
     Scenario(
-        layout="pp=2 microbatch=16 schedule=1f1b",
+        layout="pp=2 microbatch=24 schedule=1f1b",
         cases=(
             Case(name="an unbalanced stage", delay=Delay(place="block", seconds=0.05, ranks=(1,)), row="compute", cause=_FORWARD, kinds=("imbalance",)),
             Case(name="sleep in a hook of the backward", delay=Delay(place="backward", how="sleep", seconds=0.05, ranks=(1,)), row="compute", cause=_BACKWARD, kinds=("imbalance", "host")),
@@ -205,7 +205,9 @@ def _found(
     if case.row == "data":  # a step goes by while the next samples are read
         truth_s -= step_s
     late = [*records] if case.moves_all else [*case.delay.ranks]
-    mine = [sum(seconds for (name, _), seconds in moved[rank].items() if name == case.row) for rank in late]
+    # Of ranks that all wait for samples the first to have them waits for the last one's.
+    own = (case.row, *WAITING) if case.row == "data" and len(late) > 1 else (case.row,)
+    mine = [sum(seconds for (name, _), seconds in moved[rank].items() if name in own) for rank in late]
     waits = [
         sum(seconds for (name, _), seconds in moved[rank].items() if name in WAITING)
         for rank in records
@@ -213,7 +215,7 @@ def _found(
     ]
     others = [("", 0.0)]
     for rank, rows in moved.items():
-        mean = (case.row,) if rank in late else WAITING
+        mean = own if rank in late else WAITING
         others += [
             (f"{name} {axis or ''}".strip() + f" of rank {rank}", seconds)
             for (name, axis), seconds in rows.items()
@@ -246,7 +248,10 @@ def _truth_s(
         queued = [[records[rank].steps[step].queued_ns or 0 for rank in ranks for step in steps] for steps in (on, off)]
         return (statistics.median(queued[0]) - statistics.median(queued[1])) / 1e9
     took = [planted_delays.took_s(folder, rank) for rank in ranks]
-    return statistics.median(seconds.get(step, 0.0) for seconds in took for step in on)
+    with_it, without = (
+        statistics.median(seconds.get(step, 0.0) for seconds in took for step in steps) for steps in (on, off)
+    )
+    return with_it - without  # a collective takes its time without the delay too
 
 
 def _faults(

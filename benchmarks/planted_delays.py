@@ -98,12 +98,17 @@ class Plan:
 
     def delay_of(self, step: int) -> Delay | None:
         """Return the delay that is planted in a step."""
+        delay, is_planted = self.turn_of(step)
+        return delay if is_planted else None
+
+    def turn_of(self, step: int) -> tuple[Delay | None, bool]:
+        """Return the delay whose turn it is in a step, and whether it is planted there."""
         index = step - WARM_STEPS - 1
         for one in self.delays:
             if 0 <= index < one.num_steps:
-                return one if index // one.half % 2 else None
+                return one, bool(index // one.half % 2)
             index -= one.num_steps
-        return None
+        return None, False
 
 
 class _Place:
@@ -315,9 +320,12 @@ def slow_system() -> Iterator[None]:
         fsync(descriptor)
 
     def larger(tensor: Tensor, *given: Any, **named: Any) -> Any:
+        began = time.perf_counter_ns()
         work = all_reduce(tensor, *given, **named)
-        more = _more() if work is not None and ledger._owners.names else None
-        return work if more is None else _Larger(work, all_reduce(more, *given, **named))
+        turn = _turn_of_bucket() if work is not None else None
+        if turn is None:
+            return work
+        return _Timed(all_reduce(_buffer(), *given, **named) if turn else work, began)
 
     os.fsync, dist.all_reduce = late_fsync, larger
     try:
@@ -326,13 +334,13 @@ def slow_system() -> Iterator[None]:
         os.fsync, dist.all_reduce = fsync, all_reduce
 
 
-def _more() -> Tensor | None:
-    """Return what is sent behind a bucket of gradients, if that is planned in this step."""
-    plan, listener = _Place.plan, marks.listener()
-    delay = None if plan is None or listener is None else plan.delay_of(listener.step)
-    if delay is None or delay.place != "collective" or not ledger._owners.names[-1].startswith("bucket"):
+def _turn_of_bucket() -> bool | None:
+    """Return whether a bucket of gradients is followed by more in this step; None where that is not to be tried, or this is no bucket."""
+    plan, listener, owners = _Place.plan, marks.listener(), ledger._owners.names
+    if plan is None or listener is None or not owners or not owners[-1].startswith("bucket"):
         return None
-    return _buffer()
+    delay, is_planted = plan.turn_of(listener.step)
+    return is_planted if delay is not None and delay.place == "collective" else None
 
 
 @functools.cache
@@ -340,20 +348,18 @@ def _buffer() -> Tensor:
     return torch.zeros(MORE_FLOATS)
 
 
-class _Larger:
-    """The work of a larger collective, which notes by how much longer it was waited for."""
+class _Timed:
+    """The last work of a bucket, which notes when it has ended; a group carries one work after the other."""
 
-    def __init__(self, first: Any, work: Any) -> None:
-        self._first, self._work = first, work
+    def __init__(self, work: Any, began: int) -> None:
+        self._work, self._began = work, began
 
     def wait(self, *given: Any) -> Any:
         """Wait as the work does."""
-        self._first.wait(*given)
-        began = time.perf_counter_ns()
         done = self._work.wait(*given)
         listener = marks.listener()
         if listener is not None:
-            took(listener, "collective", time.perf_counter_ns() - began)
+            took(listener, "collective", time.perf_counter_ns() - self._began)
         return done
 
     def __getattr__(self, name: str) -> Any:

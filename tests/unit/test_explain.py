@@ -202,6 +202,63 @@ def test_under_other_load_neither_a_link_nor_a_rank_is_blamed() -> None:
     assert not any("link" in reason or "peers" in reason for reason in verdict.reasons)
 
 
+def seen(found: MeasuredSteps, had: float, queued_s: float | None) -> MeasuredSteps:
+    """Return steps in which each rank had the processor for a part of its work, and was queued for some seconds."""
+    cpu_s = {rank: tuple(had * seconds for seconds in times) for rank, times in found.cpu_s.items()}
+    return replace(found, cpu_s=cpu_s, queued_s={rank: (queued_s,) * len(times) for rank, times in cpu_s.items()})
+
+
+@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@given(st.integers(0, 3), st.floats(0, 0.6), st.floats(0, 1))
+def test_time_without_a_processor_is_load_where_a_rank_was_queued_and_else_its_own_sleep(
+    rank: int, had: float, part: float
+) -> None:
+    found = explained({rank: {"backward:b": 200 * MS}})
+    parts = parts_of(found, found.busiest, None)[0]
+    own_s = sum(part.measured_s for part in parts if part.name in ("compute", "recompute", "optimizer"))
+    had_s = had * found.cpu_s[found.busiest][0]
+    verdict = verdict_of(seen(found, had, part * (own_s - had_s)), parts)
+    if part >= 0.5:
+        assert verdict.kind == "load" or (verdict.kind == "straggler" and had * 0.2 > own_s - had_s)
+    else:
+        assert verdict.kind in ("host", "straggler")
+        assert any(
+            "sleeps or reads for" in reason and "with a processor at hand" in reason for reason in verdict.reasons
+        )
+
+
+def test_a_link_is_named_under_load_only_where_it_takes_much_longer_than_ranks_were_queued() -> None:
+    found = explained({}, transfer={"bucket.0": 900 * MS})
+    parts = parts_of(found, found.busiest, None)[0]
+    away_s = 0.5 * found.cpu_s[0][0]
+    assert verdict_of(seen(found, 0.5, away_s), parts).kind == "link"
+    assert verdict_of(seen(found, 0.5, 0.88), parts).kind == "load"  # which explains most of it
+    assert verdict_of(seen(found, 0.5, None), parts).kind == "load"
+    slow = explained({}, transfer={"bucket.0": 120 * MS})
+    parts = parts_of(slow, slow.busiest, None)[0]
+    assert verdict_of(seen(slow, 1.0, 0.0), parts).kind == "link"
+    assert verdict_of(seen(slow, 1.0, 0.1), parts).kind == "compute"
+    line = next(one for one in verdict_of(seen(slow, 1.0, 0.0), parts).reasons if "dp_replicate sends" in one)
+    assert "; the link carries 41.7 KB/s or more" in line.replace("KiB", "KB") or "the link carries" in line
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_stage_that_works_longest_is_an_imbalance(late: int) -> None:
+    ops = (
+        SentOp("a.out", "send", "pp", 1000, "F0"),
+        SentOp("scalars", "all_reduce", "world", 64, "U0"),
+    )
+
+    def of(rank: int) -> Script:
+        own = work((90 if rank == late else 30) * MS)
+        return (task("F0", own), task("B0", work(20 * MS)), sync("scalars"), task("U0", work(MS)))
+
+    found = measured_steps(records_of("pp=2", ops[1:], {"scalars": MS}, {rank: of(rank) for rank in range(2)}), [2, 3])
+    verdict = verdict_of(found, parts_of(found, found.busiest, None)[0])
+    assert verdict.kind == "imbalance"
+    assert verdict.line.startswith(f"imbalance, stage {late} works longest: 27% of a step")
+
+
 def test_equal_ranks_have_no_straggler() -> None:
     assert straggler_of(explained({})) is None
     assert straggler_of(explained({0: {"begin": MS}, 3: {"forward:a": 2 * MS}})) is None

@@ -20,6 +20,8 @@ from samestep.simulation.partition import BUBBLE, IMBALANCE, TRANSFER, row_name
 MOST_REASONS = 3
 HAS_PROCESSOR = 0.7
 """Part of its work for which a rank has the processor where nothing else runs."""
+_OWN = ("compute", "recompute", "optimizer")
+"""Rows of a rank's own work."""
 UNBALANCED = 0.1
 """Part of a step that equal stages would save, from which on the stages are what bounds it."""
 
@@ -56,7 +58,11 @@ def verdict_of(found: MeasuredSteps, parts: Sequence[StepPart], tries: Sequence[
     if away is not None and is_loaded:
         candidates = _beyond_load(candidates, away.seconds, is_counted=_queued_s(found, found.busiest) is not None)
     compute = next((one for one in candidates if one.kind == "compute"), None)
-    others = [one for one in candidates if one.kind != "compute" and one.seconds >= WORTH * found.step_s]
+    others = [
+        one
+        for one in candidates
+        if one.kind != "compute" and (one.kind == "load" or one.seconds >= WORTH * found.step_s)
+    ]
     first = None if is_loaded else next((one for one in others if _goes_first(one, found)), None)
     first = first or max(
         [*others, *([compute] if compute and not is_loaded else [])],
@@ -105,10 +111,10 @@ def _candidates(found: MeasuredSteps, parts: Sequence[StepPart], away: _Candidat
         for kind in ("data", "host", "checkpoint", "watching")
     }
     made = [_straggler(found), *_links(found, parts), *_bubbles(parts), _imbalance(found)]
-    computing = sum(part.measured_s for part in parts if part.name in ("compute", "recompute", "optimizer"))
+    computing = sum(part.measured_s for part in parts if part.name in _OWN)
     if away is not None:
         made.append(away)
-        computing -= away.seconds
+        computing = max(0.0, computing - away.seconds)
     made.append(_Candidate("compute", computing, "compute", f"compute takes {_ms(computing)} on rank {rank}"))
     words = {
         "data": ("input", "waits for samples"),
@@ -129,14 +135,14 @@ def _away(found: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidate | None:
     Either other programs had it (`load`), or the rank slept or read (`host`). Where the system does not say, it is load.
     """
     rank = found.busiest
-    own_s = sum(part.measured_s for part in parts if part.name in ("compute", "recompute", "optimizer"))
+    own_s = sum(part.measured_s for part in parts if part.name in _OWN)
     had_s = statistics.median(found.cpu_s[rank])
     if found.records[rank].head.device != "cpu" or had_s >= HAS_PROCESSOR * own_s:
         return None
     queued_s = _queued_s(found, rank)
     if queued_s is None or queued_s >= (own_s - had_s) / 2:
         reason = f"rank {rank} had the processor for {_ms(had_s)} of {_ms(own_s)} of work: other programs, or more ranks than cores, had the rest"
-        return _Candidate("load", own_s - had_s, "other load on the machine", reason)
+        return _Candidate("load", max(own_s - had_s, queued_s or 0.0), "other load on the machine", reason)
     asleep_s = own_s - had_s - queued_s
     doing = next((f" in {one.doing}" for one in found.charges if one.rank == rank), "")
     reason = f"rank {rank} sleeps or reads for {_ms(asleep_s)} of {_ms(own_s)} of work, with a processor at hand{doing}"
@@ -193,17 +199,17 @@ def _bubbles(parts: Sequence[StepPart]) -> list[_Candidate]:
 
 
 def _imbalance(found: MeasuredSteps) -> _Candidate | None:
-    """Return what the step would save if all stages of the pipeline computed equally long."""
+    """Return what the step would save if all stages of the pipeline worked equally long."""
     each: dict[int, list[float]] = {}
     for rank, record in found.records.items():
-        seconds = sum(found.rows[rank].get((name, None), 0.0) for name in ("compute", "recompute"))
+        seconds = sum(found.rows[rank].get((name, None), 0.0) for name in _OWN)
         each.setdefault(record.head.stage, []).append(seconds)
     if len(each) == 1:
         return None
     stages = {stage: statistics.fmean(seconds) for stage, seconds in each.items()}
     longest, mean_s = max(stages, key=lambda stage: stages[stage]), statistics.fmean(stages.values())
-    reason = f"stage {longest} computes {_ms(stages[longest])}, and the mean of the stages is {_ms(mean_s)}; the others wait for it"
-    return _Candidate(IMBALANCE, stages[longest] - mean_s, f"imbalance, stage {longest} computes longest", reason)
+    reason = f"stage {longest} works for {_ms(stages[longest])}, and the mean of the stages is {_ms(mean_s)}; the others wait for it"
+    return _Candidate(IMBALANCE, stages[longest] - mean_s, f"imbalance, stage {longest} works longest", reason)
 
 
 def _goes_first(one: _Candidate, found: MeasuredSteps) -> bool:
