@@ -31,7 +31,7 @@ from planted_delays import WARM_STEPS, quietly
 from torch import nn
 
 import samestep
-from samestep import Job, Layout, hardware
+from samestep import Job, Layout
 from samestep import job as jobs
 from samestep.explanation.explain import explain, read_run
 from samestep.explanation.step_parts import measured_steps, parts_of
@@ -251,8 +251,9 @@ def train_on_hosts(hosts: Sequence[Host], settings: Sequence[str], layout: str, 
         command = host.command(sys.executable, "-m", "samestep", "train", "--layout", layout, "--out", str(out), *words)
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        raise RuntimeError(f"training on hosts failed:\n{said[0][-2000:]}")
+    failed = [text for process, text in zip(started, said, strict=True) if process.returncode]
+    if failed:
+        raise RuntimeError(f"training on hosts failed:\n{failed[0][-2000:]}")
 
 
 def sent_s(sizes: Mapping[str, int]) -> float:
@@ -272,8 +273,7 @@ def link(job: Sequence[str] = ("train.global_batch=32",), pairs: int = 2) -> dic
     ways = [(1, None, settings), *[(2, None, settings), (2, MBIT, settings)] * pairs, (2, MBIT, coded)]
     found: dict[str, list[Any]] = {"one": [], "fast": [], "slow": [], "int8": []}
     with tempfile.TemporaryDirectory() as name:
-        machine = slow_links.machine_of(None, 2) if hardware.own() is None else hardware.own()
-        on = slow_links.linked(machine, SimpleNamespace(latency_ms=0.0, mbit=MBIT))
+        on = slow_links.linked(slow_links.machine_of(None, 2), SimpleNamespace(latency_ms=0.0, mbit=MBIT))
         for number, (num_hosts, mbit, given) in enumerate(ways):
             kind = "one" if num_hosts == 1 else "fast" if mbit is None else "int8" if given is coded else "slow"
             out = Path(name) / f"{number}"
