@@ -110,13 +110,14 @@ def ours(row: Row) -> Iterator[float]:
         yield run.step(batch).loss
 
 
-class _Calls(TorchDispatchMode):
-    """Counts calls of ATen."""
+class CountedCalls(TorchDispatchMode):
+    """Counts calls of ATen, and those among them that are collectives."""
 
-    number = 0
+    number = collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += 1
+        self.collectives += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
 
 
@@ -124,7 +125,7 @@ def calls_of(steps: Iterator[float], *, warm: int = 9) -> int:
     """Return the number of ATen calls in one step, after some that are not counted."""
     for _ in range(warm):
         next(steps)
-    with _Calls() as calls:
+    with CountedCalls() as calls:
         next(steps)
     return calls.number
 

@@ -8,13 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import host
+import host_models
 import host_peers
 from host import Row
 
+from samestep import Job, batches, parallelize
 from samestep.datasets import read_ahead
+from tests.pool import pool
 
 LLAMA = Row(name="Llama", aim=None)
 
@@ -76,3 +80,35 @@ def test_a_step_calls_few_python_functions_that_a_loop_by_hand_does_not_and_hard
     few, many = (python_calls_of(replace(LLAMA, options={"layers": layers})) for layers in (2, 10))
     assert few <= MOST_IN_A_STEP + 2 * MOST_IN_A_LAYER
     assert many - few <= 8 * MOST_IN_A_LAYER
+
+
+class Norms(nn.Module):
+    """Norms that follow one another, each with a weight by which autograd reaches the one before."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(*(nn.BatchNorm2d(3) for _ in range(number)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norms(images).flatten(1)[:, : host_models.CLASSES]
+
+
+def calls_of_norms(rank: int, world: int, number: int) -> tuple[int, int]:
+    """Return the calls of ATen and of collectives in a step of two ranks, of a model with so many norms."""
+    job = Job(train={"global_batch": 4, "steps": 8, "watch_every": 0}, run={"device": "cpu"})
+    run = parallelize(lambda: Norms(number), host_models.loss_sum, host_peers.adamw, layout="dp=2", job=job)
+    steps = (run.step(batch).loss for batch in batches(host_models.Samples("resnet"), job))
+    for _ in range(4):
+        next(steps)
+    with host.CountedCalls() as calls:
+        next(steps)
+    return calls.number, calls.collectives
+
+
+def test_a_batch_norm_over_ranks_has_twelve_calls_and_a_collective_in_each_direction() -> None:
+    (few, sent), *_ = pool(2).run(calls_of_norms, 2)
+    (many, all_sent), *_ = pool(2).run(calls_of_norms, 6)
+    assert all_sent - sent == 4 * 2
+    # Besides them each of its two weights has a gradient that autograd detaches and the bucket takes, and its input one
+    # that is detached; a module counts its batches.
+    assert (many - few) - (all_sent - sent) <= 4 * (2 * 12 + 2 * 4 + 3)

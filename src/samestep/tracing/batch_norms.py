@@ -31,27 +31,26 @@ OPERATIONS = (
 """The operations that they become."""
 
 
-_of_functional = inspect.signature(nn.functional.batch_norm)
+_DEFAULTS = {one.name: one.default for one in inspect.signature(nn.functional.batch_norm).parameters.values()}
+_NAMES = tuple(_DEFAULTS)
+_NATIVE_NAMES = (
+    "input",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "training",
+    "momentum",
+    "eps",
+    "cudnn_enabled",
+)
 
 
 def bind_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call of one of these functions by the names of `torch.nn.functional.batch_norm`."""
     if func is torch.batch_norm:
-        names = (
-            "input",
-            "weight",
-            "bias",
-            "running_mean",
-            "running_var",
-            "training",
-            "momentum",
-            "eps",
-            "cudnn_enabled",
-        )
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-    bound = _of_functional.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+        return {**dict(zip(_NATIVE_NAMES, args, strict=False)), **kwargs}
+    return {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
 def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from samestep.program.sample_groups import GroupPart, SampleGroups
 from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
+from samestep.runtime.axes.one_group_norm import Constants, GroupStatistics, KeptStatistics, NormalisedGroup, gathered
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
 from samestep.runtime.processes.mesh import Mesh
@@ -101,7 +102,7 @@ class _Statistics(NamedTuple):
 class _Found:
     """The statistics that one call has found or taken, and the part of the micro-batch that it normalises."""
 
-    statistics: _Statistics
+    statistics: _Statistics | GroupStatistics
     part: _MicrobatchPart
     ranks: DataRanks | None
     """The ranks over which the backward sums; None where it sums nowhere."""
@@ -138,6 +139,7 @@ class BatchNorms(PartOfStep):
         self._part: _MicrobatchPart | None = None
         self._repeats: Iterator[_Found] | None = None
         """The remaining statistics of the first of two forwards, while the second one takes them."""
+        self.kept, self.constants = KeptStatistics(), Constants()
         self._records: list[list[_Found]] = []
         """Where the statistics of a checkpointed forward are recorded, outermost first."""
         calls = [call for layer in step.model.layers for call in layer.batch_norms]
@@ -254,7 +256,9 @@ class BatchNorms(PartOfStep):
                 else self.values.of_step(microbatch)
             ):
                 yield
+            self.kept.write()
         finally:
+            self.kept.drop()
             self._part = before
 
     def _forward(self, module: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +292,7 @@ class BatchNorms(PartOfStep):
                 record.append(found)
         return found, is_repeated
 
-    def _taken(self, x: Tensor, part: _MicrobatchPart, owner: str, keeps: bool) -> _Statistics:
+    def _taken(self, x: Tensor, part: _MicrobatchPart, owner: str, keeps: bool) -> _Statistics | GroupStatistics:
         """Return the statistics of all groups of a micro-batch; those of other ranks' groups are zeros if nobody needs them."""
         groups, is_sent = part.groups, self._ranks.send and (part.groups.spans_ranks or keeps)
         slots, channels = groups.num_slots, x.shape[1]
@@ -298,6 +302,9 @@ class BatchNorms(PartOfStep):
                 "numerics.coupled_samples = 2 or more works"
             )
         wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+        if is_sent and groups.num_groups == slots == 1:
+            rows, like = x.to(wide) if part.counts else None, self.constants.filled(0.0, 1, x, wide)
+            return gathered(rows, channels, like, self._ranks, owner, self.constants)
         mine = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
         for row, (_, rows) in zip(mine, part.rows(x, owner, self._views[owner]), strict=False):
             if part.counts:
@@ -359,16 +366,27 @@ class _BatchNormMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if keeps and not is_repeated:
             self._keep(found.statistics, call["running_mean"], call["running_var"], call["momentum"])
-        given = self._norms.with_gradient(call["input"], self._path)
-        result: Tensor = _Normalised.apply(given, call["weight"], call["bias"], call["eps"], found)
-        return result
+        given = call["weight"], call["bias"], call["eps"]
+        x = self._norms.with_gradient(call["input"], self._path)
+        if isinstance(found.statistics, GroupStatistics):
+            over = found.ranks, found.owner, found.part.counts, self._norms.constants
+            return NormalisedGroup.apply(x, *given, found.statistics, over)
+        return _Normalised.apply(x, *given, found)
 
     @torch.no_grad()
-    def _keep(self, found: _Statistics, mean: Tensor, variance: Tensor | None, momentum: float) -> None:
+    def _keep(
+        self, found: _Statistics | GroupStatistics, mean: Tensor, variance: Tensor | None, momentum: float
+    ) -> None:
         """Update running statistics with each group in turn, and correct a module's counter, which its code has
-        raised by one."""
+        raised by one; those of one group with torch's own code, which does not look at them, at the end of the forward."""
         norm = self._module
         counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) and norm.running_mean is mean else None
+        if isinstance(found, GroupStatistics):
+            is_own = type(norm).__module__.startswith("torch.nn.") and counter is not None
+            if is_own and variance is not None and norm.momentum is not None:
+                self._norms.kept.add(norm, mean, variance, momentum, found)
+                return
+            found = _Statistics(found.count[None], found.mean[None], found.variance[None])
         for index, (count, of_group, squared) in enumerate(zip(*found, strict=True)):
             if counter is not None:
                 counter += index > 0
@@ -388,6 +406,7 @@ class _Normalised(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, found: _Found) -> Tensor:
         ctx.found, ctx.eps, ctx.bias_dtype = found, eps, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
+        assert isinstance(found.statistics, _Statistics)
         _, means, variances = found.statistics
         wide = means.dtype
         w, b = (None if one is None else one.to(wide) for one in (weight, bias))
@@ -401,6 +420,7 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         found: _Found = ctx.found
+        assert isinstance(found.statistics, _Statistics)
         counts, means, variances = found.statistics
         wide, inverse = means.dtype, (variances + ctx.eps).rsqrt()
         rows = [(group, part.to(wide)) for group, part in found.rows(x)]

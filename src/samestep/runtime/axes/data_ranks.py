@@ -36,6 +36,14 @@ class DataRanks:
             all_gather(everything, mine.contiguous(), group=self._group)
         return everything
 
+    def gather_into(self, everything: Tensor, mine: Tensor, owner: str) -> None:
+        """Write the tensors of all ranks [N] one after the other into another one.
+
+        Collective over `dp`, see [Note: collective calls].
+        """
+        with owned(owner):
+            all_gather(everything, mine, group=self._group)
+
     def gather_rows(self, mine: Tensor, sizes: list[int], owner: str) -> Tensor:
         """Return the rows of all ranks, of which each has as many as `sizes` says.
 

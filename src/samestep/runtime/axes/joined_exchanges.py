@@ -86,7 +86,7 @@ class JoinedExchanges:
         found = [one for one in tensors_in(outputs) if one.requires_grad and one.is_floating_point()]
         if reason and not found:
             raise LayoutError(f"{path} ran without gradients in the forward of a micro-batch, and {reason}")
-        self._marks.extend(_Mark.apply(one) for one in found)
+        self._marks += [_Mark.apply(one) for one in found]
         for one in found if reason else ():
             one.register_hook(lambda _: self._before(path))
 
@@ -147,5 +147,5 @@ def _reached(roots: Iterable[Any], known: set[Any]) -> set[Any]:
         if node in found or node in known:
             continue
         found.add(node)
-        rest.extend(after for after, _ in node.next_functions if after is not None)
+        rest += [after for after, _ in node.next_functions if after is not None]
     return found
