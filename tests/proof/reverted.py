@@ -312,8 +312,8 @@ def experts_without_rows_compute_one_of_zeros(patch: Patch) -> None:
 def a_split_backward_takes_the_weight_as_it_is(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.deferred.postpone(ctx.boxed[0], x, gradient, ctx.is_transposed)
-        return gradient @ weight, gradient.flatten(0, -2).sum(0), None, None, None, None
+        ctx.deferred.postpone(ctx.weight, x, gradient, ctx.is_transposed)
+        return gradient @ weight, gradient.flatten(0, -2).sum(0), None
 
     patch.setattr(weight_gradients._SplitBackward, "backward", staticmethod(backward))
 

@@ -13,6 +13,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     autograd_sequence_number        _C._autograd._get_sequence_nr             Node._sequence_nr is private too
     current_autograd_node           _C._current_autograd_node                 none
     current_backward_id             _C._current_graph_task_id                 none
+    run_backward                    Variable._execution_engine                torch.autograd.backward, slower
     storage_use_count               _C._storage_Use_Count                     none; None where torch has none
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
     profiler_runs                   _C._autograd._profiler_enabled             none: a second profiler ends the first without a word
@@ -81,6 +82,7 @@ __all__ = [
     "pop_function_mode_temporarily",
     "profiler_runs",
     "push_function_mode",
+    "run_backward",
     "storage_use_count",
     "transforms_beside_hooks",
 ]
@@ -94,6 +96,12 @@ is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 profiler_runs = torch._C._autograd._profiler_enabled
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def run_backward(tensor: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to that of a tensor, as `torch.autograd.backward` does: without its checks, which take longer than the rest."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def dynamo() -> Any:

@@ -27,7 +27,7 @@ def apply_move(x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, bac
 
     Collective over `group` where `there` is, and in the backward where `back` is, see [Note: collective calls].
     """
-    result: Tensor = _Moved.apply(x, group, owner, there, back)
+    result: Tensor = _Moved.apply(x, (group, owner, there, back))
     return result
 
 
@@ -38,15 +38,14 @@ def apply_move_overlapping(
 
     Collective over `group` as `apply_move` is.
     """
-    result: Tensor = _MovedBeside.apply(x, group, owner, there, back, meanwhile)
+    result: Tensor = _MovedBeside.apply(x, (group, owner, there, back, meanwhile))
     return result
 
 
 class _MovedBeside(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Start, meanwhile: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, how: tuple[dist.ProcessGroup, str, Move, Start, Callable[[], object]]) -> Tensor:
+        group, owner, there, back, meanwhile = how  # one argument: torch looks through each in Python
         ctx.group, ctx.owner, ctx.back, ctx.meanwhile = group, owner, back, meanwhile
         return there(x, group, owner)
 
@@ -57,7 +56,7 @@ class _MovedBeside(torch.autograd.Function):
         gradient, wait = ctx.back(gradients[0], ctx.group, ctx.owner, is_alone and gradients[0].is_contiguous())
         ctx.meanwhile()
         wait()
-        return gradient, None, None, None, None, None
+        return gradient, None
 
 
 def _holders_of(gradient: Tensor) -> tuple[int, int, int] | None:
@@ -103,10 +102,11 @@ def _holders_of_one(device_type: str) -> tuple[int, int, int]:
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
+    def forward(ctx: Any, x: Tensor, how: tuple[dist.ProcessGroup, str, Move, Move]) -> Tensor:
+        group, owner, there, back = how
         ctx.group, ctx.owner, ctx.back = group, owner, back
         return there(x, group, owner)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.back(gradients[0], ctx.group, ctx.owner), None, None, None, None
+        return ctx.back(gradients[0], ctx.group, ctx.owner), None

@@ -241,21 +241,22 @@ def reduce_in_place(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`, see [Note: collective calls].
     """
-    total: Tensor = _ReduceFunction.apply(x, group, owner)
+    total: Tensor = _ReduceFunction.apply(x, (group, owner))
     return total
 
 
 class _ReduceFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, how: tuple[dist.ProcessGroup, str]) -> Tensor:
         ctx.mark_dirty(x)
+        group, owner = how
         with owned(owner):
             dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None, None
+        return gradients[0], None
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

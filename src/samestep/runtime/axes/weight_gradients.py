@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
+from samestep.building.torch_seams import run_backward
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_linear
 from samestep.program.program import Program
@@ -50,7 +51,7 @@ class Postponed:
             one = self._gradients.pop(0)
             given, gradient = one.given.flatten(0, -2).to(one.gradient.dtype), one.gradient.flatten(0, -2)
             product = given.T @ gradient if one.is_transposed else gradient.T @ given
-            torch.autograd.backward(one.weight, product.to(one.weight.dtype))
+            run_backward(one.weight, product.to(one.weight.dtype))
 
 
 class Deferred:
@@ -99,8 +100,8 @@ def postpone_weights(
         if postponed is None:
             result: Tensor = forward(x)
             return result
-        # Inside a list autograd does not see the weight, and so computes no gradient for it.
-        return _SplitBackward.apply(x, bias, [weight], forward, postponed, is_transposed)
+        # Inside a tuple autograd does not see the weight, and so computes no gradient for it.
+        return _SplitBackward.apply(x, bias, (weight, forward, postponed, is_transposed))
 
     module.forward = call
 
@@ -120,13 +121,11 @@ class _SplitBackward(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
-        boxed: list[Tensor],
-        forward: Callable[[Tensor], Tensor],
-        deferred: Postponed | Deferred,
-        is_transposed: bool,
+        boxed: tuple[Tensor, Callable[[Tensor], Tensor], Postponed | Deferred, bool],
     ) -> Tensor:
-        ctx.save_for_backward(x, boxed[0].detach())
-        ctx.boxed, ctx.deferred, ctx.is_transposed = boxed, deferred, is_transposed
+        weight, forward, ctx.deferred, ctx.is_transposed = boxed
+        ctx.save_for_backward(x, weight.detach())
+        ctx.weight = weight
         ctx.bias_dtype = None if bias is None else bias.dtype
         return forward(x)
 
@@ -134,8 +133,8 @@ class _SplitBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
-        ctx.deferred.postpone(ctx.boxed[0], x, gradient, ctx.is_transposed)
+        ctx.deferred.postpone(ctx.weight, x, gradient, ctx.is_transposed)
         weight = weight.to(gradient.dtype)  # under the model's autocast the output has another dtype
         given = (gradient @ (weight.T if ctx.is_transposed else weight)).to(x.dtype)
         bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-        return given, bias, None, None, None, None
+        return given, bias, None

@@ -104,10 +104,10 @@ def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, 
     divides = forward_state.splits(layout, program.step.num_microbatches)
     is_cut = any(degree > 1 for degree in layout.weight_axes.values())
     for name, param in params if word or divides or is_cut else ():
-        hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}
-        if hooks.keys() <= judged.keys():
+        early, late = param._backward_hooks or {}, getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        if all(map(judged.__contains__, map(id, (*early.values(), *late.values())))):
             continue
-        judged.update(hooks)  # those of samestep too
+        judged.update((id(hook), hook) for hook in (*early.values(), *late.values()))  # those of samestep too
         marks = _own_hooks(param)
         if not marks.hooks and not marks.late_hooks:
             continue

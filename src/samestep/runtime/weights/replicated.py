@@ -294,27 +294,6 @@ class Replicated:
         for param in self.params.values():
             param.grad = None
 
-    def _gradient_ready(self, slot: _GradientSlot, param: Tensor) -> None:
-        """Add a finished gradient to its bucket, and start the reduction of buckets that are complete."""
-        flat, name, found = slot.flat, slot.name, param.grad
-        assert found is not None
-        if found.is_sparse:
-            found = found.to_dense()
-        if found is not slot.gradient:
-            if name in flat.untouched:
-                slot.gradient.copy_(found)
-            else:
-                slot.gradient.add_(found)
-            # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
-            param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
-        flat.untouched.discard(name)
-        if self._counts and id(param) not in self._left_out:
-            self._unused.discard(name)
-        if self._last and (self._is_weight_task or not slot.is_postponed):
-            flat.missing.discard(name)
-        if self._starts and not flat.missing:
-            self._start_ready()
-
     def _start_ready(self) -> None:
         while self._next < len(self._flats) and not self._flats[self._next].missing:
             self._start(self._flats[self._next])
@@ -497,7 +476,28 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
-    """Call the store if it still exists: a strong reference from a tensor's hook would never be collected."""
-    alive = store()
-    if alive is not None:
-        alive._gradient_ready(slot, param)
+    """Add a finished gradient to its bucket, and start the reduction of buckets that are complete.
+
+    A strong reference from a tensor's hook to the store would never be collected.
+    """
+    held = store()
+    if held is None:
+        return
+    flat, name, found = slot.flat, slot.name, param.grad
+    assert found is not None
+    if found.is_sparse:
+        found = found.to_dense()
+    if found is not slot.gradient:
+        if name in flat.untouched:
+            slot.gradient.copy_(found)
+        else:
+            slot.gradient.add_(found)
+        # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
+        param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
+    flat.untouched.discard(name)
+    if held._counts and id(param) not in held._left_out:
+        held._unused.discard(name)
+    if held._last and (held._is_weight_task or not slot.is_postponed):
+        flat.missing.discard(name)
+    if held._starts and not flat.missing:
+        held._start_ready()
