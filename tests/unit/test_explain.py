@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -401,3 +402,37 @@ def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
     memory = explain(tmp_path).memory_of(0)
     assert memory is not None
     assert memory.peak_bytes == 120
+
+
+def test_a_place_that_is_no_run_says_what_works(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="nothing does not exist: a run folder with recorded steps works"):
+        read_run(tmp_path / "nothing")
+    for name in ("a", "b"):
+        write(records(), tmp_path / name)
+    with pytest.raises(RecordError, match=r"is a folder of runs \(a, b\): samestep explain .*b works"):
+        read_run(tmp_path)
+    folder, found = read_run(tmp_path / "a" / "record" / "steps-1-3.rank2.jsonl")
+    assert (folder, [*found]) == (tmp_path / "a" / "record", [0, 1, 2, 3])
+
+
+def test_a_killed_rank_and_ranks_of_an_earlier_layout_are_told_apart(tmp_path: Path) -> None:
+    write(records(), tmp_path)
+    folder = tmp_path / "record"
+    short = folder / "steps-1-3.rank2.jsonl"
+    short.write_text("".join(short.read_text().splitlines(keepends=True)[:3]))
+    assert "steps 3 to 3 of rank 2, whose record ends before" in explain(tmp_path).missing
+    short.write_text("")
+    with pytest.raises(RecordError, match="is empty: its rank was ended before it could write"):
+        explain(tmp_path)
+    # a run that was resumed on two ranks records the same window again
+    for rank in (0, 1, 2, 3):
+        path = folder / f"steps-1-3.rank{rank}.jsonl"
+        write(records(), tmp_path)
+        if rank > 1:
+            os.utime(path, (0, 0))
+    for rank in (0, 1):
+        path = folder / f"steps-1-3.rank{rank}.jsonl"
+        text = path.read_text().replace(LAYOUT, "dp=2").replace('"world_size": 4', '"world_size": 2')
+        path.write_text(text)
+    _, found = read_run(tmp_path)
+    assert [*found] == [0, 1]

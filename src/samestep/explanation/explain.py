@@ -246,37 +246,66 @@ def explain(
     parts, _ = parts_of(found, found.busiest, predicted)
     tries = _tries(*said) if said else []
     kernels, without = kernels_of(records, wanted)
-    return Explained(folder, found, predicted, verdict_of(found, parts, tries), kernels, (*found.missing, *without))
+    return Explained(
+        folder,
+        found,
+        predicted,
+        verdict_of(found, parts, tries),
+        kernels,
+        (*found.missing, *without, *_cut_off(records)),
+    )
 
 
 def read_run(run: Path) -> tuple[Path, dict[int, RankRecord]]:
-    """Return the folder of the newest record of a run, and the records of its ranks.
+    """Return the folder of the newest record of a run, and the records of its ranks; one of them stands for all of its window.
+
+    A window that a resumed run has recorded again in another layout is that of the newest file, where all of its ranks are there.
 
     Raises:
         RecordError: there is none, or a file is damaged.
     """
-    folder = run / recorded.FOLDER if (run / recorded.FOLDER).is_dir() else run
-    paths = sorted(folder.glob("steps-*.rank*.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not paths:
-        raise RecordError(
-            f"{run} has no recorded steps: samestep train --record 5 records some, and so does --set train.record=100:104"
-        )
+    folder, paths = _paths_of(run)
     window = paths[-1].name.partition(".")[0]
-    records: dict[int, RankRecord] = {}
-    for path in paths:
-        if path.name.startswith(f"{window}."):
-            one = recorded.read_record(path)
-            if one.head.rank in records:
-                raise RecordError(
-                    f"{path} and {records[one.head.rank].path} both say that they are of rank {one.head.rank}"
-                )
-            records[one.head.rank] = one
-    words = {record.head.layout for record in records.values()}
-    if len(words) > 1:
+    found = [recorded.read_record(path) for path in paths if path.name.startswith(f"{window}.")]
+    newest = found[-1].head
+    same = [one for one in found if one.head.layout == newest.layout]
+    if len(same) < newest.world_size:
+        same = found
+    if len(words := {one.head.layout for one in same}) > 1:
         raise RecordError(
             f"{folder} has records of several layouts: {', '.join(sorted(words))}; a folder of one run works"
         )
+    records: dict[int, RankRecord] = {}
+    for one in same:
+        if one.head.rank in records:
+            raise RecordError(
+                f"{one.path} and {records[one.head.rank].path} both say that they are of rank {one.head.rank}"
+            )
+        records[one.head.rank] = one
     return folder, dict(sorted(records.items()))
+
+
+def _paths_of(run: Path) -> tuple[Path, list[Path]]:
+    """Return the folder of a run's records, and the files in it, the newest last; of a record that is named, it is the last."""
+    if not run.exists():
+        raise RecordError(f"{run} does not exist: a run folder with recorded steps works, or a folder of traces")
+    folder = run.parent if run.is_file() else run / recorded.FOLDER if (run / recorded.FOLDER).is_dir() else run
+    paths = sorted(folder.glob("steps-*.rank*.jsonl"), key=lambda path: (path == run, path.stat().st_mtime))
+    if paths and (run.is_dir() or paths[-1] == run):
+        return folder, paths
+    if run.is_dir() and (runs := sorted(path.parent for path in run.glob(f"*/{recorded.FOLDER}"))):
+        several = ", ".join(path.name for path in runs[:5]) + ", ..." * (len(runs) > 5)
+        raise RecordError(f"{run} is a folder of runs ({several}): samestep explain {runs[-1]} works")
+    raise RecordError(
+        f"{run} has no recorded steps: samestep train --record 5 records some, and so does --set train.record=100:104"
+    )
+
+
+def _cut_off(records: Mapping[int, RankRecord]) -> list[str]:
+    """Return which ranks have recorded fewer steps than others, as those of a run that was killed."""
+    last = max((max(one.steps, default=0) for one in records.values()), default=0)
+    short = {rank: max(one.steps, default=0) for rank, one in records.items() if max(one.steps, default=0) < last}
+    return [f"steps {step + 1} to {last} of rank {rank}, whose record ends before" for rank, step in short.items()]
 
 
 def _steps_of(records: Mapping[int, RankRecord], folder: Path, step: int | None, steps: str | None) -> list[int]:

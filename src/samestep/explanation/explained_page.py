@@ -153,8 +153,9 @@ def _memory(found: Explained, ranks: list[int]) -> Iterator[Section]:
     memories = [one for rank in shown if (one := found.memory_of(rank)) is not None]
     if not memories:
         return
-    charts = "".join(memory(_measured_memory(one), found.found.lasted_s[one.rank]) for one in memories)
+    charts = "".join(_memory_chart(found, one) for one in memories)
     legend = "".join(f'<span><i class="{_PART_KINDS[name]}"></i>{name}</span>' for name in memories[0].parts)
+    legend += '<span><i class="said"></i>predicted, in all</span>' if found.predicted else ""
     of = "of the process, libraries included" if memories[0].is_process else "that the allocator has given away"
     caption = f"Memory {of}, at the end of each layer and task."
     yield Section("Memory", f'<div class="grid">{charts}</div><p class="legend">{legend}</p>', caption)
@@ -165,6 +166,15 @@ def _memory(found: Explained, ranks: list[int]) -> Iterator[Section]:
         table(head, rows),
         "What is kept between steps is counted from tensors; the rest is what else was in use.",
     )
+
+
+def _memory_chart(found: Explained, one: StepMemory) -> str:
+    """Return the measured memory of a rank over the step, with the predicted total of its stage as a line."""
+    lasted_s = found.found.lasted_s[one.rank]
+    if found.predicted is None:
+        return memory(_measured_memory(one), lasted_s)
+    said = prediction_page.predicted_memory(found.predicted, found.found.records[one.rank].head.stage)
+    return memory(_measured_memory(one), lasted_s, said, found.predicted.timeline.step_s)
 
 
 _PART_KINDS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", REST: "activations"}

@@ -131,6 +131,8 @@ def read_record(path: Path) -> RankRecord:
     """
     lines = json_lines(path)
     number, first = next(lines, (1, {}))
+    if not first and not path.stat().st_size:
+        raise RecordError(f"{path} is empty: its rank was ended before it could write; records of all ranks work")
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise RecordError(f"{path} is no record of samestep: its first line has no format {FORMAT!r}")
     if first.get("version") not in _READ:

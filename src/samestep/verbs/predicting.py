@@ -131,17 +131,13 @@ def explain(words: Namespace) -> Result:
     Raises:
         InputError: the arguments do not go together.
     """
-    from samestep.explanation import differences, explain, foreign_traces
+    from samestep.explanation import explain, foreign_traces
 
     if len(words.run) > 2:
         raise InputError(f"explain {' '.join(words.run)}: one run is explained, or two are compared")
     run = Path(words.run[0]) if words.run else run_folder.newest("to explain")
     if len(words.run) == 2 or foreign_traces.is_foreign(run):
-        if words.trace or words.html or words.step or words.steps:
-            raise InputError("--trace, --html, --step and --steps are of one run with records: leave them out")
-        one, other, is_pair = words.run[0], words.run[-1], len(words.run) == 2
-        told = differences.differences(one, other, words.hardware) if is_pair else foreign_traces.explain_traces(run)
-        return Result(told.to_record, told.to_text())
+        return _without_records(words, run)
     found = explain.explain(run, step=words.step, steps=words.steps, hardware=words.hardware)
     if words.trace:
         write(words.trace, json.dumps(found.to_chrome_trace()))
@@ -150,6 +146,24 @@ def explain(words: Namespace) -> Result:
 
         write(words.html, explained_page.page_of(found).to_html())
     return Result(found.to_record, found.to_text())
+
+
+def _without_records(words: Namespace, run: Path) -> Result:
+    """Return how two steps differ, or where the time of another program's steps went."""
+    from samestep.explanation import differences, differences_page, foreign_page, foreign_traces
+
+    if words.trace or words.step or words.steps:
+        raise InputError("--trace, --step and --steps are of one run with records: leave them out")
+    told: differences.Differences | foreign_traces.ForeignSteps
+    if len(words.run) == 2:
+        told = differences.differences(words.run[0], words.run[1], words.hardware)
+        page = differences_page.page_of(told)
+    else:
+        told = foreign_traces.explain_traces(run)
+        page = foreign_page.page_of(told)
+    if words.html:
+        write(words.html, page.to_html())
+    return Result(told.to_record, told.to_text())
 
 
 def _case(words: Namespace) -> Result:

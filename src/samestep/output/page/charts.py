@@ -23,8 +23,11 @@ class Bar:
     predicted_s: float | None
 
 
-def bars(rows: Sequence[Bar], step_s: float) -> str:
-    """Return one line a part: its name, its bar (predicted above measured), its seconds and its share of the step."""
+def bars(rows: Sequence[Bar], step_s: float, above: str = "predicted") -> str:
+    """Return one line a part: its name, its bar (predicted above measured), its seconds and its share of the step.
+
+    `above` is the word for what is drawn above, if it is another step.
+    """
     longest_s = max((value for row in rows for value in (row.measured_s, row.predicted_s) if value), default=0.0) or 1.0
     lines = []
     for row in rows:
@@ -35,7 +38,7 @@ def bars(rows: Sequence[Bar], step_s: float) -> str:
             drawn.append(_bar(row.kind + " predicted" * both, row.predicted_s / longest_s, 0, 4 if both else 14))
         if row.measured_s is not None:
             drawn.append(_bar(row.kind, row.measured_s / longest_s, 5 if both else 0, 9 if both else 14))
-        said = f"<small>predicted {duration(row.predicted_s or 0.0).to_html()}</small>" if both else ""
+        said = f"<small>{above} {duration(row.predicted_s or 0.0).to_html()}</small>" if both else ""
         lines.append(
             f'<li><span>{escape(row.label)}</span><svg height="14" role="presentation">{"".join(drawn)}</svg>'
             f"<span>{duration(shown).to_html()} <em>{share(shown / (step_s or 1.0)).to_html()}</em>{said}</span></li>"
@@ -76,9 +79,12 @@ class MemoryCurve:
     peak_at: str
 
 
-def memory(curve: MemoryCurve, step_s: float) -> str:
-    """Return stacked areas over the step, with the capacity as a line."""
-    highest = float(curve.peak.value)
+def memory(curve: MemoryCurve, step_s: float, said: MemoryCurve | None = None, said_step_s: float = 0.0) -> str:
+    """Return stacked areas over the step, with the capacity as a line.
+
+    `said` is the prediction of a measured curve: its total is a line over its own step, which is drawn as long as the other one.
+    """
+    highest = max(float(curve.peak.value), float(said.peak.value) if said else 0.0)
     top = max(highest, curve.capacity_bytes or 0.0) if (curve.capacity_bytes or 0) < 8 * highest else highest
     top *= 1.06
     columns, paths = _columns(curve, step_s), []
@@ -90,6 +96,10 @@ def memory(curve: MemoryCurve, step_s: float) -> str:
                 f'<path class="{_word(name)}" d="{_area(below, above, top)}"><title>{escape(name)}</title></path>'
             )
         below = above
+    if said is not None:
+        totals = [sum(values) for values in zip(*said.parts.values(), strict=True)]
+        line = _steps([totals[place] if place >= 0 else 0 for place in _columns(said, said_step_s)], top)
+        paths.append(f'<path class="said" d="M{"L".join(line)}"><title>predicted</title></path>')
     limit = ""
     if curve.capacity_bytes and curve.capacity_bytes <= top:
         y = 100 * (1 - curve.capacity_bytes / top)
@@ -101,8 +111,9 @@ def memory(curve: MemoryCurve, step_s: float) -> str:
         for value, label in zip(at, labels, strict=True)
     )
     of = f" of {size(curve.capacity_bytes).to_html()}" if curve.capacity_bytes else ""
+    predicted = "" if said is None else f", {said.peak.to_html()} predicted"
     return (
-        f'<div class="memory"><h3>{escape(curve.label)}</h3><p>peak {curve.peak.to_html()}{of}<br/><small>at <code>{escape(curve.peak_at)}</code></small></p>'
+        f'<div class="memory"><h3>{escape(curve.label)}</h3><p>peak {curve.peak.to_html()}{of}{predicted}<br/><small>at <code>{escape(curve.peak_at)}</code></small></p>'
         f'<div class="plot"><div class="marks">{marks}</div><svg viewBox="0 0 {_POINTS} 100" preserveAspectRatio="none" role="img" '
         f'aria-label="Memory of {escape(curve.label)} over the step">{"".join(paths)}{limit}</svg></div></div>'
     )

@@ -399,6 +399,7 @@ class _Window:
             write_whole(folder / recorded.JOB, self._job.to_toml(with_folder=True))
         self._file = self._path.open("w", encoding="utf-8")
         self._file.write(recorded.head_line(_head(program, spec, rank, device)))
+        self._file.flush()
 
         def forward(name: str) -> Callable[[], None]:
             event = ["layer", name, recorder.now(), None]
