@@ -121,7 +121,14 @@ def slower_with_more_machines() -> str:
         *(f"  why: {one}" for one in slow["reasons"]),
         *(f"  try: {one}" for one in slow["tries"]),
     ]
-    saved = 1 - found["int8"]["step_s"] / slow["step_s"]
-    after = f"With int8 the step then took {_ms(found['int8']['step_s'])} ms: {saved:.0%} less. {when}"
+    carried, coded = slow["sent_bytes"]["dp_replicate"], found["int8"]
+    rate = carried / rows["slow"]["transfer", "dp_replicate"]
+    hoped_s = slow["predicted_step_s"] - coded["predicted_step_s"]
+    after = (
+        f"In one sentence: the link carries {rate / 1e6:.1f} MB/s, the layout sends {carried / 1e6:.2f} MB a step, which takes "
+        f"{_ms(rows['slow']['transfer', 'dp_replicate'])} ms ({_ms(found['truth_s'])} at the link's rate); a step was predicted to take "
+        f"{_ms(slow['predicted_step_s'])} ms and took {_ms(slow['step_s'])}. int8 was predicted to save {_ms(hoped_s)} ms, and saved "
+        f"{_ms(slow['step_s'] - coded['step_s'])}. {when}"
+    )
     before = f"What `explain` says of the two machines with a link of {mbit}:"
     return "\n".join((_table(head, cells), "", before, "", "```", *said, "```", "", after))
