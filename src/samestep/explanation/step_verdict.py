@@ -170,7 +170,7 @@ def _straggler(found: MeasuredSteps) -> _Candidate | None:
 def _links(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
     """Return the links by the seconds that nothing else explains: what ranks without a processor send comes late on any link."""
     sent, made = found.sent_bytes(found.busiest), []
-    queued = [_queued_s(found, rank) for rank in found.records]
+    queued = [_queued_s(found, rank) for rank, record in found.records.items() if record.head.device == "cpu"]
     queued_s = max((seconds for seconds in queued if seconds is not None), default=0.0)
     for part in parts:
         if part.name != TRANSFER or part.axis is None:
