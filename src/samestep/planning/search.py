@@ -188,11 +188,13 @@ class _Search:
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
         self.model, self.job, self.hardware, self.top = model, job, hardware, top
         self.states_per_param = states_per_param
-        prices = Prices(model, job, hardware)
-        self.bounds, self.needs = Bounds(prices), Needs(prices, states_per_param)
+        self.prices = Prices(model, job, hardware)
+        self.bounds, self.needs = Bounds(self.prices), Needs(self.prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
+        self._too_large: dict[tuple[Layout, object], tuple[str, float]] = {}
+        """The reason and the bytes of layouts of which a stage without a head does not fit, by their other words."""
         self.considered = self.played = 0
         self._open: list[tuple[float, int, _Open]] = []
         self._number = itertools.count()
@@ -309,6 +311,11 @@ class _Search:
             self._play(what)
 
     def _play(self, layout: Layout) -> None:
+        # The stages without a head hold the same with chunks of the loss and without.
+        rest = (replace(layout, loss_chunk=None), self.prices.runs(self.builder.step(layout)).counts)
+        if (known := self._too_large.get(rest)) is not None:
+            self._throw_out(layout, "memory", *known)
+            return
         self.played += 1
         try:
             programs = self.builder.programs(layout)
@@ -318,7 +325,10 @@ class _Search:
         uses = memory_of(programs, self.hardware, self.states_per_param)
         use = max(uses, key=lambda one: one.total)
         if use.total > self.hardware.room_bytes:
-            self._throw_out(layout, "memory", memory_summary(use, self.hardware), use.total)
+            known = memory_summary(use, self.hardware), use.total
+            if use is not uses[-1]:
+                self._too_large[rest] = known
+            self._throw_out(layout, "memory", *known)
             return
         found = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
         self.best = sorted([*self.best, found], key=lambda one: one.step_s)

@@ -139,8 +139,8 @@ class Needs:
         if held.next_chunk is None:
             return kept, 0.0
         run = held.next_chunk * layout.pp + stage
-        if step.splits_backward:  # nothing is freed before the gradients of weights
-            return kept + samples * sizes[run].again, 0.0
+        if step.splits_backward:  # nothing is freed before the gradients of weights, what was computed again included
+            return kept + samples * sizes[run].again * (held.deferred + 1), 0.0
         runs, kinds = self.prices.runs(step), self.prices.sizes(step)
         most = samples * max(kinds[kind].loss for kind in runs.tails[run]), 0.0
         freed = sent = 0.0

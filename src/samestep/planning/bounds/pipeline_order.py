@@ -23,6 +23,8 @@ class InFlight(NamedTuple):
     """The chunk whose backward follows; None where some activations are freed before that backward."""
     latest: int
     """Index of the last micro-batch whose forward has begun."""
+    deferred: int
+    """Number of them whose gradients of weights alone are left, where the schedule splits the backward."""
     again: int | None
     """The same index at the next moment with as many in flight, after a backward; None if there is none, and with several chunks,
     because the counts per chunk then change from round to round."""
@@ -32,10 +34,11 @@ class InFlight(NamedTuple):
 def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> InFlight:
     """Return the moment at which a stage has most micro-batches in flight, for any schedule."""
     if num_stages == 1:
-        return InFlight((1,), 0, 0, 1 if microbatches > 1 else None)
-    frees = TaskKind.WEIGHT if SCHEDULES[schedule].splits_backward else TaskKind.BACKWARD
-    counts, num_held, begun = [0] * chunks, 0, 0
-    found, most = InFlight((0,) * chunks, None, 0, None), 0
+        return InFlight((1,), 0, 0, 0, 1 if microbatches > 1 else None)
+    splits = SCHEDULES[schedule].splits_backward
+    frees = TaskKind.WEIGHT if splits else TaskKind.BACKWARD
+    counts, num_held, begun, deferred = [0] * chunks, 0, 0, 0
+    found, most = InFlight((0,) * chunks, None, 0, 0, None), 0
     has_freed = False
     at: InFlight | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
     for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
@@ -43,7 +46,7 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
             begun = max(begun, microbatch)
             counts[chunk] += 1
             num_held += 1
-            at = InFlight(tuple(counts), None, begun, None) if num_held >= most else None
+            at = InFlight(tuple(counts), None, begun, deferred, None) if num_held >= most else None
             if at and num_held > most:
                 found, most = at, num_held
             continue
@@ -53,6 +56,7 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
         elif at and has_freed and chunks == 1 and found.again is None and found.next_chunk in (None, goes_back):
             found = found._replace(again=at.latest)
         at = None
+        deferred += (kind is TaskKind.BACKWARD and splits) - (kind is TaskKind.WEIGHT)
         if kind is frees:
             counts[chunk] -= 1
             num_held -= 1
