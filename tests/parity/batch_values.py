@@ -149,6 +149,21 @@ class LaterBlocks(Plain):
         self.blocks = nn.ModuleList(LaterBlock() for _ in range(2))
 
 
+class LaterSeen(Encoder):
+    """A mean that follows the batch alone, and one that follows the outputs and is read in front of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.register_buffer("near", torch.zeros(4))
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        after_step(self.seen, (self.seen + batch_mean(two)) / 2)
+        z = self.embed(one - self.seen + 0.1 * self.near.sum())
+        after_step(self.near, (self.near + batch_mean(z.detach())) / 2)
+        return z - self.near
+
+
 def to_class(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return cross_entropy(outputs, batch)
 
@@ -186,6 +201,7 @@ CASES = {
     "later teacher": Case(LaterTeacher, to_share),
     "later codebook": Case(LaterCodebook, to_input),
     "later queue": Case(LaterQueue, to_first),
+    "later seen": Case(LaterSeen, to_class),
     "later blocks": Case(LaterBlocks, to_class),
 }
 

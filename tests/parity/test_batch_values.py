@@ -53,11 +53,11 @@ NOW = [name for name in CASES if not name.startswith("later")]
 LATER = [name for name in CASES if name.startswith("later")]
 SPLIT = (
     "dp=1 microbatch=2", "dp=2 microbatch=2", "dp=2 zero=3 microbatch=1", "tp=2 microbatch=4", "dp=2 microbatch=2 recompute=full",
-    "pp=2 microbatch=2",
+    "pp=2 microbatch=2", "dp=2 pp=2 microbatch=2",
 )  # fmt: skip
 CHOICES = [
     *((layout, NOW) for layout in LAYOUTS),
-    *((layout, LATER[-1:] if "pp" in layout else LATER) for layout in (*LAYOUTS, *SPLIT)),
+    *((layout, LATER) for layout in (*LAYOUTS, *SPLIT)),
 ]
 ROWS = [(name, layout, batch) for layout, names in CHOICES for name in names for batch in (8, 5, 2)]
 DAILY = {(names[index % len(names)], layout, (8, 5, 2)[index % 3]) for index, (layout, names) in enumerate(CHOICES)}
@@ -104,13 +104,6 @@ def test_outside_of_a_run_a_buffer_follows_when_an_optimizer_has_stepped() -> No
     assert torch.equal(buffer, torch.zeros(2))
     with pytest.raises(ModelError, match=r"was given a value .* for a buffer .*: a tensor of the buffer's shape works"):
         after_step(buffer, torch.ones(3))
-
-
-def test_code_of_the_model_itself_keeps_nothing_under_pp() -> None:
-    with pytest.raises(
-        LayoutError, match="the model's own code lets centre have a value after the step, and pp=2 runs that code"
-    ):
-        pool(2).run(prepared, "later teacher", "pp=2")
 
 
 def prepared(rank: int, world: int, name: str, layout: str) -> None:

@@ -119,7 +119,16 @@ def after_step(buffer: Tensor, value: Tensor) -> None:
             f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}: a tensor of the buffer's shape works, and under tp "
             "so does a buffer of a module that is not cut"
         )
+    hold_after_step(buffer, value)
+
+
+def hold_after_step(buffer: Tensor, value: Tensor) -> Tensor:
+    """Let the present keeper hold the next value of a buffer, and return the value: function modes see it as one function."""
+    if has_torch_function((buffer, value)):
+        found: Tensor = handle_torch_function(hold_after_step, (buffer, value), buffer, value)
+        return found
     (_keepers[-1] if _keepers else _of_any_loop).keep(buffer, value)
+    return value
 
 
 def batch_sum(x: Tensor) -> Tensor:

@@ -169,6 +169,16 @@ class BatchNormCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBuffer:
+    """A buffer of no layer's modules that the code of a layer lets have a value after the step (`samestep.after_step`)."""
+
+    name: str
+    elements: int
+    dtype: str = ""
+    """Dtype in which it is sent; empty for floating numbers, which are sent in master precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchValueCall:
     """A call that takes the sum, or the rows, of all samples of the step (`samestep.batch_sum`, `batch_cat`)."""
 
@@ -183,6 +193,8 @@ class BatchValueCall:
     """Whether a gradient flows back into it."""
     is_only_kept: bool = False
     """Whether nothing but what the step leaves behind depends on it (`samestep.after_step`)."""
+    is_everywhere: bool = False
+    """Whether every stage of a pipeline makes it, in the model's own code and of what depends on no weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +327,7 @@ class LayerSpec:
     batch_norms: tuple[BatchNormCall, ...] = ()
     """Its calls of batch norm that take the statistics of samples, in order of the forward."""
     batch_values: tuple[BatchValueCall, ...] = ()
+    kept: tuple[KeptBuffer, ...] = ()
     """Its calls that take values of all samples, in order of the forward."""
     crossings: tuple[Crossing, ...] = ()
     """Tensors that cross the boundary before it, if a stage begins with it; empty if that is the output of the layer

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from samestep.errors import module_name
 from samestep.models.layer_spec import BatchValueCall
-from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
-from samestep.program.bodies import UPDATE_BODY, BodyKey
+from samestep.models.spec import gradients_within
+from samestep.program.bodies import UPDATE_BODY, BodyKey, is_forward
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -26,16 +26,13 @@ from samestep.program.step import StepSpec
 AXIS = "dp"
 OWNER = "batch values"
 """Name of these collectives in the ledger."""
+KEPT = "kept buffers"
+"""Name of those that give a buffer of the model's own code to all stages."""
 
 
 def refusal(step: StepSpec) -> str | None:
     """Return why values of all samples are not at hand in a layout."""
     model, layout = step.model, step.layout
-    if layout.pp > 1 and (outside := _kept_outside(model)):
-        return (
-            f"the model's own code lets {outside} have a value after the step, and pp={layout.pp} runs that code on every stage: pp=1 works, "
-            "and so does code of a module that one stage has"
-        )
     if not model.uses_batch_values:
         return None
     where = next((layer.batch_values[0].owner for layer in model.layers if layer.batch_values), None)
@@ -61,15 +58,6 @@ def refusal(step: StepSpec) -> str | None:
     return None
 
 
-@cache_by_model
-def _kept_outside(model: ModelSpec) -> str:
-    """Return the first buffer with a value after the step whose module is in no layer; empty if there is none."""
-    roots = [path for layer in model.layers for path in layer.modules if path]
-    return next(
-        (name for name in model.kept_after if not any(is_below(name.rpartition(".")[0], root) for root in roots)), ""
-    )
-
-
 def is_sent_once(step: StepSpec) -> bool:
     """Return whether values of several micro-batches are sent once, since nothing before the update needs them."""
     calls = [call for layer in step.model.layers for call in layer.batch_values]
@@ -79,6 +67,8 @@ def is_sent_once(step: StepSpec) -> bool:
 def apply(program: Program) -> Program:
     """Return the program with what each layer and the loss send in the forward, and in the backward in reverse."""
     step = program.step
+    if step.layout.pp > 1 and any(layer.kept for layer in step.model.layers):
+        program = program.with_bodies(lambda key, ops: (*ops, *_to_stages(step)) if key == UPDATE_BODY else ops)
     if not step.model.uses_batch_values or step.layout.dp == 1:
         return program
 
@@ -87,7 +77,8 @@ def apply(program: Program) -> Program:
     def rewrite(key: BodyKey, ops: Ops) -> Ops:
         if once:
             return (*_at_end(program), *ops) if key == UPDATE_BODY else ops
-        return tuple(_with_values(ops, step))
+        before, behind = _of_other_stages(program, key)
+        return (*before, *_with_values(ops, step), *behind)
 
     return program.with_bodies(rewrite, axes={**program.axes, AXIS: step.layout.dp})
 
@@ -96,9 +87,34 @@ def _at_end(program: Program) -> Iterator[Op]:
     """Yield what a stage sends of all its micro-batches in front of the update."""
     step = program.step
     for chunk in program.chunks or (range(len(step.model.layers)),):
-        for index in chunk:
-            for call in step.model.layers[index].batch_values:
-                yield _op(call, step, None, is_back=False)
+        for index, layer in enumerate(step.model.layers):
+            for call in layer.batch_values:
+                if index in chunk or call.is_everywhere:
+                    yield _op(call, step, None, is_back=False)
+
+
+def _of_other_stages(program: Program, key: BodyKey) -> tuple[list[Op], list[Op]]:
+    """Return what the forward of a stage sends in the code between layers of the stages before it, and of those behind it."""
+    if not program.chunks or not is_forward(key):
+        return [], []
+    chunk = program.chunks[key.chunk or 0]
+    calls = [
+        (index, _op(call, program.step, None, is_back=False))
+        for index, layer in enumerate(program.step.model.layers)
+        for call in layer.batch_values
+        if call.is_everywhere
+    ]
+    return [op for index, op in calls if index < chunk.start], [op for index, op in calls if index >= chunk.stop]
+
+
+def _to_stages(step: StepSpec) -> Iterator[Op]:
+    """Yield what gives all stages the buffers that one of them has computed, behind the update."""
+    for layer in step.model.layers:
+        for one in layer.kept:
+            dtype = one.dtype or step.master_dtype
+            yield Op(kind=OpKind.ALL_REDUCE, owner=KEPT, layer=None, axis="pp", dtype=dtype, is_exposed=True).sized(
+                one.elements
+            )
 
 
 def _with_values(ops: Ops, step: StepSpec) -> Iterator[Op]:

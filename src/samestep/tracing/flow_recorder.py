@@ -116,6 +116,11 @@ class FlowRecorder(TorchFunctionMode):
         """Return whether an event works on the rows that are at hand, and not every stage for itself."""
         return self._is_active and self._running is not None and self._running.number >= 0
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the model's own code runs, on nothing that depends on weights, which every stage repeats."""
+        return self._is_active and self._running is None and self._depth == 0
+
     def pick(self) -> None:
         """Note that the event at hand passes rows on which values pick."""
         if self.picks() and self._picks_from is None:

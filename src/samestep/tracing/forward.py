@@ -134,7 +134,8 @@ class ForwardTracer(DispatchMode):
         """Calls that take values of all samples by name, with their regions."""
         self.of_batch: set[int] = set()
         """Storages that depend on what these have returned."""
-        self.kept_after: set[int] = set()
+        self.kept_after: dict[int, str] = {}
+        """The buffers with a value after the step, each with the region whose code gives it last."""
         """Storages of the buffers that get a value after the step."""
         self.saves: Counter[int] = Counter()
         """Number of times that each storage is kept."""
@@ -169,13 +170,14 @@ class ForwardTracer(DispatchMode):
             elements=math.prod(x.shape[1:]) * (2 if x.is_complex() else 1),
             dtype="" if is_number else "int64",
             takes_gradient=result.requires_grad,
+            is_everywhere=self.flow_recorder.is_between,
         )
         self.batch_values.append((self.region, call))
         self.of_batch.add(self.key(result))
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Receive the value that a buffer gets after the step."""
-        self.kept_after.add(self.key(buffer))
+        self.kept_after[self.key(buffer)] = self.region
 
     @property
     def keeps_all_values(self) -> bool:

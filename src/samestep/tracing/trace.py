@@ -36,7 +36,7 @@ from samestep.building.model import model_source
 from samestep.building.nf4 import mark_of
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.layer_spec import Exchange, HeadSpec, LayerSpec, Product
+from samestep.models.layer_spec import Exchange, HeadSpec, KeptBuffer, LayerSpec, Product
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.state.snapshot import GivenWeights, Snapshot
@@ -297,6 +297,7 @@ def _layer_specs(
 
     specs = []
     entered = modules_entered_again(layers, watch)
+    outside = _kept_outside(module, layers, watch)
     for index, layer in enumerate(layers):
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
@@ -334,6 +335,7 @@ def _layer_specs(
                 if region in layer.regions
             ),
             batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
+            kept=tuple(one for region, one in outside if region in layer.regions),
         )
         specs.append(spec)
     if head := _head_of(specs[-1], {watch.sizes[key] // num_samples for key in outputs[-1]}):
@@ -343,6 +345,19 @@ def _layer_specs(
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _kept_outside(module: nn.Module, layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[str, KeptBuffer]]:
+    """Return the buffers of no layer's modules that get a value after the step, each with the region whose code gives it."""
+    roots = [path for layer in layers for path in layer.modules if path]
+    return [
+        (
+            watch.kept_after[watch.key(buffer)],
+            KeptBuffer(name=name, elements=buffer.numel(), dtype="" if buffer.is_floating_point() else "int64"),
+        )
+        for name, buffer in module.named_buffers()
+        if watch.key(buffer) in watch.kept_after and not any(is_below(name.rpartition(".")[0], root) for root in roots)
+    ]
 
 
 def _exchanges_of(layer: Layer, watch: ForwardTracer, num_samples: int) -> tuple[Exchange, ...]:

@@ -36,6 +36,7 @@ from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.one_group_norm import Constants, GroupStatistics, KeptStatistics, NormalisedGroup, gathered
 from samestep.runtime.axes.recompute import Anew
+from samestep.runtime.axes.stage_buffers import StageBuffers
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
@@ -135,6 +136,7 @@ class BatchNorms(PartOfStep):
         self._ranks, self._layout = DataRanks(mesh, step.layout.dp), step.layout
         self.values = BatchValues(program, self._ranks)
         """Sums and rows of all samples, for which code asks by name."""
+        self._of_stages = StageBuffers.of(model, program, mesh)
         self._size = step.coupled_samples
         self._part: _MicrobatchPart | None = None
         self._repeats: Iterator[_Found] | None = None
@@ -178,6 +180,7 @@ class BatchNorms(PartOfStep):
     def end_update(self) -> None:
         """Write the next values into the buffers."""
         self.values.write()
+        self._of_stages.share()
 
     @property
     def are_used(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.building.over_samples import hold_after_step
 from samestep.building.torch_seams import DisableTorchFunctionSubclass, disable_current_modes
 from samestep.errors import ModelError
 from samestep.trees import tree_leaves, tree_map_only
@@ -38,6 +39,9 @@ class LaterTensor(Tensor):
     ) -> Any:
         """Note an operation; what needs a value at once is refused."""
         kwargs = kwargs or {}
+        if func is hold_after_step:
+            with DisableTorchFunctionSubclass():
+                return func(*args)
         later = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LaterTensor)]
         name = getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():

@@ -33,6 +33,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes import context, precision
+from samestep.runtime.axes.later_values import LaterTensor
 from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.batch_norms import OfAnySize
@@ -165,7 +166,13 @@ class StageForward(TorchFunctionMode):
     ) -> Any:
         number, event = self._next, self._flow.events[self._next]
         if number == self._stop:
-            self._send([self._tensor(value) for value in self._flow.crossing(number)])
+            crossing = [self._tensor(value) for value in self._flow.crossing(number)]
+            if any(isinstance(tensor, LaterTensor) for tensor in crossing):
+                raise ModelError(
+                    f"the model's own code passes a value of all micro-batches (samestep.batch_sum) across the begin of {name}, where a stage "
+                    "begins: samestep.after_step next to the call of batch_sum works, and so does one micro-batch"
+                )
+            self._send(crossing)
         if number == self._start > 0:
             self._fill()
         self._next += 1
