@@ -25,6 +25,8 @@ from samestep.models.presets import preset
 from samestep.output.page.quantities import SECONDS, digits, duration, share, tick_labels, ticks
 from samestep.output.page.timeline_figure import MOST_BOXES, Box, Lane, TimelineFigure, some_of
 from samestep.planning import plan, plan_page
+from samestep.program.recorded import path_of
+from samestep.program.recorded_kernels import Kernel, StepKernels, head_line, path_beside, step_line
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.simulation import cases, prediction_page
 from samestep.simulation.memory_curve import memory_over_step
@@ -71,6 +73,13 @@ def compared(folder: Path) -> Differences:
 
 def explained(folder: Path) -> str:
     write(records(), folder)
+    name = (
+        "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::direct_copy>>(int)"
+    )
+    kernels = [Kernel(index % 2, 10**6 * index, 10**6 * index, 10**6 * index + 900_000, 900_000) for index in range(60)]
+    seen = [StepKernels(step=step, names=[name, "aten::mm"], kernels=kernels) for step in (2, 3)]
+    path = path_beside(path_of(folder / "record", range(1, 4), 0))
+    path.write_text(head_line(0, "") + "".join(map(step_line, seen)))
     lines = [f'{{"step": {step}, "loss": {5 / step}, "tokens_per_s": {1000 + step}}}\n' for step in range(1, 9)]
     (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
     return explained_page.page_of(explain(folder, hardware="cpu-laptop")).to_html()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from samestep.explanation.step_kernels import kernels_of
 from samestep.program.recorded import RankRecord, RecordedStep, RecordHead
 from samestep.program.recorded_kernels import Kernel, StepKernels, head_line, path_beside, step_line
+from samestep.runtime.recording.sums import sums_of
 
 
 def recorded_on_a_gpu() -> RecordHead:
@@ -28,3 +31,18 @@ def test_kernels_of_a_gpu_belong_to_the_op_of_the_host_that_issued_them(tmp_path
     assert not missing
     rows = [(row.op, row.kernel, row.calls, round(row.seconds * 1e9)) for row in found[0].rows]
     assert rows == [("backward:a", "add", 1, 500), ("backward:a", "gemm", 1, 100), ("forward:a", "gemm", 1, 300)]
+
+
+def test_sums_of_a_step_have_recomputed_forwards_apart_and_each_instant_once() -> None:
+    """A collective that a recomputed forward waits for is neither its work nor that of the backward."""
+    events = [
+        ["task", "F0", 0, 100],
+        ["task", "B0", 100, 400],
+        ["region", "recompute:a", 150, 250],
+        ["sent", "a.out", 200, 230, 0, "all_reduce", 0],
+        ["region", "data", 300, 310],
+    ]
+    sums = sums_of(RecordedStep(step=1, begin_ns=0, end_ns=500, until_ns=500, cpu_ns=0, events=events), {"a.out": "tp"})
+    found = {name: round(value * 1e9) for name, value in sums.values.items() if name.endswith("_s")}
+    assert found == {"forward_s": 100, "backward_s": 190, "recompute_s": 70, "wait_tp_s": 30, "data_s": 10, "cpu_s": 0}
+    assert sums.scalars()["time/wait_tp_ms"] == pytest.approx(30e-6)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import Any, cast
 
 from samestep import hardware
 from samestep import job as jobs
 from samestep.explanation.explain import Explained
-from samestep.explanation.step_kernels import seconds_of
+from samestep.explanation.step_kernels import RankKernels, seconds_of
 from samestep.explanation.step_memory import REST, StepMemory
 from samestep.explanation.step_parts import StepPart, parts_of
 from samestep.layout import Layout
@@ -24,7 +25,9 @@ from samestep.training.logged_steps import LoggedSeries, curves, logged
 MOST_BARS = 64
 """Number of ranks above which only some have a bar."""
 _MOST_OPS, _MOST_KERNELS = 24, 4
-"""Numbers of ops, and of kernels of each, in the table of kernels."""
+"""Numbers of ops, and of kernels of each, that are listed."""
+_MOST_LETTERS = 120
+"""Letters of a kernel's name."""
 
 
 def page_of(found: Explained, *, small: bool = False) -> Page:
@@ -44,8 +47,28 @@ def page_of(found: Explained, *, small: bool = False) -> Page:
         tries=found.verdict.tries,
         sections=[*_figures(found, small=small), *_kernels(found), *curves(series), *_described(found)],
         notes=[*(one.to_line() for one in found.found.clocks.values() if one.width_s), *found.missing],
-        record=None if small else found.to_record(),
+        record=None if small else _record(found),
     )
+
+
+def _record(found: Explained) -> dict[str, object]:
+    """Return the numbers of the page: of kernels those that it shows, since those of all ranks would be megabytes."""
+    record = found.to_record()
+    ranks = [
+        {key: value for key, value in rank.items() if key != "kernels"} for rank in cast(list[Any], record["ranks"])
+    ]
+    known = _shown_kernels(found)
+    rows = (
+        []
+        if known is None
+        else [row.to_record() for _, rows in known.by_op[:_MOST_OPS] for row in rows[:_MOST_KERNELS]]
+    )
+    return {**record, "ranks": ranks, "kernels": rows}
+
+
+def _shown_kernels(found: Explained) -> RankKernels | None:
+    """Return the kernels of the busiest rank, or else of the first that has recorded some."""
+    return found.kernels.get(found.found.busiest) or next(iter(found.kernels.values()), None)
 
 
 def _run_name(found: Explained) -> str:
@@ -204,23 +227,22 @@ def _measured_memory(one: StepMemory) -> MemoryCurve:
 
 def _kernels(found: Explained) -> Iterator[Section]:
     """Yield the kernels of the busiest rank that has recorded some, by block."""
-    known = found.kernels.get(found.found.busiest) or next(iter(found.kernels.values()), None)
+    known = _shown_kernels(found)
     if known is None:
         return
-    rows = [
-        (
-            f"<code>{escape(op)}</code>",
-            duration(seconds_of(kernels)).to_html(),
-            "<br/>".join(
-                f"<code>{escape(row.kernel[:80])}</code> {duration(row.seconds).to_html()} <small>{row.calls:g} times</small>"
-                for row in kernels[:_MOST_KERNELS]
-            ),
+    items = "".join(
+        f"<li><span><code>{escape(op)}</code> {duration(seconds_of(kernels)).to_html()}</span>"
+        + "".join(
+            f"<small><code>{escape(row.kernel[:_MOST_LETTERS])}</code> {duration(row.seconds).to_html()}, "
+            f"{count(row.calls).to_html()} calls</small>"
+            for row in kernels[:_MOST_KERNELS]
         )
+        + "</li>"
         for op, kernels in known.by_op[:_MOST_OPS]
-    ]
+    )
     more = "" if len(known.by_op) <= _MOST_OPS else f" {_MOST_OPS} of {len(known.by_op)} ops are shown."
     caption = f"What took the time of each forward and backward of rank {known.rank}, by the kernels' own time.{more}"
-    yield Section("Kernels", table(("op", "own time", "largest kernels"), rows), caption)
+    yield Section("Kernels", f'<ul class="reasons">{items}</ul>', caption)
 
 
 def _described(found: Explained) -> Iterator[Section]:

@@ -27,7 +27,7 @@ MOST_STEPS = 0.7
 """Part of the steps in which a straggler takes longer."""
 WINDOW = 20
 """Steps after which ranks are compared."""
-_DEVICE_WORK = ("forward_s", "backward_s", "update_s")
+_DEVICE_WORK = ("forward_s", "backward_s", "recompute_s", "update_s")
 
 
 class _Store(Protocol):

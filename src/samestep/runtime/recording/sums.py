@@ -34,11 +34,12 @@ def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
     def add(name: str, begin: int, end: int) -> None:
         found[name] = found.get(name, 0.0) + (end - begin) / 1e9
 
-    tasks = []
-    waits = []
+    tasks, recomputed, waits = [], [], []
     for form, name, begin, end, *more in step.events:
         if form == "task":
             tasks.append((_TASKS.get(name[:1], "host_s"), begin, end))
+        elif form == "region" and name.startswith("recompute:"):
+            recomputed.append(("recompute_s", begin, end))
         elif form == "region":
             add(f"{name.partition(':')[0]}_s", begin, end)
             waits.append((begin, end))
@@ -47,9 +48,13 @@ def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
         if form == "wait" or (form == "sent" and not more[2]):
             add(f"wait_{axes.get(name, 'other')}_s", begin, end)
             waits.append((begin, end))
-    for name, begin, end in tasks:
+    for name, begin, end in (*tasks, *recomputed):
         add(name, begin, end)
-    for name, seconds in _waited_inside(tasks, waits):  # own work alone
+    repeated = [(begin, end) for _, begin, end in recomputed]
+    for name, seconds in (
+        *_waited_inside(tasks, waits + repeated),
+        *_waited_inside(recomputed, waits),
+    ):  # own work alone
         found[name] -= seconds
     if step.ahead_ns:
         found["host_ahead_s"] = step.ahead_ns / 1e9
@@ -58,12 +63,13 @@ def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
 
 
 def _waited_inside(tasks: list[tuple[str, int, int]], waits: list[tuple[int, int]]) -> Iterator[tuple[str, float]]:
-    """Yield the seconds of each wait that are within a task; tasks do not overlap, and waits of another may be in between."""
+    """Yield the seconds of each wait that are within a task, each instant once; tasks do not overlap, and waits may be nested."""
     tasks.sort(key=lambda task: task[1])
-    index = 0
+    index = until = 0
     for begin, end in sorted(waits):
+        begin, until = max(begin, until), max(until, end)
         while index < len(tasks) and tasks[index][2] <= begin:
             index += 1
-        if index < len(tasks) and end > tasks[index][1]:
+        if index < len(tasks) and end > max(begin, tasks[index][1]):
             name, start, stop = tasks[index]
             yield name, (min(end, stop) - max(begin, start)) / 1e9
