@@ -76,6 +76,26 @@ def python_calls_of(row: Row) -> int:
     return host.python_calls_of(host.ours(row)) - host.python_calls_of(host_peers.PEERS[row.peer](row))
 
 
+def python_calls_on_ranks(rank: int, world: int, row: Row) -> int:
+    """Return `python_calls_of` on one of several ranks."""
+    return python_calls_of(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "most"),
+    [
+        (replace(LLAMA, layout="dp=2"), 32),
+        (replace(LLAMA, layout="tp=2", peer="two autograd functions"), 260),
+        (replace(LLAMA, model="gpt"), 270),
+    ],
+    ids=["dp=2", "tp=2", "dropout"],
+)
+def test_python_functions_in_a_layer_are_bounded(row: Row, most: int) -> None:
+    rows = [replace(row, options={"layers": layers}) for layers in (2, 6)]
+    few, many = (pool(row.num_ranks).run(python_calls_on_ranks, one)[0] for one in rows)
+    assert many - few <= 4 * most
+
+
 def test_a_step_calls_few_python_functions_that_a_loop_by_hand_does_not_and_hardly_any_in_a_layer() -> None:
     few, many = (python_calls_of(replace(LLAMA, options={"layers": layers})) for layers in (2, 10))
     assert few <= MOST_IN_A_STEP + 2 * MOST_IN_A_LAYER

@@ -197,6 +197,8 @@ class _ModeTracker:
     modes: list[DropoutMode] = field(default_factory=list)
     rows: dict[DrawKey, tuple[int, int]] = field(default_factory=dict)
     """The dimension and stride of the samples of each draw of the traced forward."""
+    draws_numbers: bool = False
+    """Whether it has drawn random numbers besides masks."""
     in_graph: Set[nn.Module] = frozenset()
     """Modules that get no hooks, since a graph contains their calls; they draw nothing."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
@@ -331,7 +333,7 @@ class DropoutMode(MaskSource):
     ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
         if is_transformed():
             raise self.refuse(
                 "random numbers inside of a transform of torch.func, where it is not seen which sample is whose; dropout "
@@ -342,7 +344,7 @@ class DropoutMode(MaskSource):
     def settle(self) -> None:
         """Record the present state of the process's generator as that before the forward, if there are random
         numbers."""
-        if any(draw < 0 for *_, draw in self._tracker.rows):
+        if self._tracker.draws_numbers:
             self._generator = torch.default_generator.get_state()
 
     def _enter_module(self, name: str) -> None:
@@ -491,6 +493,7 @@ def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
     """Give a model's modes the place of the samples in each draw, as a trace has found it."""
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     tracker.rows = {(mask.owner, mask.entry, mask.draw): mask.rows or IN_ORDER for mask in masks}
+    tracker.draws_numbers = any(mask.draw < 0 for mask in masks)
 
 
 class _Recompute:

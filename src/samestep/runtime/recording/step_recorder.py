@@ -157,7 +157,8 @@ class StepRecorder(StepObserver):
         """Windows that are over, while steps of theirs are not yet read."""
         self.folder = Path(recorded.FOLDER)
         """The folder of windows that a signal asks for."""
-        self._axes: dict[str, str] = {}
+        self._axes: dict[str, str] | None = None
+        """The axis of each collective of the program, by owner, from the first step on."""
         self.memory = MemorySampler(device)
         self._processor = ProcessorTime()
         self.sums = StepSums()
@@ -296,7 +297,7 @@ class StepRecorder(StepObserver):
             window.open(self, program, module, spec, self.rank, self._device)
         if window is not None and window.profile is not None:
             window.profile.begin_step(step)
-        if not self._axes:
+        if self._axes is None:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
         self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window)
         marks.listen(self)
@@ -318,7 +319,7 @@ class StepRecorder(StepObserver):
         while self._unread and (until_empty or self._clock.is_past(self._unread[0].until)):
             one = self._unread.popleft()
             step = self._closed(one)
-            self.sums = sums_of(step, self._axes)
+            self.sums = sums_of(step, self._axes or {})
             if one.window is not None:
                 one.window.write(step, _since_begin(one.host_events, step))
             self._close_files()
