@@ -6,18 +6,21 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from samestep.errors import WorkerError
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.whereabouts import Whereabouts
 from samestep.training import rank_part as training
 from tests import small
@@ -48,6 +51,34 @@ def _watch(
                 return said, (second, str(error))
         said += [(second, str(one.message)) for one in caught]
     return said, None
+
+
+def test_a_rank_ends_only_after_its_thread_has_left_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends a thread that comes back from C++ too late by an exception that C++ does not let through: the process aborts."""
+    is_asked, may_answer, is_left = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowStore:
+        def set(self, key: str, value: str) -> None:
+            is_asked.set()
+            may_answer.wait()
+
+    monkeypatch.setattr(hang_watch, "_EVERY_S", 0.01)
+    monkeypatch.setattr(hang_watch.join, "store_address", lambda: ("h1", 1))
+    monkeypatch.setattr(hang_watch, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(hang_watch, "PrefixStore", lambda *_: SlowStore())
+
+    def run() -> None:
+        with hang_watch.watching(RankInfo(1, 1, 3, 3, torch.device("cpu")), 600.0, "x"):
+            is_asked.wait()
+        is_left.set()
+
+    running = threading.Thread(target=run)
+    running.start()
+    assert is_asked.wait(60)
+    assert not is_left.wait(0.3)
+    may_answer.set()
+    running.join(60)
+    assert is_left.is_set()
 
 
 def test_a_rank_in_no_collective_is_named_and_ended() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 import samestep
 from samestep import cli
 from samestep.engines import scripts
+from samestep.engines.kubernetes import _literal
 from samestep.engines.site import Site, read_site
 from samestep.engines.wanted import LaunchRequest, wanted_of
 from samestep.errors import InputError, RunError
@@ -109,6 +112,10 @@ def test_ssh_and_torchrun() -> None:
 
 
 def test_ray() -> None:
+    text = _script("ray", '[ray]\naddress = "http://a b"\n[run.environment]\nA = "x \'y\' $Z"\n')
+    words = shlex.split(next(line for line in text.splitlines() if line.startswith("exec ")).rstrip("\\"))
+    assert json.loads(words[words.index("--runtime-env-json") + 1]) == {"env_vars": {"A": "x 'y' $Z"}}
+    assert words[words.index("--address") + 1] == "http://a b"
     assert "samestep.engines.ray_job --layout 'dp=8 tp=2' --ranks 16 --out runs/default" in _script("ray")
 
 
@@ -175,6 +182,10 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
         ('[slurm]\npartition = "a\\nrm -r x"\n', "slurm.partition = 'a\\nrm -r x' has more than one line"),
         ("slurm = 3\n", "slurm = 3 is no table: [slurm] begins one"),
         ("[slurm\n", "--site site.toml: "),
+        (
+            '[run.environment]\n"A; ls" = "1"\n',
+            "run.environment: 'A; ls' is no name of a variable: letters, digits and _",
+        ),
         ("[run.environment]\nA = 1\n", "run.environment = {'A': 1} is no table of texts"),
     ],
 )
@@ -268,6 +279,20 @@ def test_a_train_job_is_one_by_the_trainers_own_models(kind: str) -> None:
     read = models.TrainerV1alpha1TrainJob.from_dict(job)
     assert read is not None
     assert read.to_dict() == job, "the models ignore keys that they do not know"
+
+
+@pytest.mark.parametrize("name", ["7b", "x" * 39 + " y", "-a-", "Ä", "My Job's", "a_b.c"])
+def test_a_name_is_one_that_kubernetes_takes(name: str) -> None:
+    found = wanted_of(None, layout="dp=2", name=name).name
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found)
+
+
+@given(st.lists(st.sampled_from(["$", "(", ")", "A", "$(A)", "$$", " "]), max_size=6).map("".join))
+def test_kubernetes_replaces_nothing_in_a_text(text: str) -> None:
+    def passed_on(given: str) -> str:  # as the kubelet does: $$ is one $, and $(A) the value of A
+        return re.sub(r"\$\$|\$\(A\)", lambda found: "$" if found.group() == "$$" else "replaced", given)
+
+    assert passed_on(_literal(text)) == text
 
 
 def test_the_text_of_a_manifest_is_read_as_it_was_meant() -> None:

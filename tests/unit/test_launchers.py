@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
@@ -232,7 +233,7 @@ def test_what_torchrun_starts_in_each_task_of_a_step_is_torchruns() -> None:
 def test_what_mpirun_starts_by_daemons_that_are_tasks_of_a_step_is_mpiruns() -> None:
     daemon, rank = _by_srun(Process(1, 2, 0, 1, 1, 2)), _by_open_mpi(Process(5, 8, 1, 4, 1, 2))
     assert discover(daemon | rank | {"OMPI_MCA_ess_base_jobid": "7"}).rank == 5
-    with pytest.raises(JobError, match="OMPI_COMM_WORLD_RANK=5 of 8 contradicts SLURM_PROCID=1 of 2"):
+    with pytest.raises(JobError, match="OMPI_COMM_WORLD_RANK=5 contradicts srun, which says 1"):
         discover(daemon | rank)
 
 
@@ -291,6 +292,80 @@ def test_a_process_on_each_host_is_told_its_host(launcher: str, count: int, rank
     assert discover(HOSTS[launcher](0, 1, ranks)).launcher == "alone"
     with pytest.raises(JobError, match=f"={count}, yet WORLD_SIZE=1"):
         discover(env | {"RANK": "0", "WORLD_SIZE": "1"})
+
+
+@given(processes(), st.lists(st.sampled_from(["srun", "Open MPI", "MPICH", "Flux"]), min_size=2, unique=True))
+def test_two_launchers_that_say_otherwise_are_refused(one: Process, launchers: list[str]) -> None:
+    """A step inside of a step of another: whichever is taken first, its ranks would be counted twice."""
+    assume(one.world > 1)
+    other = Process(**{**dataclasses.asdict(one), "rank": (one.rank + 1) % one.world})
+    first, *more = (RANKS[name](one if index == 0 else other) for index, name in enumerate(launchers))
+    with pytest.raises(JobError, match="contradicts"):
+        discover(first | more[0])
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port: 1 to 65535"),
+        (_AT | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
+        (_AT | {"RANK": "1_0", "WORLD_SIZE": "20"}, "RANK=1_0 is not a whole number"),
+        (_AT | {"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=9999999999999999999999999999999999999999... is"),
+        (
+            HOSTS["Kubernetes"](0, 2, 1) | {"PET_NPROC_PER_NODE": "junk"},
+            "PET_NPROC_PER_NODE=junk is not a whole number",
+        ),
+        (HOSTS["Kubernetes"](0, 2, 1) | {"PET_NPROC_PER_NODE": "-1"}, "PET_NPROC_PER_NODE=-1 is below 0"),
+        (HOSTS["Kubernetes"](0, 2, 1) | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999 is no port"),
+        (
+            HOSTS["Kubernetes"](0, 2, 1) | {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"},
+            "SkyPilot says that this is host 1 of 2, which",
+        ),
+        ({"SKYPILOT_NODE_RANK": "5", "SKYPILOT_NODE_IPS": "a"}, "SKYPILOT_NODE_RANK=5 is not a rank of"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "PMIX_RANK": "0",
+            },
+            "PMIX_RANK=0 contradicts Open MPI, which says 1",
+        ),
+        (
+            {"SLURM_JOB_ID": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "["},
+            "names no host",
+        ),
+    ],
+)
+def test_what_no_launcher_sets_is_refused_by_name(env: dict[str, str], text: str) -> None:
+    with pytest.raises(JobError, match=re.escape(text)):
+        discover(env)
+
+
+@pytest.mark.parametrize("words", [{}, {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}])
+def test_tasks_of_array_jobs_and_of_several_components(words: dict[str, str]) -> None:
+    """As Slurm 22.05 sets them: a step over components has one job, one list of nodes and one count, and uneven tasks."""
+    step = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "1",
+        "SLURM_JOB_ID_HET_GROUP_1": "2",
+        "SLURM_JOB_ID": "1",
+    }
+    step |= {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NUM_TASKS": "3"}
+    step |= {"SLURM_STEP_ID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", **words}
+    found = [discover(step | {"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank % 2}"}) for rank in range(3)]
+    assert [one.rank for one in found] == [0, 1, 2]
+    assert {(one.world_size, one.ranks_per_node, one.host, one.port) for one in found} == {
+        (3, 1, found[0].host, found[0].port)
+    }
+    alone = {
+        "SLURM_JOB_ID": "9",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "n1",
+        **words,
+    }
+    assert discover(alone).world_size == 1
 
 
 def test_a_pod_of_an_indexed_job() -> None:

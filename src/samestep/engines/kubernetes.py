@@ -11,6 +11,7 @@ of trainer.kubeflow.org/v1alpha1, Trainer 2.3.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from samestep.engines.wanted import LaunchRequest
@@ -50,13 +51,18 @@ def _metadata(wanted: LaunchRequest) -> dict[str, Any]:
 def _command(wanted: LaunchRequest) -> list[str]:
     """Return the command of a pod: the words alone, or in a shell after the lines of the site."""
     words, setup = wanted.train_words(), wanted.site.run.setup
-    if not setup:
-        return words
-    return ["sh", "-c", "\n".join([*setup, 'exec "$@"']), "sh", *words]
+    if setup:
+        words = ["sh", "-c", "\n".join([*setup, 'exec "$@"']), "sh", *words]
+    return [_literal(word) for word in words]
+
+
+def _literal(text: str) -> str:
+    """Return a text as Kubernetes passes it on: it replaces $(NAME) by a variable, and reads $$ as one $."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _environment(wanted: LaunchRequest, more: dict[str, str]) -> list[dict[str, str]]:
-    return [{"name": name, "value": value} for name, value in (more | wanted.site.run.environment).items()]
+    return [{"name": name, "value": _literal(value)} for name, value in (more | wanted.site.run.environment).items()]
 
 
 def _resources(wanted: LaunchRequest) -> dict[str, Any]:

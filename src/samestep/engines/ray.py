@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 from samestep.engines.wanted import LaunchRequest, shell
 
 
 def script(wanted: LaunchRequest) -> str:
     """Return the script, to be run where the cluster is reached."""
     ray = wanted.site.ray
-    words = ["ray", "job", "submit", "--working-dir", ".", "--submission-id", f"{wanted.name}-$(date +%s)"]
-    words += ["--address", ray.address] if ray.address else []
-    line = shell(words).replace("'", '"')
+    words = ["ray", "job", "submit", "--working-dir", ".", *(["--address", ray.address] if ray.address else [])]
+    if wanted.site.run.environment:  # what is exported here does not reach the cluster
+        words += ["--runtime-env-json", json.dumps({"env_vars": wanted.site.run.environment})]
+    line = f'{shell(words)} --submission-id "{wanted.name}-$(date +%s)"'
     driver = ["python", "-m", "samestep.engines.ray_job", *([wanted.job] if wanted.job else [])]
     driver += [word for setting in wanted.settings for word in ("--set", setting)]
     driver += ["--layout", wanted.layout] if wanted.layout else []

@@ -19,6 +19,7 @@ claim = "shared"                  # the volume that all pods see, at `at`
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,6 +198,10 @@ def _value(wanted: Any, value: Any, where: str) -> Any:
     elif get_origin(wanted) is dict:
         if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
             raise InputError(f'{where} = {short_repr(value)} is no table of texts: {{NAME = "..."}} is one')
+        if wrong := [name for name in value if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]:
+            raise InputError(
+                f"{where}: {wrong[0]!r} is no name of a variable: letters, digits and _ are, as in HF_HOME"
+            )
     elif wanted is float and type(value) is int:
         value = float(value)
     elif type(value) is not wanted:

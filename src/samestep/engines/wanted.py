@@ -105,7 +105,7 @@ def wanted_of(
         )
     called = name or (Path(job).stem if job else "default")
     return LaunchRequest(
-        re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-")[:40] or "run",
+        _name(called),
         str(job) if job else "",
         num_nodes,
         each,
@@ -115,6 +115,12 @@ def wanted_of(
         hosts,
         site or Site(),
     )
+
+
+def _name(called: str) -> str:
+    """Return a name that every engine takes: small letters, digits and dashes, the first a letter, the last no dash."""
+    words = re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"run-{words}")[:40].strip("-")
 
 
 def _share(layout: Layout | None, nodes: int) -> int:

@@ -169,6 +169,7 @@ def _place(at: Whereabouts) -> str:
 
 
 _EVERY_S = 1.0
+_LEAVE_S = 60.0
 _SILENT_OUTSIDE_S = 4.0  # seconds without news of rank 0 after which the last rank speaks
 
 
@@ -195,7 +196,10 @@ def watching(place: RankInfo, hang_s: float, name: str) -> Iterator[None]:
         yield
     finally:
         watch.is_over.set()
-        telling.join(2 * _EVERY_S)
+        # A thread that is in a call of the store's when Python ends is ended within C++ code, which aborts the process. The store
+        # answers, however late, or its process is gone, which ends the call too; longer takes only one that stands still.
+        for thread in (telling, guarding):
+            thread.join(_LEAVE_S)
 
 
 class _Watch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from samestep.errors import JobError
 
 ALONE = "alone"
+_LAST_PORT = 65535
 UNKNOWN = -1
 """The local rank of a process to which its launcher gives none."""
 
@@ -73,9 +75,22 @@ def number(env: Mapping[str, str], name: str, default: int | None = None) -> int
     Raises:
         JobError: the variable is not an integer.
     """
-    if env.get(name, "") == "" and default is not None:
+    text = env.get(name, "")
+    if text == "" and default is not None:
         return default
-    try:
-        return int(env[name])
-    except ValueError:
-        raise JobError(f"{name}={env[name]} is not a whole number; the launcher sets it") from None
+    if not re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise JobError(f"{name}={shown} is not a whole number; the launcher sets it")
+    return int(text)
+
+
+def port(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the port of a store from the environment.
+
+    Raises:
+        JobError: the variable is no port.
+    """
+    found = number(env, name, default)
+    if not 1 <= found <= _LAST_PORT:
+        raise JobError(f"{name}={found} is no port: 1 to {_LAST_PORT} are, such as 29500")
+    return found

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 
 from samestep.errors import JobError
 from samestep.runtime.processes.launch_info import ALONE, UNKNOWN, LaunchInfo, number
-from samestep.runtime.processes.rank_variables import ENGINES, OPEN_MPI, is_shell, missing_srun
+from samestep.runtime.processes.rank_variables import ENGINES, HOSTS, TASKS, is_shell, missing_srun
 
 
 def discover(env: Mapping[str, str] | None = None, *, pid: int | None = None) -> LaunchInfo:
@@ -62,6 +62,7 @@ def _check_against_others(found: LaunchInfo, env: Mapping[str, str], pid: int) -
         JobError: they contradict it.
     """
     if found.num_hosts > 1:
+        _check_hosts(found, env)
         return
     if found.launcher == "Ray":  # a cluster of Ray may be inside any step
         return
@@ -84,13 +85,37 @@ def _check_against_others(found: LaunchInfo, env: Mapping[str, str], pid: int) -
             raise JobError(
                 f"{name}={env[name]} contradicts {found.launcher}, which says {value}: without {name} it works"
             )
-    if found.launcher == "srun" and OPEN_MPI.missing(env) == []:
-        other = OPEN_MPI.read(env)
-        if (other.rank, other.world_size) != (found.rank, found.world_size):
+    for name, value in _ranks_by_others(found, env):
+        if number(env, name, value) != value:
             raise JobError(
-                f"OMPI_COMM_WORLD_RANK={other.rank} of {other.world_size} contradicts SLURM_PROCID={found.rank} of {found.world_size}: "
-                f"srun or mpirun alone works"
+                f"{name}={env[name]} contradicts {found.launcher}, which says {value}: one launcher alone works, inside of no step of another"
             )
+
+
+def _ranks_by_others(found: LaunchInfo, env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield the variables in which other launchers of ranks say where this process is, with the value that agrees."""
+    if found.launcher == "Open MPI":
+        yield "PMIX_RANK", found.rank
+    for rank, size in TASKS:
+        if number(env, size, 1) > 1 and env.get(rank):  # one task of one may start all of them
+            yield rank, found.rank
+            yield size, found.world_size
+
+
+def _check_hosts(found: LaunchInfo, env: Mapping[str, str]) -> None:
+    """Refuse the position of a host that another launcher of hosts gives otherwise.
+
+    Raises:
+        JobError: they contradict each other.
+    """
+    for engine in ENGINES:
+        if engine.name in HOSTS and engine.name != found.launcher and engine.missing(env) == []:
+            other = engine.read(env)
+            if (other.host_index, other.num_hosts) != (found.host_index, found.num_hosts):
+                raise JobError(
+                    f"{engine.name} says that this is host {other.host_index} of {other.num_hosts}, which contradicts {found.launcher}, "
+                    f"which says {found.host_index} of {found.num_hosts}: the variables of one of both work"
+                )
 
 
 def _tasks(env: Mapping[str, str], pid: int) -> Iterator[tuple[str, int]]:

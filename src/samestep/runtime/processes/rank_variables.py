@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from samestep.errors import JobError
-from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo, check_local, check_rank, number
+from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo, check_local, check_rank, number, port
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _MOST_LISTED = 65536
@@ -68,7 +68,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchInfo:
         world,
         per_node if world % per_node == 0 else 1,
         host=env["MASTER_ADDR"],
-        port=number(env, "MASTER_PORT"),
+        port=port(env, "MASTER_PORT"),
         store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         node=f"agent {env['GROUP_RANK']}" if "GROUP_RANK" in env else "",
     )
@@ -118,12 +118,14 @@ def _read_srun(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolv
         host, per_node = "127.0.0.1", world
     elif not resolves(host) and "SLURM_LAUNCH_NODE_IPADDR" in env:
         host = env["SLURM_LAUNCH_NODE_IPADDR"]
+    if not env.get("MASTER_ADDR", host):
+        raise JobError(f"{nodes!r} of SLURM_STEP_NODELIST names no host; srun sets it, and MASTER_ADDR works")
     if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
         per_node = 1  # neighbouring ranks are not on one machine
     local = number(env, "SLURM_LOCALID", UNKNOWN)
     check_local(("SLURM_LOCALID", local), ("SLURM_STEP_NUM_TASKS", world), ("SLURM_STEP_NUM_TASKS", world))
     # Each step needs a different port that all its tasks can derive.
-    port = _FIRST_PORT + (number(env, "SLURM_JOB_ID", 0) * 31 + number(env, "SLURM_STEP_ID", 0)) % _NUM_PORTS
+    derived = _FIRST_PORT + (number(env, "SLURM_JOB_ID", 0) * 31 + number(env, "SLURM_STEP_ID", 0)) % _NUM_PORTS
     return LaunchInfo(
         "srun",
         rank,
@@ -131,7 +133,7 @@ def _read_srun(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolv
         world,
         per_node,
         host=env.get("MASTER_ADDR", host),
-        port=number(env, "MASTER_PORT", port),
+        port=port(env, "MASTER_PORT", derived),
         node=env.get("SLURMD_NODENAME", ""),
     )
 
@@ -199,7 +201,7 @@ class _TaskVariables:
             world,
             here if world % here == 0 else 1,
             host=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=number(env, "MASTER_PORT", _port_of(env, self.run)),
+            port=port(env, "MASTER_PORT", _port_of(env, self.run)),
             node=env.get(self.node, "") if self.node else "",
         )
 
@@ -229,6 +231,12 @@ _FLUX = _TaskVariables(
     num_hosts="FLUX_JOB_NNODES",
     run=("FLUX_JOB_ID",),
 )
+
+
+TASKS = tuple((one.rank, one.size) for one in (OPEN_MPI, _MPICH, _FLUX))
+"""The variables of the rank and of their number, of launchers that give each task its number and no address."""
+HOSTS = ("Kubernetes", "SkyPilot", "dstack")
+"""The launchers that start one process for each host."""
 
 
 def _port_of(env: Mapping[str, str], names: Sequence[str]) -> int:
@@ -273,8 +281,8 @@ def _read_kubernetes(env: Mapping[str, str]) -> LaunchInfo:
         (both[0], index),
         ("PET_NNODES", num_hosts),
         env["PET_MASTER_ADDR"],
-        number(env, "PET_MASTER_PORT"),
-        env.get("PET_NPROC_PER_NODE", ""),
+        port(env, "PET_MASTER_PORT"),
+        ("PET_NPROC_PER_NODE", env.get("PET_NPROC_PER_NODE", "")),
     )
 
 
@@ -282,7 +290,8 @@ def _missing_skypilot(env: Mapping[str, str]) -> list[str] | None:
     if not _given(env, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"):
         return None
     missing = _absent(env, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
-    is_one = number(env, "SKYPILOT_NUM_NODES", len(env.get("SKYPILOT_NODE_IPS", "").split())) == 1
+    count = number(env, "SKYPILOT_NUM_NODES", len(env.get("SKYPILOT_NODE_IPS", "").split()))
+    is_one = count == 1 and number(env, "SKYPILOT_NODE_RANK", 0) == 0
     return None if is_one and not missing else missing
 
 
@@ -293,13 +302,15 @@ def _read_skypilot(env: Mapping[str, str]) -> LaunchInfo:
         raise JobError(
             f"SKYPILOT_NUM_NODES={num_hosts} contradicts the {len(addresses)} addresses of SKYPILOT_NODE_IPS"
         )
-    index, port = number(env, "SKYPILOT_NODE_RANK"), number(env, "MASTER_PORT", _port_of(env, ("SKYPILOT_TASK_ID",)))
-    per_host = env.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
+    index, at = number(env, "SKYPILOT_NODE_RANK"), port(env, "MASTER_PORT", _port_of(env, ("SKYPILOT_TASK_ID",)))
+    per_host = ("SKYPILOT_NUM_GPUS_PER_NODE", env.get("SKYPILOT_NUM_GPUS_PER_NODE", ""))
     return _host_info(
-        "SkyPilot", ("SKYPILOT_NODE_RANK", index), ("SKYPILOT_NUM_NODES", num_hosts), addresses[0], port, per_host
+        "SkyPilot", ("SKYPILOT_NODE_RANK", index), ("SKYPILOT_NUM_NODES", num_hosts), addresses[0], at, per_host
     )
 
 
+_BY_DEVICE = ("", "auto", "cpu", "gpu", "xpu")
+"""Words of torchrun's for the ranks of a host: as many as it has devices."""
 _DSTACK = ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP")
 
 
@@ -310,18 +321,24 @@ def _missing_dstack(env: Mapping[str, str]) -> list[str] | None:
 
 def _read_dstack(env: Mapping[str, str]) -> LaunchInfo:
     index, num_hosts = number(env, "DSTACK_NODE_RANK"), number(env, "DSTACK_NODES_NUM")
-    port = number(env, "MASTER_PORT", _port_of(env, ("DSTACK_RUN_ID", "DSTACK_RUN_NAME")))
-    per_host = env.get("DSTACK_GPUS_PER_NODE", "")
-    at = env["DSTACK_MASTER_NODE_IP"]
-    return _host_info("dstack", ("DSTACK_NODE_RANK", index), ("DSTACK_NODES_NUM", num_hosts), at, port, per_host)
+    at = port(env, "MASTER_PORT", _port_of(env, ("DSTACK_RUN_ID", "DSTACK_RUN_NAME")))
+    per_host = ("DSTACK_GPUS_PER_NODE", env.get("DSTACK_GPUS_PER_NODE", ""))
+    first = env["DSTACK_MASTER_NODE_IP"]
+    return _host_info("dstack", ("DSTACK_NODE_RANK", index), ("DSTACK_NODES_NUM", num_hosts), first, at, per_host)
 
 
 def _host_info(
-    launcher: str, index: tuple[str, int], count: tuple[str, int], host: str, port: int, per_host: str
+    launcher: str, index: tuple[str, int], count: tuple[str, int], host: str, port: int, per_host: tuple[str, str]
 ) -> LaunchInfo:
-    """Return the position of one host of several; ranks that the launcher does not count (auto, gpu, 0) are 0."""
+    """Return the position of one host of several; ranks that the launcher does not count (auto, gpu, 0) are 0.
+
+    Raises:
+        JobError: the position is none of the hosts, or the ranks of a host are neither a number nor a word of torchrun's.
+    """
     check_rank(*index, *count)
-    ranks = int(per_host) if per_host.isdecimal() else 0
+    ranks = 0 if per_host[1] in _BY_DEVICE else number({per_host[0]: per_host[1]}, per_host[0])
+    if ranks < 0:
+        raise JobError(f"{per_host[0]}={ranks} is below 0; the launcher sets it")
     return LaunchInfo(
         launcher,
         ranks_per_node=ranks,
