@@ -48,8 +48,8 @@ class Cluster:
         said = self.run("scontrol", "show", "job", job, folder=self.config.parent).stdout
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
-    def stop_node(self, node: str, number: signal.Signals = signal.SIGSTOP) -> list[int]:
-        """Freeze, or kill, the daemon of a node, and what it has started there; return their pids, which are to be killed."""
+    def stop_node(self, node: str) -> list[int]:
+        """Freeze the daemon of a node, and what it has started there; return their pids, which are to be killed."""
         found = [int((self.config.parent / f"slurmd.{node}.pid").read_text())]
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
@@ -59,13 +59,8 @@ class Cluster:
                     is_step = Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd")
                     found += [int(folder.name), *[parent] * is_step]
         for pid in found:
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGSTOP)
         return [*dict.fromkeys(found)]
-
-    def start_node(self, node: str) -> None:
-        """Start the daemon of a node again, and put the node to use."""
-        _start(["slurmd", "-f", str(self.config), "-N", node])
-        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", folder=self.config.parent)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -98,30 +97,23 @@ def test_a_run_that_is_asked_to_stop_is_requeued_and_resumes_exactly(by: str, sl
     assert small.losses(tmp_path / "run")[: step + 3] == pytest.approx(small.losses(whole), abs=1e-9)
 
 
-@pytest.mark.parametrize("first", ["Slurm", "ranks"])
-def test_a_run_goes_on_without_a_node_that_is_lost(first: str, slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm puts the job back where it notices first, as when the power fails and nothing is sent; else the script does."""
+def test_a_run_goes_on_without_a_node_that_is_lost(slurm: Cluster, tmp_path: Path) -> None:
+    """As when its power fails: what ran there sends nothing more, Slurm notices, and puts the job back into the queue."""
     keys = {"train.steps": 100_000, "checkpoint.every": 2}
     script = real.emitted("slurm", tmp_path / "x.sbatch", keys, nodes=2, layout="dp=2 tp=2", out="run")
     job = slurm.run("sbatch", "--parsable", script, folder=tmp_path).stdout.strip()
     log = tmp_path / "run" / "metrics.jsonl"
     small.wait_for(lambda: log.exists() and log.read_text().count("\n") >= 5, 300)
-    dead = slurm.stop_node("n2", signal.SIGSTOP if first == "Slurm" else signal.SIGKILL)
+    dead = slurm.stop_node("n2")
     try:
-        if first == "ranks":
-            small.wait_for(lambda: (tmp_path / f"default-{job}.failures").exists(), 300)
-            assert "another rank is gone" in _log(tmp_path)
-            small.wait_for(lambda: slurm.state(job).get("Restarts") == "1", 120)
         ended = slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=power", folder=tmp_path)
         assert ended.returncode == 0, ended.stderr
         small.wait_for(lambda: slurm.state(job).get("Restarts") == "1", 120)
     finally:
         for pid in dead:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
     small.wait_for(lambda: slurm.state(job).get("JobState") == "RUNNING", 300)
     assert slurm.state(job)["NodeList"] == "n[1,3]"
-    slurm.start_node("n2")
     before = len(small.losses(tmp_path / "run"))
     small.wait_for(lambda: "resume" in _log(tmp_path) and len(small.losses(tmp_path / "run")) > before + 2, 300)
     assert slurm.run("scancel", job, folder=tmp_path).returncode == 0
