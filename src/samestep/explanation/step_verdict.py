@@ -114,7 +114,7 @@ def _candidates(found: MeasuredSteps, parts: Sequence[StepPart], away: _Candidat
     computing = sum(part.measured_s for part in parts if part.name in _OWN)
     if away is not None:
         made.append(away)
-        computing = max(0.0, computing - away.seconds)
+        computing = min(computing, statistics.median(found.cpu_s[rank]))  # for so long it had a processor
     made.append(_Candidate("compute", computing, "compute", f"compute takes {_ms(computing)} on rank {rank}"))
     words = {
         "data": ("input", "waits for samples"),
