@@ -23,6 +23,7 @@ from tests.parity.loops import (
     Points,
     Regression,
     Result,
+    adam,
     both,
     parts_result,
     plain_result,
@@ -137,6 +138,31 @@ def counts(rank: int, world: int, layout: str) -> list[int]:
 
 def test_a_backward_into_some_weights_does_not_go_where_none_of_them_is() -> None:
     assert pool(2).run(counts, "dp=2 microbatch=2") == [[0, 2, 2]] * 2
+
+
+def spread(outputs: Any, batch: Any) -> Any:
+    """A loss that needs several samples, and names its terms."""
+    if len(outputs[0]) < 2:
+        raise ValueError("one sample has no spread")
+    return {"spread": (outputs[0].std(0).sum(), 1), "size": (outputs[0].square().sum(), len(outputs[0]))}
+
+
+def test_several_samples_show_the_terms_of_another_loss_over_the_batch() -> None:
+    loop = Loop(Regression, samestep.whole_batch(lambda outputs, batch: outputs[1].square().mean()), adam)
+    run = run_of(loop, "dp=1 microbatch=4")
+    batch = next(samestep.batches(Points(), run.job))
+    run.backward(batch)
+    report = run.backward(batch, samestep.whole_batch(spread))
+    assert report.terms.keys() == {"spread", "size"}
+    run.zero_grad()
+
+
+def test_a_weight_of_the_loss_that_nothing_updates_is_remarked_on() -> None:
+    scale = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    loop = Loop(Regression, lambda outputs, batch: ((outputs[0] * scale).square().sum(), len(outputs[0])), adam)
+    run = run_of(loop, "dp=1")
+    report = run.step(next(samestep.batches(Points(), run.job)))
+    assert any(re.search(r"the loss has a weight of its own, of shape \[2\]", remark) for remark in report.remarks)
 
 
 class Dropping(Regression):
