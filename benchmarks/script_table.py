@@ -60,6 +60,21 @@ def counts(found: Outcomes) -> str:
     return "Equal: " + ", ".join(parts) + "."
 
 
+def summary(found: Outcomes) -> str:
+    """Return how many kinds are equal on two data ranks, how many outcomes are wrong or failed, and what is refused in each layout, and why."""
+    two = [row["dp=2"][0] for row in found.values() if "dp=2" in row]
+    every = [(name, layout, *outcome) for name, row in found.items() for layout, outcome in row.items()]
+    bad = [f"{name} in {layout}" for name, layout, word, _ in every if word in (WRONG, FAILED)]
+    lines = [
+        f"{len(found)} kinds, equal in dp=2: {two.count(EQUAL)} of {len(two)}, wrong: {sum(one[2] == WRONG for one in every)}, "
+        f"failed: {sum(one[2] == FAILED for one in every)}{' (' + ', '.join(bad) + ')' if bad else ''}, "
+        f"refused: {sum(one[2] == REFUSED for one in every)}"
+    ]
+    refused = [one for one in every if one[2] == REFUSED]
+    lines += [f"  {name} in {layout}: {why[:LONGEST]}" for name, layout, _, why in refused]
+    return "\n".join(lines)
+
+
 def _strong(word: str) -> str:
     return f"**{word}**" if word in (WRONG, FAILED) else word
 

@@ -1,11 +1,11 @@
 """Runs kinds of single-device training scripts in five layouts, and says which are equal to the script: `python benchmarks/scripts.py`.
 
-    python benchmarks/scripts.py                   every kind; keeps what it found in benchmarks/rows/scripts.json
+    python benchmarks/scripts.py                   every kind; keeps what it found in benchmarks/rows/scripts.json, and prints a summary
     python benchmarks/scripts.py simclr gan        some kinds, whose rows are replaced
     python benchmarks/scripts.py --table           prints what is kept
 
 Each kind (`script_kinds/`) is code in the style of a public script: a plain torch loop, and the port. Both take four steps in float64
-from the same weights and samples. *Equal*: every loss agrees to 1e-8, and every weight and buffer to 1e-6 of its tensor's largest
+from the same weights and samples; islands of float32 in a model's own code are float64 on both sides. *Equal*: every loss agrees to 1e-8, and every weight and buffer to 1e-6 of its tensor's largest
 element. Kinds that draw random numbers are held against samestep's own single device, since its numbers are a function of
 seed, step and sample.
 """
@@ -28,11 +28,16 @@ if str(ROOT) not in sys.path:
 
 import samestep  # noqa: E402
 from benchmarks import script_table  # noqa: E402
-from benchmarks.script_kinds import data, losses, models, optimizers, states  # noqa: E402
+from benchmarks.script_kinds import data, language, losses, models, optimizers, states, training, vision  # noqa: E402
 from benchmarks.script_kinds.kind import ALL, DP1, Kind, Port, State  # noqa: E402
 from benchmarks.script_table import EQUAL, FAILED, REFUSED, WRONG  # noqa: E402
+from samestep.runtime.axes.precision import RaiseIslands  # noqa: E402
 
-KINDS: dict[str, Kind] = {kind.name: kind for room in (losses, states, optimizers, data, models) for kind in room.KINDS}
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for room in (losses, states, optimizers, data, models, language, vision, training)
+    for kind in room.KINDS
+}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-8, 1e-6
 
 
@@ -46,7 +51,8 @@ class Result(NamedTuple):
 def plain(kind: Kind) -> Result:
     """Return the result of the script as it was written."""
     model = kind.model()
-    found = kind.plain(model, kind.whole_batches())
+    with RaiseIslands():
+        found = kind.plain(model, kind.whole_batches())
     module = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(model)
     return Result(found, {name: one.detach().clone() for name, one in module.state_dict().items()})
 
@@ -127,6 +133,7 @@ def main() -> None:
         print(f"{name:28} {layout:18} {word} {why[:400]}", flush=True)
         found.setdefault(name, {})[layout] = [word, why]
         script_table.keep({name: found[name] for name in KINDS if name in found})
+    print(script_table.summary(found))
 
 
 if __name__ == "__main__":

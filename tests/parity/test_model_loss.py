@@ -80,6 +80,56 @@ def bert() -> nn.Module:
     return BertForSequenceClassification(config)
 
 
+class Targets(Tokens):
+    """Labels of another name, of which -1 does not count, from the fourth sample on (nanochat)."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        targets = self.labels[index].clamp(min=0)
+        targets[: max(0, index % LENGTH - 3)] = -1
+        return {"idx": self.input_ids[index], "targets": targets}
+
+
+class Padded(Tokens):
+    """Tokens that are inputs and labels, with padding behind (x-transformers)."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = self.input_ids[index].clone()
+        x[LENGTH - index % 3 :] = -100
+        return {"x": x}
+
+
+class Masked(Tokens):
+    """Tokens with a mask of those that the loss counts, as many of each of the first samples."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        mask = torch.zeros(LENGTH, dtype=torch.float64)
+        mask[: 2 if index < 8 else 1 + index % 3] = 1.0
+        return {"input_ids": self.input_ids[index], "targets": self.labels[index].clamp(min=0), "mask": mask}
+
+
+class Named(Plain):
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        logits = super().forward(idx)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class Wrapped(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        inputs, targets = x[:, :-1], x[:, 1:]
+        return F.cross_entropy(super().forward(inputs.clamp(min=0)).transpose(1, 2), targets)
+
+
+class Counting(Plain):
+    def forward(self, input_ids: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        each = F.cross_entropy(super().forward(input_ids).transpose(1, 2), targets, reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+
+def seeded(model: type[Plain]) -> nn.Module:
+    torch.manual_seed(8)
+    return model(blocks=2)
+
+
 class OwnLoss(Plain):
     """A forward that returns its loss in one of several forms."""
 
@@ -120,6 +170,9 @@ KINDS: dict[str, Kind] = {
     "sum": (functools.partial(own, "sum"), Given, "model", Rule.SUM),
     "tuple": (functools.partial(own, "tuple"), Tokens, "model", Rule.LABELS),
     "count": (functools.partial(own, "count"), Tokens, "model", Rule.RETURNED),
+    "targets": (functools.partial(seeded, Named), Targets, "model", Rule.LABELS),
+    "own inputs": (functools.partial(seeded, Wrapped), Padded, "model", Rule.NEXT_LABELS),
+    "mask": (functools.partial(seeded, Counting), Masked, "model", Rule.LABELS),
     "given": (functools.partial(own, "weighted"), Tokens, samestep.model_loss(weights_of), Rule.COUNT),
 }
 

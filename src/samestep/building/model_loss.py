@@ -7,7 +7,9 @@ the layout must know how parts add up to the whole. With c(p) what the forward c
     L(batch) = sum over p of L(p)                                  a sum
 
 Which it is, forwards on parts of a batch show (`runtime/guards/model_loss_trial.py`). A forward that takes `num_items_in_batch`, as those
-of transformers do, divides its sum by that; it is given 1, so that it returns the sum.
+of transformers do, divides its sum by that; it is given 1, so that it returns the sum. The labels are those of the batch's "labels" that are
+not -100, unless the forward gives `cross_entropy` another tensor of the batch or another `ignore_index`; or a mask of the batch has as many ones
+as the forward counts.
 """
 
 from __future__ import annotations
@@ -36,6 +38,19 @@ class Rule(StrEnum):
     SUM = "nothing"
 
 
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Which tensor of a batch holds the labels that a forward counts, or is the mask whose ones it counts, and what does not count in it."""
+
+    place: int | None = None
+    """Its place among the tensors of the batch; None for the batch's "labels", or its second part."""
+    ignored: int = IGNORED_LABEL
+
+    def of(self, batch: Any) -> Tensor | None:
+        """Return the labels of a batch; None if it has none."""
+        return labels_of(batch) if self.place is None else tensors_in(batch)[self.place]
+
+
 @dataclass(eq=False)
 class ModelLoss:
     """The loss that a forward returns, as a function of its outputs: a scalar, `.loss`, a dict's "loss", or a tuple's first."""
@@ -44,6 +59,8 @@ class ModelLoss:
     """What the forward divides by, of a batch; None to find it out."""
     rule: Rule | None = field(default=None, init=False)
     """What it was found to divide by; None before that."""
+    labels: Labels = field(default=Labels(), init=False)
+    """Which labels it counts, where it counts labels."""
     returns_sum: bool = field(default=False, init=False)
     """Whether it returns the sum, since it was given 1 to divide by."""
 
@@ -57,7 +74,7 @@ class ModelLoss:
         rule = self.rule or (
             Rule.COUNT if self.count is not None else Rule.RETURNED if own is not None else Rule.SAMPLES
         )
-        count = self.counted(rule, batch, own, loss.device)
+        count = self.counted(rule, batch, own, loss.device, self.labels)
         if rule is Rule.RETURNED or self.returns_sum or rule is Rule.SUM:
             return LossResult({UNNAMED: (loss, count)})
         if (
@@ -66,7 +83,7 @@ class ModelLoss:
             return LossResult({UNNAMED: (torch.zeros_like(loss.detach()), count)})
         return LossResult({UNNAMED: (loss * count, count)})
 
-    def counted(self, rule: Rule, batch: Any, own: Tensor | int | None, device: torch.device) -> Tensor:
+    def counted(self, rule: Rule, batch: Any, own: Tensor | int | None, device: torch.device, which: Labels) -> Tensor:
         """Return what a rule counts of a part of a batch, for which the forward has returned the count `own`."""
         if rule is Rule.COUNT:
             assert self.count is not None
@@ -74,9 +91,9 @@ class ModelLoss:
         elif rule is Rule.RETURNED:
             found = 0 if own is None else own
         elif rule in (Rule.LABELS, Rule.NEXT_LABELS):
-            labels = labels_of(batch)
+            labels = which.of(batch)
             assert labels is not None
-            found = (labels[..., 1:] if rule is Rule.NEXT_LABELS else labels).ne(IGNORED_LABEL).sum()
+            found = (labels[..., 1:] if rule is Rule.NEXT_LABELS else labels).ne(which.ignored).sum()
         else:
             found = next((len(leaf) for leaf in tensors_in(batch) if leaf.dim()), 1)
         return found.to(device).reshape(()) if isinstance(found, Tensor) else torch.full((), found, device=device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,15 @@ class Visit:
     """When it ends."""
 
 
+_UNINITIALISED = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_strided,
+}
+"""Operations whose results have no values that mean anything."""
+
+
 class Recorder:
     """Records the operations of a forward, in order."""
 
@@ -128,7 +137,10 @@ class Recorder:
         if not isinstance(func, str) and func._schema.is_mutable and not func._schema.returns:
             outcome = mutated_operands(func, args, kwargs)
         args, named = with_views(args), {name: with_views(value) for name, value in kwargs.items()}
-        operation = Operation(func, where, args, named, tuple(views_in((with_views(outcome),))))
+        results = tuple(views_in((with_views(outcome),)))
+        if not isinstance(func, str) and func.overloadpacket in _UNINITIALISED:
+            results = tuple(one if one.values is None else replace(one, values=()) for one in results)
+        operation = Operation(func, where, args, named, results)
         storages = {view.storage for view in operation.given}
         if isinstance(func, str) or operation.writes or any(one.storage not in storages for one in operation.results):
             self.operations.append(operation)

@@ -16,17 +16,20 @@ tensor `starts` of booleans, the state of the lanes that it marks is set to zero
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building.batch_dim import BatchDim
+from samestep.building.initial_values import Blueprint
 from samestep.building.named_tensors import cast_floating
 from samestep.building.several_models import as_one
 from samestep.datasets.values import first_of, num_samples, rows_of
@@ -35,7 +38,7 @@ from samestep.examination.examine import Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.step_observer import Indices
-from samestep.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from samestep.trees import map_tensors, tree_flatten, tree_leaves, tree_unflatten
 
 
 class LaneOutputs(NamedTuple):
@@ -251,25 +254,44 @@ def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
     return found
 
 
-def _dims_of(source: Source, job: Job, example: Any, there: Callable[[Any], Any]) -> list[int]:
-    """Return the dimension of the lanes in each tensor of the state that a forward leaves."""
-    module = build_blueprint(source, job).module
-    dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-    sample = cast_floating(first_of(example), dtype)
-    count, shapes = num_samples(sample) or 1, []
-    for number in (2, 3):
-        several = there(rows_of(sample, [0] * number, count))
-        on_meta = tree_map_only(Tensor, lambda one: one.to("meta"), several)
+def _carried_on(plan: Blueprint, lanes: Any, number: int) -> Any:
+    """Return the state that a forward leaves of some lanes: on the meta device, and on the host where its code looks at values.
+
+    Raises:
+        ModelError: it fails on both.
+    """
+    for device in ("meta", "cpu"):
+        given = map_tensors(lanes, operator.methodcaller("to", device))
         try:
-            with torch.no_grad(), torch.device("meta"):
-                _, carried = call(module, on_meta, None)
+            with torch.no_grad(), torch.device(device):
+                return call(plan.module if device == "meta" else _with_values(plan), given, None)[1]
         except ModelError:
             raise
         except Exception as error:  # of the user's own code, which may raise anything
-            words = str(error).strip().partition("\n")[0]
-            raise ModelError(
-                f"the forward fails on {number} lanes without a state ({type(error).__name__}: {words}): carried is None in the first step"
-            ) from None
+            words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    raise ModelError(
+        f"the forward fails on {number} lanes without a state ({words}): carried is None in the first step"
+    )
+
+
+def _with_values(plan: Blueprint) -> nn.Module:
+    """Return a copy of a model on the host, with its values."""
+    module = copy.deepcopy(plan.module).to_empty(device="cpu")
+    host = torch.device("cpu")
+    with torch.no_grad():
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            value.copy_(plan.materialize(name, host))
+    return module
+
+
+def _dims_of(source: Source, job: Job, example: Any, there: Callable[[Any], Any]) -> list[int]:
+    """Return the dimension of the lanes in each tensor of the state that a forward leaves."""
+    plan = build_blueprint(source, job)
+    dtype = next((one.dtype for one in plan.module.parameters() if one.is_floating_point()), torch.float32)
+    sample = cast_floating(first_of(example), dtype)
+    count, shapes = num_samples(sample) or 1, []
+    for number in (2, 3):
+        carried = _carried_on(plan, there(rows_of(sample, [0] * number, count)), number)
         shapes.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(carried)])
     dims = []
     for two, three in zip(*shapes, strict=True):

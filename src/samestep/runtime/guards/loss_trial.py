@@ -73,6 +73,8 @@ class LossTrial:
     """Whether there was something to judge: a finite sum that counts something."""
     is_zero: bool = False
     """Whether the sums of the whole and of the halves are all zero."""
+    is_indivisible: bool = False
+    """Whether it fails on a part of these tensors, which a part that is read by itself may show to be a matter of the batch's form."""
 
 
 def try_loss_on_halves(loss: Loss, outputs: Any, batch: Any, size: int, dim: int = 0) -> LossTrial:
@@ -151,7 +153,8 @@ def _try_sums(loss: Loss, trees: Trees, parts: Parts) -> LossTrial:
                 return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0]))
         return _compare_halves(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
-    return LossTrial(f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})")
+    text = f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})"
+    return LossTrial(text, is_indivisible=True)
 
 
 class _ValuesOfWhole:

@@ -6,8 +6,10 @@ Let A and B be a few samples of the batch, and AB both together. Of the rules of
 
 on these samples, and on the same with some labels masked, which tells a mean over samples from one over labels. A forward that takes
 `num_items_in_batch` is run with 1 and with 2: where it returns half as much, it divides its sum by that, and otherwise by labels. Those
-at the first place count unless it shifts them, which two more forwards show. Each forward runs as in training, with the masks that the
-step draws, and what it writes is put back. All ranks run as many.
+at the first place count unless it shifts them, which two more forwards show. Which tensor holds the labels, and which label does not count,
+is read off the forward's call of `cross_entropy` (`counted_labels.py`). Tensors of zeros and ones may be masks whose ones, or zeros, the forward
+counts: some ones are left out too, and where no other rule fits, that one is left. Each forward runs as in training, with the masks that the step draws, and what
+it writes is put back. All ranks run as many.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.building.loss import IGNORED_LABEL
 from samestep.building.model import loss_within
-from samestep.building.model_loss import ModelLoss, Rule, labels_of, returned_loss
+from samestep.building.model_loss import Labels, ModelLoss, Rule, returned_loss
 from samestep.building.own_loss import moves_labels
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
+from samestep.runtime.guards import counted_labels
+from samestep.runtime.guards.counted_labels import GivenLabels
 from samestep.runtime.guards.repeat import Repeat
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
@@ -38,18 +41,22 @@ _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torc
 """The largest difference of the two sides, relative to the larger, by the dtype of the forward."""
 
 
+_Divisor = tuple[Rule, Labels]
+"""What may divide a loss: a rule, and where it counts labels, which ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """The forward of some samples."""
 
     loss: float
-    counts: dict[Rule, float]
+    counts: dict[_Divisor, float]
 
 
 _Variant = tuple[_Part, _Part, _Part]
 """The forwards of A, of B, and of both."""
-_Found = tuple[bool, list[str], str]
-"""Whether the forward returns its sum, the rules that fit, the likeliest first, and why none does."""
+_Found = tuple[bool, list[Any], str]
+"""Whether the forward returns its sum, the divisors that fit, as plain values, the likeliest first, and why none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ class _Trial:
     held: Assembly
     again: Repeat
     indices: Indices
+    masks: list[Labels]
+    """The masks whose ones, or zeros, the forward may count."""
 
     def run(self, indices: Indices, samples: Any, items: int = 1) -> _Part | None:
         """Run the forward of some samples; return None on other stages than the last."""
@@ -68,9 +77,23 @@ class _Trial:
         if outputs is None:
             return None
         loss, own = returned_loss(outputs)
-        rules = [rule for rule in Rule if _applies(rule, self.loss, own, samples)]
-        counts = {rule: float(self.loss.counted(rule, samples, own, loss.device)) for rule in rules}
+        labels = self.loss.labels
+        known = [(rule, labels) for rule in Rule if _applies(rule, self.loss, own, labels.of(samples))]
+        if self.loss.count is None and own is None:
+            by_labels = (Rule.LABELS, Rule.NEXT_LABELS)
+            known += [
+                (rule, m) for m in self.masks for rule in by_labels if _applies(rule, self.loss, own, m.of(samples))
+            ]
+        counts = {key: float(self.loss.counted(key[0], samples, own, loss.device, key[1])) for key in known}
         return _Part(float(loss), counts)
+
+    def given_labels(self, samples: Any) -> tuple[Labels, bool]:
+        """Return which labels the forward gives its loss, and whether more of them may be masked; alike on all ranks."""
+        with GivenLabels() as given:
+            self.run(self.indices, samples)
+        found = gather_values(given.found(samples), self.held.parallel.mesh.size("world"))
+        place, ignored, may_mask = next((one for one in found if one is not None), (None, Labels().ignored, False))
+        return Labels(place, ignored), may_mask
 
     def variant(self, samples: Any, first: int) -> _Variant | None:
         """Run the forwards of the `first` samples, of the others, and of all; None on other stages than the last."""
@@ -89,10 +112,12 @@ class _Trial:
 
     def first_labels_count(self, samples: Any) -> bool:
         """Return whether a label at the first place changes the loss, which it does not where the forward shifts labels."""
-        labels = labels_of(samples)
+        labels = self.loss.labels.of(samples)
         assert labels is not None
+        ignored = self.loss.labels.ignored
         some = labels.clamp(min=0).amax()
-        one, other = (self.run(self.indices, _with_first_labels(samples, value)) for value in (some, IGNORED_LABEL))
+        changed = [counted_labels.with_first(samples, labels, value) for value in (some, ignored)]
+        one, other = (self.run(self.indices, each) for each in changed)
         return one is not None and other is not None and abs(one.loss - other.loss) > self.allowed * abs(one.loss)
 
     @property
@@ -111,7 +136,7 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     few = mine[:3] if len(mine) else batch.shares(0, 1, 1)[0][:1]  # what an empty rank runs counts nothing
     first = max(1, len(few) - 1)
     indices = few if len(few) > 1 else np.concatenate([few, few])
-    trial = _Trial(loss, held, Repeat(held, batch, loss, seed, lambda: None), indices)
+    trial = _Trial(loss, held, Repeat(held, batch, loss, seed, lambda: None), indices, [])
     with outside_step():
         found = _findings(trial, first)
         everyone = gather_values(found if len(mine) else None, mesh.size("world"))
@@ -119,64 +144,52 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     known = [one for one in everyone if one is not None]
     if not known:  # there is nothing to see, as where all samples are masked
         return ""
-    common = [Rule(word) for word in known[0][1] if all(word in one[1] for one in known)]
+    common = [key for key in known[0][1] if all(key in one[1] for one in known)]
     if not common:
         return known[0][2]
-    loss.rule, loss.returns_sum = common[0], known[0][0]
+    word, place, ignored = common[0]
+    loss.rule, loss.labels, loss.returns_sum = Rule(word), Labels(place, ignored), known[0][0]
     return ""
 
 
 def _findings(trial: _Trial, first: int) -> _Found | None:
     """Run the forwards that distinguish the rules, as many on each rank; None where nothing can be seen."""
-    held = trial.held
+    held, world_size = trial.held, trial.held.parallel.mesh.size("world")
     samples = trial.again.read(trial.indices)
-    labels, call = labels_of(samples), loss_within(held.model.module)
+    trial.loss.labels, may_mask = trial.given_labels(samples)
+    which = trial.loss.labels
+    labels, call = which.of(samples), loss_within(held.model.module)
     if call.takes_items and labels is not None:
-        divides = any(gather_values(trial.divides_by_items(samples), held.parallel.mesh.size("world")))
+        divides = any(gather_values(trial.divides_by_items(samples), world_size))
         if divides and labels.dim() < 2:
-            return True, [str(Rule.LABELS)], ""
+            return True, [_plain(Rule.LABELS, which)], ""
         if divides:
-            counts = any(gather_values(trial.first_labels_count(samples), held.parallel.mesh.size("world")))
-            return True, [str(Rule.LABELS if counts else Rule.NEXT_LABELS)], ""
-    has_ignored = labels is not None and bool((labels == IGNORED_LABEL).any())
-    may_mask = labels is not None and any(
-        gather_values(has_ignored or call.takes_items, held.parallel.mesh.size("world"))
-    )
-    given = [samples, *([_masked(samples, first)] if may_mask else [])]
+            counts = any(gather_values(trial.first_labels_count(samples), world_size))
+            return True, [_plain(Rule.LABELS if counts else Rule.NEXT_LABELS, which)], ""
+    has_ignored = labels is not None and bool((labels == which.ignored).any())
+    may_mask = labels is not None and any(gather_values(has_ignored or may_mask or call.takes_items, world_size))
+    trial.masks.extend(Labels(*one) for one in gather_values(counted_labels.masks_of(samples, labels), world_size)[0])
+    given = [samples]
+    if may_mask and labels is not None:
+        given.append(counted_labels.masked(samples, labels, which.ignored, first))
+    given += [counted_labels.masked(samples, one.of(samples), 0, first) for one in trial.masks if not one.ignored]
     variants = [variant for one in given if (variant := trial.variant(one, first)) is not None]
     return _fitting(variants, trial) if variants else None
+
+
+def _plain(rule: Rule, labels: Labels) -> list[Any]:
+    return [str(rule), labels.place, labels.ignored]
 
 
 def _rows(samples: Any, rows: slice, num_samples: int) -> Any:
     return tree_map_only(Tensor, lambda leaf: leaf[rows] if leaf.dim() and len(leaf) == num_samples else leaf, samples)
 
 
-def _masked(samples: Any, first: int) -> Any:
-    """Return samples of which the first ones have some more labels masked: half of each, or the first one's only label."""
-    labels = labels_of(samples)
-    assert labels is not None
-    changed = labels.clone()
-    if labels.dim() > 1:
-        changed[:first, labels.shape[1] // 2 :] = IGNORED_LABEL
-    elif first > 1:
-        changed[0] = IGNORED_LABEL
-    return tree_map_only(Tensor, lambda leaf: changed if leaf is labels else leaf, samples)
-
-
-def _with_first_labels(samples: Any, value: Any) -> Any:
-    labels = labels_of(samples)
-    assert labels is not None
-    changed = labels.clone()
-    changed[:, 0] = value
-    return tree_map_only(Tensor, lambda leaf: changed if leaf is labels else leaf, samples)
-
-
-def _applies(rule: Rule, loss: ModelLoss, own: Any, samples: Any) -> bool:
+def _applies(rule: Rule, loss: ModelLoss, own: Any, labels: Tensor | None) -> bool:
     if loss.count is not None:
         return rule is Rule.COUNT
     if rule is Rule.COUNT or (own is not None) != (rule is Rule.RETURNED):
         return False
-    labels = labels_of(samples)
     if rule is Rule.NEXT_LABELS:
         return labels is not None and labels.dim() > 1 and labels.shape[-1] > 1
     return rule is not Rule.LABELS or labels is not None
@@ -188,26 +201,27 @@ def _fitting(variants: Sequence[_Variant], trial: _Trial) -> _Found | None:
     if not seen or not any(part.loss for one in seen for part in one):
         return None
     moves = moves_labels(trial.held.model.module)
-    order = sorted(seen[0][0].counts, key=lambda rule: rule is Rule.NEXT_LABELS and not moves)
-    errors = {rule: max(_error(rule, one) for one in seen) for rule in order}
+    known = list(seen[0][0].counts)
+    order = sorted(known, key=lambda key: (key[1] in trial.masks, key[0] is Rule.NEXT_LABELS and not moves))
+    errors = {key: max(_error(key, one) for one in seen) for key in order}
     limit = max(4 * min(errors.values()), 1e-2 * trial.allowed)
-    fits = [str(rule) for rule in order if errors[rule] <= min(limit, trial.allowed)]
+    fits = [_plain(*key) for key in order if errors[key] <= min(limit, trial.allowed)]
     a, b, both = (part.loss for part in seen[0])
     return (
         False,
         fits,
         f'loss = "model": the forward returns {both:.9g} for {len(trial.indices)} samples, and {a:.9g} and {b:.9g} for two parts of '
-        "them, which is neither their sum nor their mean over samples or over labels that are not -100: loss = "
+        "them, which is neither their sum nor their mean over samples, over labels that count, or over the ones of a mask: loss = "
         "samestep.model_loss(count=...) with what it divides by works, and so does a loss function (outputs, batch) -> (sum, count), or "
         "one rank with the whole batch as its micro-batch",
     )
 
 
-def _error(rule: Rule, variant: _Variant) -> float:
+def _error(key: _Divisor, variant: _Variant) -> float:
     """Return by how much the forwards miss a rule, relative to what they return."""
-    adds_up = rule in (Rule.SUM, Rule.RETURNED)
-    first, second, both = (part.loss if adds_up else part.loss * part.counts[rule] for part in variant)
-    a, b, ab = (part.counts[rule] for part in variant)
+    rule, adds_up = key[0], key[0] in (Rule.SUM, Rule.RETURNED)
+    first, second, both = (part.loss if adds_up else part.loss * part.counts[key] for part in variant)
+    a, b, ab = (part.counts[key] for part in variant)
     if rule is Rule.RETURNED and a + b != ab:
         return math.inf
     return abs(first + second - both) / max(abs(first), abs(second), abs(both), 1e-30)

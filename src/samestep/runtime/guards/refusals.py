@@ -7,6 +7,8 @@ all ranks exchange their reasons and raise the first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from samestep.errors import UnprovenError
 from samestep.job_tables import RunTable, Waiver
 from samestep.runtime.ledger import outside_step
@@ -25,13 +27,16 @@ class Refusals:
         self._evaluated = self._agreed = frozenset[str]()
         self.gave_up_at = ""
         """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
+        self.tried_by_parts: Callable[[], bool] | None = None
+        """Whether the loss of this step passes another trial, which all ranks run together; None before the first step."""
+        self._may_pass = False
 
-    def add(self, waiver: Waiver, reason: str) -> None:
-        """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
+    def add(self, waiver: Waiver, reason: str, *, may_pass: bool = False) -> None:
+        """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it; with `may_pass`, until a trial by parts."""
         if waiver in self._settings.allow:
             self.remark(self._settings.waived(waiver, reason))
         elif self._pending is None:
-            self._pending = (reason, waiver)
+            self._pending, self._may_pass = (reason, waiver), may_pass
 
     def compare(self, evaluated: frozenset[str]) -> None:
         """Note the modules that this rank's loop has put into evaluation mode, which must be those of all ranks."""
@@ -71,21 +76,32 @@ class Refusals:
             UnprovenError: some rank refuses the step.
         """
         with outside_step():
-            everyone = gather_values((self._pending, sorted(self._evaluated), self.gave_up_at), world_size)
+            mine = (self._pending, sorted(self._evaluated), self.gave_up_at, self._may_pass)
+            everyone = gather_values(mine, world_size)
         self._agreed, self.gave_up_at = self._evaluated, ""
-        found = [reason for reason, _, _ in everyone if reason is not None]
-        if found:
+        found = [reason for reason, *_ in everyone if reason is not None]
+        if found and not self._pass(world_size, all(may for reason, _, _, may in everyone if reason is not None)):
             raise UnprovenError(*found[0])
-        if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, _ in everyone)):
+        if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, *_ in everyone)):
             raise UnprovenError(
                 f"{min(other)} is in evaluation mode on some ranks and in training mode on others: a loop that calls eval() and "
                 "train() of run.model on all ranks alike works",
                 "state",
             )
-        given_up = [(rank, path) for rank, (_, _, path) in enumerate(everyone) if path]
+        given_up = [(rank, path) for rank, (_, _, path, _) in enumerate(everyone) if path]
         for rank, path in given_up:
             self.remark(
                 f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
                 "weights gathered from each forward to the end of its backward from now on"
             )
         return bool(given_up)
+
+    def _pass(self, world_size: int, may: bool) -> bool:
+        """Return whether the trial by parts passes on all ranks, and forget this rank's reason then."""
+        if not may or self.tried_by_parts is None:
+            return False
+        passed = self.tried_by_parts()
+        with outside_step():
+            passes = all(gather_values(passed, world_size))
+        self._pending = None if passes else self._pending
+        return passes

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.building.loss_result import as_number, loss_result
+from samestep.building.model import call_model
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
 from samestep.randomness import mode as dropout
@@ -41,6 +42,15 @@ FAILURES = (SamestepError, RuntimeError, ValueError, IndexError, TypeError, Asse
 """Errors of code that takes no samples of this number or size."""
 Nudge = tuple[float, int]
 """A relative rounding by which the output of every module with weights is off, and a seed of its signs."""
+
+
+_Context = Callable[[], AbstractContextManager[None]]
+
+
+def has_own_graph(assembly: Assembly) -> bool:
+    """Return whether a rank's gradients reach its weights on any way through the graph: all weights are whole, and its own."""
+    layout = assembly.parallel.program.step.layout
+    return layout.zero <= 1 and layout.cp == layout.pp == layout.model_ranks == 1
 
 
 class Repeat:
@@ -88,7 +98,7 @@ class Repeat:
             if outputs is None or not num_losses or self._assembly.objective.sums.is_whole:
                 return outputs, []
             with preserve_function(self._loss_of_user):
-                return outputs, [self._loss(outputs, samples, modes) for _ in range(num_losses)]
+                return outputs, self._losses(outputs, samples, (modes, around), num_losses)
 
     def _forward(self, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Any:
         """Return the outputs of samples; once more where a rank has found only then which weights its samples need again."""
@@ -101,6 +111,19 @@ class Repeat:
                 gave_up = True
             if self._assembly.parallel.program.step.zero < 3 or not self.largest(float(gave_up)):
                 return outputs
+
+    def _losses(self, outputs: Any, samples: Any, contexts: tuple[_Context, _Context], number: int) -> list[Tensor]:
+        """Return the loss of outputs, so many times; one that takes gradients through the model is given outputs with a graph."""
+        modes, around = contexts
+        try:
+            return [self._loss(outputs, samples, modes) for _ in range(number)]
+        except FAILURES:
+            if not has_own_graph(self._assembly):
+                raise
+        with torch.enable_grad(), around():
+            given = precision.for_loss(call_model(self._assembly.model.module, samples))
+        with torch.enable_grad():
+            return [self._loss(given, samples, modes).detach() for _ in range(number)]
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values."""

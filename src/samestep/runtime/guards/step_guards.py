@@ -28,6 +28,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
+from samestep.runtime.guards.parts_trial import PartsTrial
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.skipped_steps import SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials, is_split
@@ -126,6 +127,7 @@ class StepGuards:
             if replica.model is not held.model:
                 copy_modes(held.model.module, replica.model.module)
         self.refusals.compare(self._outside.evaluated_paths())
+        self.refusals.tried_by_parts = PartsTrial(held, batch, self._own.job.train.seed).passes
         reason = self._loop_changes.refusal() if self._loop_changes is not None else ""
         if reason := reason or self._outside.refusal(held):
             self.refuse_state(batch, reason)

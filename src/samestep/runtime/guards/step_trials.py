@@ -43,6 +43,7 @@ from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards import loss_parts, loss_paths, loss_trial, model_loss_trial, randomness
 from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.repeat import has_own_graph
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import gather_values
@@ -342,7 +343,8 @@ class StepTrials:
         self.loss_is_tried = bool(trial.reason) or is_shown
         self._generators.settle()
         if trial.reason:
-            self._refuse_loss(f"the loss is no sum over the {what} of a batch: {trial.reason}", what, matters)
+            reason = f"the loss is no sum over the {what} of a batch: {trial.reason}"
+            self._refuse_loss(reason, what, matters, may_pass=trial.is_indivisible)
 
     def refuse_moved_counts(self, name: str) -> None:
         """Refuse the step if the count of a term, which is named then, does not follow from the batch."""
@@ -362,16 +364,20 @@ class StepTrials:
         if not way:
             return False
         if self._is_split or self._layout.world_size > 1:
-            self._refusals.add("loss", f"{way}; a forward that returns what the loss needs works, and so does one rank")
+            text = f"{way}; a forward that returns what the loss needs works, and so does one rank"
+            if self._layout.zero > 1 and self._layout.world_size == self._layout.dp:
+                text += ", and zero=1"
+            may_pass = has_own_graph(held) and not held.objective.sums.is_whole
+            self._refusals.add("loss", text, may_pass=may_pass)
         else:
             self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
         return True
 
-    def _refuse_loss(self, text: str, what: str, matters: bool) -> None:
+    def _refuse_loss(self, text: str, what: str, matters: bool, *, may_pass: bool) -> None:
         if not matters:
             self._refusals.remark(
                 f"{text}; so a layout that splits the batch would give another result, and is refused"
             )
             return
         one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
-        self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
+        self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}", may_pass=may_pass)

@@ -16,8 +16,9 @@ Where later layers read more than that (`LayerSpec.crossings`), the forward foll
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from samestep.building.model import call_model
 from samestep.building.named_tensors import cast_floating
+from samestep.building.torch_seams import disable_compiler, dynamo
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import with_first
@@ -68,8 +70,8 @@ class WholeModel:
 
     num_chunks = 1
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self._model, self._running = model, running
 
     def is_last(self, chunk: int) -> bool:
         """Return whether a chunk ends the model, and so has the loss: the only one does."""
@@ -77,7 +79,8 @@ class WholeModel:
 
     def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
         """Run all layers on a micro-batch; return the model's outputs."""
-        return call_model(self._model, samples)
+        with self._running():
+            return call_model(self._model, samples)
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
         """Run the backward of the whole model."""
@@ -102,7 +105,9 @@ class Stage(PartOfStep):
         mesh: Mesh,
         slicing: Slicing | WholeSequences,
         flows: Flows | None,
+        running: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self._running = running
         self._program, self._mesh, self._slicing, self._flows = program, mesh, slicing, flows
         self._model, self._facts = traced.module, traced.facts
         self.num_chunks = len(program.chunks)
@@ -139,15 +144,24 @@ class Stage(PartOfStep):
         that order. If one does not, its neighbours wait until the time limit.
         """
         action = Action(TaskKind.FORWARD, microbatch, chunk)
+        try:
+            with self._running():
+                outputs = self._run(action, samples)
+        except (KeyError, AttributeError, TypeError, IndexError, UnboundLocalError) as error:  # of the model's own code
+            raise ModelError(
+                f"the forward, which runs on one device, fails on a stage of pp={self._mesh.size('pp')} ({type(error).__name__}: "
+                f"{error}): what its code keeps elsewhere than in results of modules is on another stage: pp=1 works, and so does a "
+                "module that returns it"
+            ) from error
+        return outputs if self.is_last(chunk) else None
+
+    def _run(self, action: Action, samples: Any) -> Any:
+        flow = None
         if self._flows is not None:
             self._flows.follow(self._model)
             flow = self._flows.of(samples, shapes_in(samples))
-            self._messages.post_ahead(self._tensors_awaited_by)
-            outputs = self._follow(flow, action, samples)
-        else:
-            self._messages.post_ahead(self._tensors_awaited_by)
-            outputs = self._pass_on(action, samples)
-        return outputs if self.is_last(chunk) else None
+        self._messages.post_ahead(self._tensors_awaited_by)
+        return self._pass_on(action, samples) if flow is None else self._follow(flow, action, samples)
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
         """Run the backward of one chunk: from the loss, or from the gradients that the next chunk sends.
@@ -258,10 +272,27 @@ class Stage(PartOfStep):
             handles.append(last.register_forward_hook(functools.partial(self._send_result, action)))
         try:
             with self._replace_modules(lambda path, index: None if index in layers else self._stand_ins[path]):
-                return call_model(self._model, samples)
+                outputs = call_model(self._model, samples)
         finally:
             for handle in handles:
                 handle.remove()
+        self._check_passed(action)
+        return outputs
+
+    def _check_passed(self, action: Action) -> None:
+        """Check that the forward has run the first and the last layer of a chunk, which receive and send.
+
+        Raises:
+            ModelError: it has passed over one.
+        """
+        layers, key = self._program.chunks[action.chunk], (action.microbatch, action.chunk)
+        lacks_input = layers.start > 0 and not is_forward_only() and key not in self._inputs
+        if lacks_input or (not self.is_last(action.chunk) and key not in self._outputs):
+            missing = self._layers[layers.start if lacks_input else layers.stop - 1].name
+            raise ModelError(
+                f"the forward has passed over {missing}, at which a stage of a pipeline receives or sends: pp=1 works, and so does a "
+                "forward that runs it in every step"
+            )
 
     def _send_result(self, action: Action, _: nn.Module, args: Any, output: Tensor) -> Any:
         """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
@@ -372,7 +403,24 @@ def stage_of(
     traced: TracedModel, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences, flows: Flows | None
 ) -> Stage | WholeModel:
     """Return the layers that this rank runs, and their exchange with other stages where there are any."""
-    return Stage(traced, program, mesh, slicing, flows) if mesh.size("pp") > 1 else WholeModel(traced.module)
+    running = _running_in(program.step.layout, traced.module)
+    return (
+        Stage(traced, program, mesh, slicing, flows, running)
+        if mesh.size("pp") > 1
+        else WholeModel(traced.module, running)
+    )
+
+
+def _running_in(layout: Layout, model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
+    """Return the context of forwards of a model that compiles itself: uncompiled where a layout has hooks in its modules, which the
+    compiler would compile too.
+    """
+    has_hooks = layout.zero > 1 or layout.model_ranks * layout.pp * layout.cp * layout.ep > 1
+    if has_hooks and "torch._dynamo" in sys.modules:
+        compiled = dynamo().OptimizedModule
+        if any(isinstance(part, compiled) for part in model.modules()):
+            return disable_compiler
+    return nullcontext
 
 
 def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | None:
