@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import torch
@@ -551,7 +550,7 @@ def smoothed_sum(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class Teacher(nn.Module):
-    """A decoder that is given the target or its own prediction, by one number for the whole batch (torch's tutorial)."""
+    """A decoder that is given the target or its own prediction, by one number of torch for the whole batch (its tutorial has Python's)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -561,7 +560,7 @@ class Teacher(nn.Module):
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         _, hidden = self.encoder(self.embed(ids))
         token, found = target[:, :1], []
-        forced = random.random() < 0.5
+        forced = bool(torch.rand(()) < 0.5)
         for t in range(target.shape[1]):
             output, hidden = self.decoder(F.relu(self.embed(token)), hidden)
             found.append(self.head(output))

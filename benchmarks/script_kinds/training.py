@@ -688,7 +688,7 @@ class FrozenNorms(nn.Module):
 
 
 class Random(nn.Module):
-    """Self-conditioning in half of all steps, by Python's generator (Chen et al. 2022)."""
+    """Self-conditioning in half of all steps, by one number of torch for the whole batch (Chen et al. 2022)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -696,7 +696,7 @@ class Random(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         noise, before = torch.randn_like(x), torch.zeros_like(x)
-        if random.random() < 0.5:
+        if torch.rand(()) < 0.5:
             with torch.no_grad():
                 before = self.net(torch.cat([x + noise, before], 1)).detach()
         return (self.net(torch.cat([x + noise, before], 1)) - noise).square().mean(1)
