@@ -17,6 +17,7 @@ FILES = {
         Case("llama", "dp=2 tp=2 pp=2 schedule=zero-bubble microbatch=2"),
         Case("llama", "dp=2 tp=2 pp=2 schedule=1f1b microbatch=2 zero=1 sequence_parallel"),
         Case("llama", "dp=2 tp=2 pp=2 schedule=1f1b microbatch=2 zero=3 sequence_parallel", is_whole=False),
+        Case("llama", "tp=2 cp=4 zero=1 sequence_parallel exchange=ring"),
         Case("llama", "dp=2 tp=2 pp=2 schedule=gpipe microbatch=2 zero=2", is_whole=False),
         Case("llama", "dp=1 cp=2 pp=2 schedule=1f1b microbatch=4"),
         Case("llama", "dp=2 cp=2 pp=2 schedule=zero-bubble microbatch=4 zero=1", is_whole=False),
@@ -130,6 +131,6 @@ FILES = {
         Case("llama", "dp=1 tp=3"),
         Case("resnet50", "dp=1 tp=2"),
         Case("llama", "dp=2 zero=1 reduce=root"),
-        Case("llama", "dp=2 tp=2 cp=2 sequence_parallel"),
+        Case("llama", "dp=2 tp=2 cp=8 exchange=heads sequence_parallel"),
     ],
 }  # fmt: skip

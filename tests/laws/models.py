@@ -265,7 +265,7 @@ def _possible(layout: Layout) -> Layout:
         layout = replace(layout, tp=2, cp=2)
     if layout.cp == 1:
         layout = replace(layout, exchange="auto")
-    if layout.tp == 1 or layout.cp > 1:
+    if layout.tp == 1:
         layout = replace(layout, sequence_parallel=False)
     if layout.innermost_data_ranks % layout.ep:
         lent = "dp_shard" if layout.zero else "dp_replicate"

@@ -20,6 +20,7 @@ from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement, source_at, visit
 from samestep.simulation.cost import seconds
+from samestep.simulation.layer_memory import saved_bytes
 from samestep.strategies import program_of
 from samestep.strategies.context import exchange_of, placement_of
 from tests.laws.models import LAW, MACHINES
@@ -164,6 +165,36 @@ def _exposed(layout: str, hardware: Hardware) -> tuple[float, float]:
     made = program(layout)
     op = next(op for _, op in made.ops() if op.kind is OpKind.SHIFT)
     return seconds(op.but(beside=()), made, hardware), seconds(op, made, hardware)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_slices_of_slices_keep_and_send_a_part_of_a_slice(recompute: str) -> None:
+    """Of `tp` with a cut sequence each rank of a ring keeps 1/cp of every block, and gathers and scatters 1/cp."""
+    whole, mine = (
+        program(f"tp=2 sequence_parallel recompute={recompute} {rest}") for rest in ("", "cp=4 exchange=ring")
+    )
+    for before, after in zip(whole.step.model.layers, mine.step.model.layers, strict=True):
+        if before.is_block:
+            kept, ours = (saved_bytes(made.step, layer) for made, layer in ((whole, before), (mine, after)))
+            assert (ours.kept * 4, ours.whole * 4) == (kept.kept, kept.whole)
+    sent, ours_sent = (
+        [
+            (op.kind, op.owner, op.size_bytes)
+            for _, op in made.ops()
+            if op.axis == "tp" and op.kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER)
+        ]
+        for made in (whole, mine)
+    )
+    assert sent
+    assert [(kind, owner, size * 4) for kind, owner, size in ours_sent] == sent
+
+
+def test_a_slice_that_cannot_be_cut_once_more_is_refused() -> None:
+    job, layout = Job(train={"global_batch": 8}), Layout.parse("tp=2 sequence_parallel cp=2 exchange=ring")
+    with pytest.raises(
+        LayoutError, match=r"tp=2 does not divide the 5 tokens of a slice that cp=2 leaves .*; 8 tokens work"
+    ):
+        program_of(model(length=10), job, layout)
 
 
 @pytest.mark.parametrize("where", sorted(MACHINES))

@@ -59,6 +59,11 @@ RING = [
     "cp=4 exchange=ring microbatch=2",
     "pp=2 cp=2 exchange=ring microbatch=2",
 ]
+SLICES_OF_SLICES = [
+    ("tp=2 cp=2 sequence_parallel zero=3", "llama_even"),
+    ("tp=2 cp=2 sequence_parallel exchange=ring recompute=full", "qwen3"),
+    ("tp=2 cp=2 sequence_parallel recompute=selective", "dropping_attentive"),
+]
 MASKED = ["cp=2", "cp=2 recompute=full microbatch=4", "tp=2 cp=2", "pp=2 cp=2 microbatch=2 recompute=selective"]
 
 
@@ -70,6 +75,11 @@ MASKED = ["cp=2", "cp=2 recompute=full microbatch=4", "tp=2 cp=2", "pp=2 cp=2 mi
         *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in STAGES for model in DEEP),
         *daily(combinations(RING, ["deep_llama", "deep_qwen3", "deep_attentive"]), beside_products=True),
         *combinations(["cp=2 exchange=ring", "cp=2 exchange=ring recompute=selective microbatch=4"], DROPPING),
+        *SLICES_OF_SLICES,
+        *(
+            pytest.param(SLICES_OF_SLICES[0][0], model, marks=pytest.mark.nightly)
+            for model in ("gpt2", "deep_mixtral", "deep_granite")
+        ),
         ("cp=4", FOUR[0]),
         *(pytest.param("cp=4", model, marks=pytest.mark.nightly) for model in FOUR[1:]),
     ],

@@ -448,6 +448,7 @@ class LayerSpec:
             loss_elements=part(self.loss_elements),
             loss_working_elements=part(self.loss_working_elements),
             dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
+            sequence_boundaries=tuple(replace(one, elements=part(one.elements)) for one in self.sequence_boundaries),
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
             head=self.head.sliced_by(degree) if self.head else None,
         )

@@ -111,8 +111,8 @@ def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> 
                     continue
                 ranks = devices // tp // pp // cp
                 plain = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks)
-                cut = [replace(plain, sequence_parallel=is_cut) for is_cut in (cuts_sequence if cp == 1 else (False,))]
-                for base in (*cut, *(ring_of(plain, model) if thin else ())):
+                exchanges = (plain, *ring_of(plain, model)) if thin else (plain,)
+                for base in (replace(one, sequence_parallel=is_cut) for is_cut in cuts_sequence for one in exchanges):
                     yield base
                     for ep in _divisors(ranks * cp)[1:] if experts else ():
                         if not thin or experts % ep == 0:

@@ -90,8 +90,10 @@ class MaskSlice:
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
         # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
         is_sequence = self.cuts_sequence and differs == [1] and whole == (1, self.model.sequence, whole[-1])
-        if is_sequence and whole[1] == shape[1] * self.degree and len(whole) == len(shape):
-            return ((1, self.degree, self.index),)
+        # Under cp they are an interval of a slice's.
+        parts = self.degree * self.cp
+        if is_sequence and whole[1] == shape[1] * parts and len(whole) == len(shape):
+            return ((1, parts, self.cp_index * self.degree + self.index),)
         for dim in differs if len(whole) == len(shape) else []:
             run = self._cut_by_axis(mask[0], whole[dim], shape[dim], unused)
             found += [] if run is None else [(dim, *run)]

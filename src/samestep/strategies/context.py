@@ -53,8 +53,6 @@ def refusal(step: StepSpec) -> str | None:
     degree, model = step.layout.cp, step.model
     if degree == 1:
         return None
-    if step.layout.sequence_parallel:
-        return f"cp={degree} and sequence_parallel both cut the sequence: cp={degree} alone works, and so does cp=1"
     if step.compiles_blocks:
         return (
             f"cp={degree} exchanges heads for tokens in the middle of a block, and run.compile = 'blocks' makes one graph "

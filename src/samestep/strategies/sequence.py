@@ -14,7 +14,7 @@ sequence as under tp alone, sums included: it is gathered before (the backward k
 every rank has whole), and a rank keeps its tokens of what the part returns (the backward gathers). A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
 tokens only, so its gradient is summed over `tp` once a step, with its bucket or unit. The first block takes a rank's
 tokens out of the whole sequence, and the whole sequence is gathered after the last block, so that code before and after
-the blocks is unchanged.
+the blocks is unchanged. With `cp` all of this is done with a slice of the sequence, of which a rank of `tp` has 1/tp.
 
 Experts and their routers that no such part holds are between them too: under tp alone every rank computes all rows, here
 only its own.
@@ -49,7 +49,18 @@ def refusal(step: StepSpec) -> str | None:
             f"whole sequences, with which recompute={step.layout.recompute} is not supported: recompute=none works, and so does "
             f"tp={step.layout.tp} alone"
         )
-    return refuse_model(step.model, step.layout.tp)
+    return refuse_model(step.model, step.layout.tp) or _refuse_slices(step)
+
+
+def _refuse_slices(step: StepSpec) -> str | None:
+    """Return why the slices of `cp` cannot be cut once more."""
+    model, cp, tp = step.model, step.layout.cp, step.layout.tp
+    if cp == 1 or model.length % cp or model.length // cp % tp == 0:
+        return None
+    return (
+        f"sequence_parallel: tp={tp} does not divide the {model.length // cp} tokens of a slice that cp={cp} leaves a rank; "
+        f"{model.length // (cp * tp) * cp * tp} tokens work, and so does tp={tp} alone"
+    )
 
 
 @cache_by_model

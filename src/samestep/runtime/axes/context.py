@@ -90,7 +90,8 @@ class Slicing:
             for path in layer.modules if layer.is_block else ():
                 block = model.get_submodule(path)
                 begins = path == layer.modules[0]
-                block.register_forward_pre_hook(self._entered(layer, begins=begins), with_kwargs=True)
+                # Before a rank of tp takes its tokens of the slice.
+                block.register_forward_pre_hook(self._entered(layer, begins=begins), with_kwargs=True, prepend=True)
                 if path == layer.modules[-1]:
                     block.register_forward_hook(self._left(layer))
 
