@@ -405,7 +405,7 @@ def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_no_run_says_what_works(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="nothing does not exist: a run folder with recorded steps works"):
+    with pytest.raises(RecordError, match="nothing has no recorded steps"):
         read_run(tmp_path / "nothing")
     for name in ("a", "b"):
         write(records(), tmp_path / name)

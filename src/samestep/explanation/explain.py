@@ -287,8 +287,6 @@ def read_run(run: Path) -> tuple[Path, dict[int, RankRecord]]:
 
 def _paths_of(run: Path) -> tuple[Path, list[Path]]:
     """Return the folder of a run's records, and the files in it, the newest last; of a record that is named, it is the last."""
-    if not run.exists():
-        raise RecordError(f"{run} does not exist: a run folder with recorded steps works, or a folder of traces")
     folder = run.parent if run.is_file() else run / recorded.FOLDER if (run / recorded.FOLDER).is_dir() else run
     paths = sorted(folder.glob("steps-*.rank*.jsonl"), key=lambda path: (path == run, path.stat().st_mtime))
     if paths and (run.is_dir() or paths[-1] == run):
