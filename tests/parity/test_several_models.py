@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import samestep
 from samestep import losses
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.layout import Layout
+from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import ModelAverages
 from tests.laboratory import combinations, job_of, losses_of_steps
@@ -168,6 +170,91 @@ EMA: dict[str, Any] = {"ema teacher": {"teacher": ("student", 0.9)}}
 KINDS["ema teacher"] = (lambda: {"student": plain_model(7)}, distil_forward, distil, Tokens)
 
 
+def gan() -> dict[str, nn.Module]:
+    torch.manual_seed(9)
+    return {"g": nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 8)), "d": nn.Linear(8, 1)}
+
+
+def gan_forward(models: Any, batch: Any) -> dict[str, Tensor]:
+    noise = batch["input_ids"][:, :10].double() / 61
+    return {
+        "fake": models["d"](models["g"](noise)),
+        "real": models["d"](torch.sin(batch["input_ids"][:, :8].double())),
+        "average": models["average"](noise).mean(1),
+    }
+
+
+def d_loss(outputs: Any, batch: Any) -> Any:
+    number = len(outputs["real"])
+    return (F.softplus(-outputs["real"]) + F.softplus(outputs["fake"])).sum(), number
+
+
+def g_loss(outputs: Any, batch: Any) -> Any:
+    number = len(outputs["fake"])
+    return F.softplus(-outputs["fake"]).sum(), number, {"average": (outputs["average"].sum(), number)}
+
+
+def gan_in_turn(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    rules = {"g": adam, "d": adam}
+    run = samestep.parallelize(
+        gan(), d_loss, rules, layout=layout, job=JOB, forward=gan_forward, ema={"average": ("g", 0.9)}
+    )
+    seen = []
+    for batch in samestep.batches(Tokens(), JOB):
+        for name, loss in (("d", d_loss), ("g", g_loss)):
+            seen.append(run.backward(batch, loss, into=name).loss)
+            run.update(name)
+    return seen, run.state_dict(on_every_rank=True)
+
+
+@functools.cache
+def plain_gan() -> tuple[list[float], dict[str, Tensor]]:
+    built = gan()
+    models = nn.ModuleDict({**built, "average": frozen(copy.deepcopy(built["g"]))}).double()
+    rules, seen = {name: adam([*models[name].parameters()]) for name in "gd"}, []
+    for batch in samestep.batches(Tokens(), JOB):
+        samples = batch.samples(batch.indices)
+        for name, loss in (("d", d_loss), ("g", g_loss)):
+            models.zero_grad()
+            total, count, *_ = loss(gan_forward(models, samples), samples)
+            (total / count).backward()
+            torch.nn.utils.clip_grad_norm_(models[name].parameters(), 0.5)
+            rules[name].step()
+            seen.append((total / count).item())
+        for one, other in zip(models["average"].parameters(), models["g"].parameters(), strict=True):
+            one.data.lerp_(other.data, 0.1)
+    return seen, {name: value.detach() for name, value in models.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=4"])
+def test_an_average_moves_behind_the_updates_of_what_it_follows(layout: str) -> None:
+    expected, weights = plain_gan()
+    for losses_found, found in pool(2).run(gan_in_turn, layout):
+        assert losses_found == pytest.approx(expected, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9)
+
+
+def sends_as_listed(rank: int, world: int, layout: str) -> None:
+    """Take three steps; the last one sends what the program lists."""
+    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"watch_every": 0})})
+    build, forward, loss, dataset = KINDS["ema teacher"]
+    run = samestep.parallelize(build(), loss, adam, layout=layout, job=job, forward=forward, ema=EMA["ema teacher"])
+    for batch in samestep.batches(dataset(), job):
+        with Ledger() as ledger:
+            run.step(batch)
+    listed = run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
+    assert run.program.followed
+    assert ledger.rows == listed
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp=2 microbatch=4", pytest.param("pp=2 dp=2 zero=3 microbatch=2", marks=pytest.mark.nightly)]
+)
+def test_stages_send_each_other_what_is_followed(layout: str) -> None:
+    pool(Layout.parse(layout).world_size).run(sends_as_listed, layout)
+
+
 def adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
@@ -243,10 +330,18 @@ def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2 zero=3", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("dp=2 microbatch=3", "tp=2"))]
+    "layout",
+    [
+        "dp=2 zero=3",
+        "pp=2 microbatch=4",
+        *(
+            pytest.param(one, marks=pytest.mark.nightly)
+            for one in ("dp=2 microbatch=3", "tp=2", "pp=2 tp=2", "pp=2 dp=2 zero=3 microbatch=2", "pp=4 microbatch=2")
+        ),
+    ],
 )
 def test_a_teacher_that_follows_its_student(layout: str, tmp_path: Path) -> None:
-    for found in pool(2).run(parallel, layout, "ema teacher", str(tmp_path / "saved")):
+    for found in pool(Layout.parse(layout).world_size).run(parallel, layout, "ema teacher", str(tmp_path / "saved")):
         assert_plain("ema teacher", found)
 
 

@@ -140,6 +140,20 @@ class Tempered(Heads):
         return scores * self.temperature.exp()
 
 
+class Distances(Heads):
+    """A bias of each head for each distance, which is looked up in a table, as in T5, or indexed, as in Swin."""
+
+    def __init__(self, is_indexed: bool) -> None:
+        super().__init__(by_hand=True)
+        self.is_indexed, self.biases = is_indexed, nn.Embedding(2 * HEADS, HEADS)
+
+    def change(self, scores: Tensor) -> Tensor:
+        tokens = torch.arange(scores.shape[-1], device=scores.device)
+        between = (tokens[:, None] - tokens).clamp(0, 2 * HEADS - 1)
+        found = self.biases.weight[between] if self.is_indexed else self.biases(between)
+        return scores + (found.permute(2, 0, 1)[None] - 0.1 * between)
+
+
 class Alibi(Heads):
     """Slopes of heads that the code counts itself."""
 
@@ -312,6 +326,8 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "any other name": heads(count="viewpoints", shape="view"),
     "attention by hand": heads(shape="view", by_hand=True),
     "a temperature of each head": heads(Tempered),
+    "a table of distances": heads(functools.partial(Distances, False)),
+    "an indexed table of distances": heads(functools.partial(Distances, True)),
     "one rotary key": functools.partial(
         Decoder, Latent, {"q": "column", "b": "column", "o": "row"}, as_it_is
     ),
@@ -713,6 +729,16 @@ def _traced() -> Iterator[None]:
 @pytest.mark.parametrize("name", LEGAL)
 def test_legal_code_is_equal(name: str) -> None:
     prove("tp=2", name)
+
+
+def test_a_table_is_cut_by_heads() -> None:
+    found = source_of("a table of distances", Layout.parse("tp=2"), clipped()).prepared
+    assert found is not None
+    cuts = {param.name: param.cut for param in found.spec.params}
+    table, query = cuts["blocks.0.biases.weight"], cuts["blocks.0.q.weight"]
+    assert table is not None
+    assert query is not None
+    assert (table.dim, table.groups, query.style) == (1, HEADS, "column")
 
 
 @pytest.mark.parametrize(

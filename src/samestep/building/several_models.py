@@ -34,9 +34,12 @@ class Models(nn.ModuleDict):
     takes_batch: ClassVar[bool] = True
     """Whether the forward is given the batch as it is, its labels too."""
 
-    def __init__(self, models: Mapping[str, nn.Module], forward: Forward) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], forward: Forward, follows: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(models)
         self._forward_of_models = forward
+        self._follows = dict(follows or {})
 
     def forward(self, batch: Any, *carried: Any) -> Any:
         """Return what the user's function makes of the models and a batch, and of the state of lanes where it is given one."""
@@ -45,6 +48,13 @@ class Models(nn.ModuleDict):
     def trained(self) -> list[nn.Module]:
         """Return the models that have a weight which takes a gradient."""
         return [model for model in self.values() if any(param.requires_grad for param in model.parameters())]
+
+
+def followed_weight(model: nn.Module, name: str) -> str:
+    """Return the name of the weight of which a weight is the moving average; empty if it is none."""
+    prefix, _, rest = name.partition(".")
+    source = model._follows.get(prefix, "") if isinstance(model, Models) else ""
+    return f"{source}.{rest}" if source else ""
 
 
 def as_one(
@@ -82,7 +92,7 @@ def as_one(
             )
     if all(isinstance(one, nn.Module) for one in model.values()):
         found = {name: one for name, one in model.items() if isinstance(one, nn.Module)}
-        return Models(_with_followers(found, follows), forward)
+        return Models(_with_followers(found, follows), forward, follows)
     return functools.partial(_build, dict(model), forward, follows)
 
 
@@ -97,7 +107,7 @@ def _build(models: Mapping[str, Built], forward: Forward, follows: Mapping[str, 
     built = {
         name: copy_module(one) if isinstance(one, nn.Module) else _called(name, one) for name, one in models.items()
     }
-    return Models(_with_followers(built, follows), forward)
+    return Models(_with_followers(built, follows), forward, follows)
 
 
 def _called(name: str, build: Callable[[], nn.Module]) -> nn.Module:

@@ -191,7 +191,7 @@ class UnitFlow:
         name = self.weights.get(view.storage) or self.made_of.get(view.storage, "")
         size = view.shape[dim]
         if name in self.trained and name not in self.like and found.outer == 1:
-            raise LikeError(name, view.strides[dim] if view.storage in self.weights else None, size)
+            raise LikeError(name, view.strides[dim], size, is_weight=view.storage in self.weights)
         what = f"{name}, with" if name else "a tensor with"
         raise MixesError(
             f"{place(op)} computes {op.name} of {describe_sources(found.sources)} and {what} {size} elements of its own for what "
@@ -238,14 +238,18 @@ def cut_weights_of(flow: UnitFlow, op: Operation) -> frozenset[str]:
 class LikeError(Exception):
     """A weight has an element for each unit: it is to be cut like them."""
 
-    def __init__(self, name: str, stride: int | None, size: int) -> None:
+    def __init__(self, name: str, stride: int, size: int, *, is_weight: bool) -> None:
         super().__init__(name)
-        self.name, self.stride, self.size = name, stride, size
+        self.name, self.stride, self.size, self.is_weight = name, stride, size, is_weight
 
     def dim_of(self, weight: Tensor) -> int | None:
-        """Return the dimension with the elements; None if none of it is as long."""
+        """Return the dimension with the elements; None if none of it is as long.
+
+        What is made of a weight may have other strides than the weight itself.
+        """
         places = [dim for dim, size in enumerate(weight.shape) if size == self.size]
-        return next((dim for dim in places if self.stride in (None, weight.stride(dim))), None)
+        same = [dim for dim in places if weight.stride(dim) == self.stride]
+        return next(iter(same or ([] if self.is_weight else places[::-1])), None)
 
 
 def place(op: Operation) -> str:

@@ -37,6 +37,8 @@ from samestep.independence.unit_rules import EVENTS, check_unseen, rule_of
 from samestep.models.spec import is_below
 from samestep.tracing.operations import Operation, View
 
+_LOOKUPS = {torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select}
+
 
 def follow(
     operations: list[Operation],
@@ -73,7 +75,7 @@ def follow(
                 _carry_on(flow, op, is_unseen=op.where in branching or any(is_below(op.where, one) for one in looking))
         except LikeError as found:
             dim = found.dim_of(model.get_parameter(found.name))
-            if dim is None:
+            if dim is None or found.name in cuts:
                 raise MixesError(
                     f"{found.name} is used on what tp cuts, and none of its dimensions is as long"
                 ) from None
@@ -157,12 +159,22 @@ def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: boo
             continue
         if op.writes:
             flow.states.pop(view.storage, None)
-        owners = {flow.weights.get(v.storage) or flow.made_of.get(v.storage) for v in op.given if v.numel > 1}
-        if is_pointwise and not op.writes and len(owners) == 1 and None not in owners:
-            flow.made_of[view.storage] = next(iter(owners)) or ""
+        if name := _only_weight(flow, op, is_pointwise=is_pointwise):
+            flow.made_of[view.storage] = name
         repeated = _repeated_dims(flow, op, view) if is_pointwise or packet is torch.ops.aten.repeat else []
         if repeated and not op.writes and not _is_random(op):
             flow.states[view.storage] = frozenset(repeated)
+
+
+def _only_weight(flow: UnitFlow, op: Operation, *, is_pointwise: bool) -> str:
+    """Return the weight of which an operation's results are made element by element, or looked up; empty if there is none.
+
+    What takes no gradient may take part, such as a mask or the distances of positions at which a table is read.
+    """
+    names = {v.storage: flow.weights.get(v.storage) or flow.made_of.get(v.storage) for v in op.given if v.numel > 1}
+    owners = {names[v.storage] for v in op.given if v.numel > 1 and (names[v.storage] or v.takes_gradient)}
+    is_made = (is_pointwise or op.func.overloadpacket in _LOOKUPS) and not op.writes
+    return (next(iter(owners)) or "") if is_made and len(owners) == 1 else ""
 
 
 def _is_random(op: Operation) -> bool:

@@ -83,6 +83,8 @@ class ParamSpec:
     """Number of experts along its first dimension; 0 if it belongs to none."""
     stages: tuple[int, ...] = ()
     """Pipeline stages that hold it, tied, and sum its gradients, if there are several; empty if one does."""
+    follows: str = ""
+    """Name of the weight of another model whose moving average it is, behind each step; empty if it is none."""
     held_as: HeldAs = ""
     embeds: Literal["", "tokens", "positions"] = ""
     """Indices into it, if it is the table of an embedding: the contents of a sample, or the positions in a sequence."""

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_forward, starts_step
 from samestep.program.buckets import Bucket
 from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes, Phase
+from samestep.program.followed_weights import FollowedWeights
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.owners import Owners
 from samestep.program.step import StepSpec
@@ -68,6 +69,8 @@ class Program:
     """Layers of each virtual stage (chunk) of this rank; empty where one rank runs all layers."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Number of ranks in a group of each axis that the program communicates over."""
+    followed: tuple[FollowedWeights, ...] = ()
+    """The weights that stages send each other behind a step, since models on other stages follow them."""
     exchanges: tuple[Mapping[Phase, Ops], ...] = ()
     """Ops that exchange each part of the weights of independently trained replicas, by the phases of `exchange_times.py`: codes
     or sums of the moves of weights, and under zero=1 the weights, which are gathered once more."""

@@ -24,13 +24,14 @@ from samestep.runtime.local_replicas import LocalReplicas, Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.weights.moving_averages import ModelAverages
 
 
 class HeldAssembly:
     """The assembly of one rank, once it is made; with several replicas that of the first one, except inside `each`."""
 
-    def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo) -> None:
-        self.source, self.layout, self.job, self.place = source, layout, job, place
+    def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
+        self.source, self.layout, self.job, self.place, self.averages = source, layout, job, place, averages
         self._replicas: Replicas | None = None
         self._turn = 0
         """The index of the current replica among those of this rank."""

@@ -71,9 +71,8 @@ def parallelize(
     averages = ModelAverages(ema or {})
     averages.check(where, job)
     whole = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
-    run = Run(_source_of(whole, loss, optimizer, job), where, job, place, shared=SharedWeights(), batch_dim=batch_dim)
-    run.averages = averages
-    return run
+    source = _source_of(whole, loss, optimizer, job)
+    return Run(source, where, job, place, shared=SharedWeights(), batch_dim=batch_dim, averages=averages)
 
 
 def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:

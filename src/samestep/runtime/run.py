@@ -62,7 +62,7 @@ from samestep.runtime.weights.moving_averages import ModelAverages
 
 Measure = Callable[[Any, Any], Any]
 """A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
-_NOBODY = StepObserver()
+_NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
 class Run:
@@ -83,6 +83,7 @@ class Run:
         owns_weights: bool = False,
         shared: SharedWeights | None = None,
         batch_dim: int = 0,
+        averages: ModelAverages = _NONE_FOLLOWS,
     ) -> None:
         """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it.
 
@@ -97,7 +98,7 @@ class Run:
             self._kernels = functools.partial(deterministic.kernels, place.device)
         self.receivers: list[Callable[[StepReport], StepReport]] = []
         """What is given the report of each step, and returns what the loop is given: those of `samestep.track`."""
-        self._own = HeldAssembly(source, layout, job, place)
+        self._own = HeldAssembly(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
         """Where the time of its steps goes."""
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
@@ -106,9 +107,7 @@ class Run:
         self.data, self.lanes = self._batches.data, self._batches.lanes
         self._state = RunState(self, self._own)
         self._shared = shared
-        self.averages = ModelAverages()
-        """The models that follow others behind each step."""
-        self._after_step: list[Callable[[int], None]] = []
+        self._after_step: list[Callable[[int], None]] = [self._stepper.follow]
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
 
     @property
@@ -180,8 +179,6 @@ class Run:
             self._stepper.refusals.remark(remark)
         if self._shared is not None and (remark := self._shared.begin(self._own.current)):
             self._stepper.refusals.remark(remark)
-        if self.averages.following:
-            self._after_step.append(lambda step: self.averages.follow(self.model, step))
         if self.replicas.are_apart:
             self._after_step.append(lambda step: self.replicas.exchange(step + 1))
             self._after_step.append(lambda _: self._stepper.guards.note_replicas())
@@ -338,7 +335,9 @@ class Run:
         """
         self._state.refuse("update")
         with self._kernels():
-            return self._received(*self._parts.update(name, options))
+            report, batch = self._parts.update(name, options)
+            self._stepper.follow(batch.step, self._parts.weights_of(name))
+        return self._received(report, batch)
 
     def zero_grad(self, name: str | int | None = None) -> None:
         """Forget the gradients that wait for an optimizer, or for all. Every rank calls it; it sends nothing.

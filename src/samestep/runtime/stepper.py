@@ -363,6 +363,15 @@ class Stepper:
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)
 
+    def follow(self, step: int, updated: frozenset[str] | None = None) -> None:
+        """Let models that follow others move behind a step, or behind an update of some of its weights.
+
+        Collective over the stages of a pipeline, see [Note: collective calls].
+        """
+        if self._own.averages.following:
+            held = self.whole_assembly
+            self._own.averages.follow(held.model.module, held.parallel.program, held.parallel.mesh, step, updated)
+
     def _diagnose(self, batch: StepBatch, of: StepBackward) -> str:
         """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
         return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch, 0, of)[0], batch)

@@ -23,6 +23,9 @@ A weight that layers of several stages use (a tied embedding, a block that is ca
 adapter that blocks share) is *tied*: each of these stages holds a copy of it. The copies start equal; behind the step's
 last backward their gradients are summed over the stages, so that they are updated equally. The norm of the gradients
 counts them once, and the first of the stages saves them.
+
+A model that follows another one (a teacher, a target network) may be on other stages than that one. Behind the update the stages
+that have the trained weights send them to those that average them (`program/followed_weights.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from samestep.models.layer_spec import Crossing
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
+from samestep.program.followed_weights import send_followed, weights_sent
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -162,7 +166,10 @@ def apply(program: Program) -> Program:
     chunks = tuple(everywhere[step.stage :: layout.pp])
     mine = tuple(_params_of(step.model, everywhere, step.stage, layout.pp))
     local = step.but(model=replace(step.model, params=mine)).hold(_hold)
-    bodies: dict[BodyKey, Ops] = {UPDATE_BODY: program.bodies[UPDATE_BODY]}
+    followed = weights_sent(step.model.params, _stages_of(step.model, everywhere, layout.pp), layout)
+    bodies: dict[BodyKey, Ops] = {
+        UPDATE_BODY: (*program.bodies[UPDATE_BODY], *send_followed(followed, step.stage, step.master_dtype))
+    }
     # Bodies at several positions in the step share their ops, so they also share the ops of a chunk made of them.
     known: dict[tuple[int, int], tuple[Ops, Ops]] = {}
     for key, ops in program.bodies.items():
@@ -184,7 +191,13 @@ def apply(program: Program) -> Program:
         bodies=bodies,
         tasks=tuple(_tasks(step)),
         chunks=chunks,
-        axes={**program.axes, AXIS: layout.pp, **_ties(step.model, everywhere, layout.pp)},
+        followed=followed,
+        axes={
+            **program.axes,
+            AXIS: layout.pp,
+            **_ties(step.model, everywhere, layout.pp),
+            **{sent.axis: 2 for sent in followed},
+        },
     )
 
 

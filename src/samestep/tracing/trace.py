@@ -34,6 +34,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
 from samestep.building.nf4 import mark_of
+from samestep.building.several_models import followed_weight
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.layer_spec import Exchange, HeadSpec, KeptBuffer, LayerSpec, Product
@@ -466,6 +467,7 @@ def _param_specs(
             trainable=param.requires_grad,
             is_idle=param.requires_grad and id(param) in unused.idle,
             may_be_unused=param.requires_grad and id(param) in unused.perhaps,
+            follows=followed_weight(module, name),
             held_as=mark_of(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
             embeds=next((watch.lookups.by_path[path] for path in owners if path in watch.lookups.by_path), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),

@@ -1,7 +1,8 @@
 """How far roundings may go: the distance of two forwards of the same samples, against that which one rounding causes.
 
 Two numbers are compared relative to the largest finite value expected. Kernels add up the elements of another shape in another
-order, so the allowance of a sample that is run alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`).
+order, so the allowance of a sample that is run alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`),
+and what linear layers read too: where the terms of a product cancel, the sum is far smaller than the rounding of its terms.
 """
 
 from __future__ import annotations
@@ -70,20 +71,25 @@ def largest_deviation(ours: list[Tensor] | None, theirs: list[Tensor] | None) ->
 
 @contextmanager
 def nudge_outputs(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
-    """Let the output of every module with weights be off by one rounding inside, up or down."""
+    """Let the output of every module with weights, and the input of linear layers, be off by one rounding inside, up or down."""
 
     def signs(leaf: Tensor) -> Tensor:
         # By arithmetic: a forward may draw no random numbers.
         index = torch.arange(leaf.numel(), device=leaf.device) + 7919 * (seed + 1)
         return (1 - 2 * ((index * 2654435761 >> 16) & 1)).to(leaf.dtype).view(leaf.shape)
 
-    def nudge(_: nn.Module, args: Any, output: Any) -> Any:
-        def off(leaf: Tensor) -> Tensor:
-            return leaf * (1 + rounding / 2 * signs(leaf)) if leaf.is_floating_point() else leaf
+    def off(leaf: Tensor) -> Tensor:
+        return leaf * (1 + rounding / 2 * signs(leaf)) if leaf.is_floating_point() else leaf
 
+    def nudge(_: nn.Module, args: Any, output: Any) -> Any:
         return tree_map_only(Tensor, off, output)
 
-    handles = [module.register_forward_hook(nudge) for module in model.modules() if module._parameters]
+    def nudge_input(_: nn.Module, args: Any) -> Any:
+        return tree_map_only(Tensor, off, args)
+
+    parts = [module for module in model.modules() if module._parameters]
+    handles = [module.register_forward_hook(nudge) for module in parts]
+    handles += [module.register_forward_pre_hook(nudge_input) for module in parts if isinstance(module, nn.Linear)]
     try:
         yield
     finally:

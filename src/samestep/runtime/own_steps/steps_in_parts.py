@@ -419,6 +419,10 @@ class StepsInParts:
     def _names(self) -> tuple[str | int, ...]:
         return names_of(self._own.source.optimizer)
 
+    def weights_of(self, name: str | int | None) -> frozenset[str]:
+        """Return the trained weights of the whole model that an optimizer holds, or all of them."""
+        return self._names_of(member_index(self._names, name, "run.update"))
+
     def _names_of(self, members: tuple[int, ...] | None) -> frozenset[str]:
         """Return the trained weights of the whole model that some of the optimizers hold."""
         updater = self._stepper.held.weights.updater

@@ -16,20 +16,27 @@ one that follows it, which is frozen,
     m = d m + (1 - d) w          d a number, or a function of the step, counted from 0
 
 Both models have the same weights by name, and a layout cuts them alike, so that each rank averages the parts that it holds and sends
-nothing (Tarvainen and Valpola 2017, arXiv:1703.01780; He et al. 2020, arXiv:1911.05722).
+nothing (Tarvainen and Valpola 2017, arXiv:1703.01780; He et al. 2020, arXiv:1911.05722). Of a pipeline, the stage that has w sends it
+to the stage that has m, where these are two (`program/followed_weights.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.followed_weights import FollowedWeights
+from samestep.program.program import Program
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.pieces import Piece
 
 Decay = float | Callable[[int], float]
@@ -52,9 +59,10 @@ class ModelAverages:
         name = next(iter(self.following), "")
         if not name:
             return
-        if layout.pp > 1:
+        if layout.pp > 1 and layout.ep > 1:
             raise LayoutError(
-                f"ema: {name} follows a model whose weights may be on other stages (pp={layout.pp}): pp=1 works"
+                f"ema: {name} follows a model of which stages and ranks of experts have parts (pp={layout.pp} ep={layout.ep}): "
+                "pp=1 works, and so does ep=1"
             )
         if job.numerics.precision not in ("float32", "float64"):
             raise LayoutError(
@@ -67,21 +75,67 @@ class ModelAverages:
             )
 
     @torch.no_grad()
-    def follow(self, module: nn.Module, step: int) -> None:
-        """Move each model that follows another towards it, after a step counted from 0.
+    def follow(
+        self, module: nn.Module, program: Program, mesh: Mesh, step: int, updated: Collection[str] | None = None
+    ) -> None:
+        """Move each model that follows another towards it, behind a step counted from 0.
+
+        `updated` are the names of the weights that an update was of, where a step has several; only a model that follows one of them
+        moves. None stands for all.
+
+        Collective over the stages that send each other weights, see [Note: collective calls].
 
         Raises:
             LayoutError: a rank holds other parts of the two.
         """
-        for name, (source, decay) in self.following.items():
-            share = 1.0 - (decay(step) if callable(decay) else decay)
-            weights = dict(module.get_submodule(source).named_parameters())
-            for key, average in module.get_submodule(name).named_parameters():
-                if average.shape != weights[key].shape:
-                    raise LayoutError(
-                        f"ema: a rank holds {list(average.shape)} of {name}.{key} and {list(weights[key].shape)} of {source}.{key}: tp=1 works"
-                    )
-                average.lerp_(weights[key], share)
+        mine = {param.name for param in program.step.model.params}  # the stage has others on the meta device
+        own = {name: _own_part(param) for name, param in module.named_parameters() if name in mine}
+        moved = {
+            name: share
+            for name, (source, decay) in self.following.items()
+            if updated is None or any(one.startswith(f"{source}.") for one in updated)
+            for share in [1.0 - (decay(step) if callable(decay) else decay)]
+        }
+        if not moved:
+            return
+        sent = {name: part for one in program.followed for name, part in self._exchange(one, own, program, mesh)}
+        for name, average in own.items():
+            prefix, _, rest = name.partition(".")
+            if prefix not in moved:
+                continue
+            source = f"{self.following[prefix][0]}.{rest}"
+            weight = sent.get(name, own.get(source))
+            if weight is None or average.shape != weight.shape:
+                held = [] if weight is None else list(weight.shape)
+                raise LayoutError(
+                    f"ema: a rank holds {list(average.shape)} of {name} and {held} of {source}: tp=1 works"
+                )
+            average.lerp_(weight, moved[prefix])
+
+    def _exchange(
+        self, sent: FollowedWeights, own: Mapping[str, Tensor], program: Program, mesh: Mesh
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Send or receive the weights that one stage has and weights on another one follow; yield what this stage receives."""
+        stage = program.step.stage
+        if stage not in (sent.source, sent.target):
+            return
+        buffer = torch.zeros(sent.numel, dtype=next(iter(own.values())).dtype, device=mesh.device)
+        places = list(zip(sent.members, buffer.split([numel for _, numel in sent.members]), strict=True))
+        for (name, _), place in places if stage == sent.source else ():
+            prefix, _, rest = name.partition(".")
+            weight = own[f"{self.following[prefix][0]}.{rest}"]
+            place[: weight.numel()] = weight.flatten()
+        with owned(sent.owner):
+            source = mesh.members(sent.axis)[sent.source > sent.target]
+            dist.broadcast(buffer, source, group=mesh.groups[sent.axis])
+        for (name, _), place in places if stage == sent.target else ():
+            if own[name].numel() <= place.numel():
+                yield name, place[: own[name].numel()].view(own[name].shape)
+
+
+def _own_part(param: Tensor) -> Tensor:
+    """Return the elements of a weight that this rank has."""
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 class WeightAverages:
