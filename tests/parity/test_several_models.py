@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,60 @@ def test_losses_are_those_of_their_papers() -> None:
         losses.dpo(logits, None)
     with pytest.raises(JobError, match="no label for each row of logits"):
         losses.distillation((logits, logits), {}, hard=1.0)
+
+
+# -- a policy whose reference is itself, with its adapters off -------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that a flag turns off."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.is_on = base, True
+        self.low = nn.Linear(base.in_features, 2, bias=False)
+        self.high = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.high(self.low(x)) if self.is_on else self.base(x)
+
+
+def adapted() -> nn.Module:
+    model: Any = plain_model(8).requires_grad_(False)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    return model
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Turn the adapters off as peft's `disable_adapter` does: by a flag of each, and they ask for no gradient meanwhile."""
+
+    def turn(is_on: bool) -> None:
+        for part in model.modules():
+            if isinstance(part, Adapted):
+                part.is_on = is_on
+                part.low.requires_grad_(is_on)
+
+    turn(False)
+    yield
+    turn(True)
+
+
+def itself_first(model: Any, batch: Any) -> dict[str, Tensor]:
+    with torch.no_grad(), adapters_off(model):
+        found = {f"reference_{side}": log_prob(model(batch[side]), batch[f"{side}_labels"]) for side in SIDES}
+    return found | {f"policy_{side}": log_prob(model(batch[side]), batch[f"{side}_labels"]) for side in SIDES}
+
+
+SIDES = ("chosen", "rejected")
+KINDS["adapters off"] = (adapted, itself_first, dpo, Pairs)
+
+
+@pytest.mark.parametrize("layout", ["pp=2 microbatch=4", "dp=2 zero=3"])
+def test_a_reference_is_the_policy_with_its_adapters_off(layout: str) -> None:
+    for found in pool(2).run(parallel, layout, "adapters off"):
+        assert_plain("adapters off", found)
 
 
 EMA: dict[str, Any] = {"ema teacher": {"teacher": ("student", 0.9)}}

@@ -98,6 +98,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     groups: dict[tuple[str, ...], list[ParamSpec]] = {}
     members: dict[int, dict[str, None]] = {}
     own: dict[int, list[ParamSpec]] = {}
+    home: dict[str, int] = {}
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
     with_root = _weights_gathered_with_root(step)
@@ -121,8 +122,10 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
         elif not roots or is_of_root:
             groups.setdefault(("",), []).append(param)
         else:
-            members.setdefault(param.layer, {})[roots[0]] = None
-            own.setdefault(param.layer, []).append(param)
+            # A module's weights are gathered together, though a later call of it may be the first that uses some, such as adapters.
+            layer = home.setdefault(roots[0], param.layer)
+            members.setdefault(layer, {})[roots[0]] = None
+            own.setdefault(layer, []).append(param)
             order.setdefault(roots[0], order[owners[0]])
     for layer, params in own.items():
         groups[tuple(members[layer])] = params

@@ -113,9 +113,9 @@ _SHAPE_ALONE = (
         for suffix in ("_like",)
     )
     | {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided")}
-    | {"_base.__get__"}
+    | {"_base.__get__", "requires_grad_"}
 )
-"""Functions that read the shape, dtype and device of their tensor, or what it views, and no value."""
+"""Functions that read the shape, dtype and device of their tensor, or what it views, or set whether it takes a gradient, and no value."""
 
 
 @dataclass(frozen=True, slots=True)

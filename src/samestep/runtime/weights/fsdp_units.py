@@ -100,6 +100,8 @@ class RunningUnit:
         """Whether its weights stay gathered between calls of its modules in a forward."""
         self.is_kept = False
         """Whether they stay gathered from a forward to the end of its backward, on this rank alone."""
+        self._frozen: set[str] = set()
+        """Names of the trained weights that code has frozen."""
         self._watched: set[int] = set()
         """The ids of gathered weights whose gradients are noted."""
         self._compares = False
@@ -234,6 +236,7 @@ class RunningUnit:
     def _leave(self, _: nn.Module, args: Any, outputs: Any) -> None:
         if current_backward_id() == -1:
             self._compare()
+            self._freeze_alike()
         # FSDP2 gathers at the first gradient of a tensor that pytree finds, and finds none in an object of the user's own.
         if objects := [leaf for leaf in tree_leaves(outputs) if not isinstance(leaf, Tensor)]:
             self.gather_again(_, args, tensors_in(objects, records=True))
@@ -260,16 +263,30 @@ class RunningUnit:
                 self.written.add(name)
 
     def _watch_gradients(self) -> None:
-        """Note gradients of gathered trained weights, and freeze or thaw gathered weights as the shards are."""
+        """Note gradients of gathered trained weights."""
+        self._freeze_alike()
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
             whole = weight._unsharded_param
             if name not in self.trained:
                 continue
-            if whole.requires_grad is not weight.sharded_param.requires_grad:
-                whole.requires_grad_(weight.sharded_param.requires_grad)
             if whole.requires_grad and id(whole) not in self._watched:
                 self._watched.add(id(whole))
                 whole.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
+
+    def _freeze_alike(self) -> None:
+        """Freeze or thaw the gathered weights as code has frozen or thawed their shards, and the shards as the gathered ones.
+
+        A module holds one of the two at a time, so what differs from before is what the code has set.
+        """
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            whole = getattr(weight, "_unsharded_param", None)
+            if whole is None or name not in self.trained:
+                continue
+            before = name not in self._frozen
+            if before is not weight.sharded_param.requires_grad or before is not whole.requires_grad:
+                self._frozen ^= {name}
+                for held in (whole, weight.sharded_param):
+                    held.requires_grad_(not before)
 
     def _note_gradient(self, name: str, whole: Tensor) -> None:
         if self._counts and id(whole) not in self._left_out:
@@ -289,6 +306,7 @@ class RunningUnit:
     def end_forward(self) -> None:
         """Reshard a unit that stayed gathered over several calls, or for the loss."""
         if self._is_held and not (self.unit.keep_after_forward or self.is_kept):
+            self._freeze_alike()
             self.fsdp.reshard()
 
     def give_up_forward(self) -> None:
@@ -328,6 +346,7 @@ class RunningUnit:
         if not self._in_backward:
             return
         self._in_backward = False
+        self._freeze_alike()
         self._open.pop(self._microbatch, None)
         self._calls.pop(self._microbatch, None)
         self.group.wait_for_unshard()  # gathered ahead by another unit, and not used

@@ -53,21 +53,57 @@ class Placeholders:
 
 
 class LayerStandIn(nn.Module):
-    """Replaces a layer that another stage runs; attributes that the model's code reads are those of the layer."""
+    """Replaces a layer that another stage runs; attributes that the model's code reads or sets are those of the layer.
 
-    def __init__(self, real: nn.Module, facts: FamilyFacts, placeholders: Placeholders) -> None:
+    So are its modules: code that sets a flag of each adapter in `model.modules()`, and sets it back behind a part of the forward, finds
+    those of this stage.
+    """
+
+    def __init__(
+        self, real: nn.Module, facts: FamilyFacts, placeholders: Placeholders, *, is_part: bool = False
+    ) -> None:
         super().__init__()
-        object.__setattr__(self, "_real", real)
-        self._facts, self._placeholders = facts, placeholders
-        self._parameters = {  # for code that asks the model for its parameters
-            name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
-            for name, param in real.named_parameters()
-        }
+        is_here = not any(param.is_meta for param in real.parameters())
+        parameters: dict[
+            str, Any
+        ] = {}  # for code that asks the model for its parameters; those of a part are its layer's
+        if is_here:
+            parameters = real._parameters
+        elif not is_part:
+            parameters = {
+                name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
+                for name, param in real.named_parameters()
+            }
+        own = {"_real": real, "_facts": facts, "_placeholders": placeholders, "_is_here": is_here}
+        self.__dict__.update(own, _parameters=parameters)
+        del self.__dict__["training"]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The layer's class, for code that asks with `isinstance`."""
         return type(self.__dict__["_real"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_real"], name, value)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of the layer: what stands in for them, where another stage runs it."""
+        for name, child in self.__dict__["_real"].named_children():
+            is_here = self._is_here
+            yield name, child if is_here else LayerStandIn(child, self._facts, self._placeholders, is_part=True)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module and those of the layer, with their paths."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self.named_children():
+            yield from child.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(object.__getattribute__(self, "_real"), name)
@@ -99,8 +135,7 @@ class Reporting(LayerStandIn):
     def __init__(self, stand_in: LayerStandIn, path: str, mode: StageForward) -> None:
         real = object.__getattribute__(stand_in, "_real")
         super().__init__(real, stand_in._facts, stand_in._placeholders)
-        object.__setattr__(self, "_call", functools.partial(mode.call, path, real))
-        self._makes_event = makes_event(real)
+        self.__dict__.update(_call=functools.partial(mode.call, path, real), _makes_event=makes_event(real))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer returns if it is this stage's, or what stands in for that."""
