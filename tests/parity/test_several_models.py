@@ -221,6 +221,38 @@ def test_a_reference_is_the_policy_with_its_adapters_off(layout: str) -> None:
         assert_plain("adapters off", found)
 
 
+def siamese() -> dict[str, nn.Module]:
+    torch.manual_seed(11)
+    encoder = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+    return {
+        "encoder": encoder,
+        "predictor": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)),
+    }
+
+
+def two_encoded(models: Any, batch: Any) -> tuple[Tensor, ...]:
+    views = torch.sin(batch["input_ids"][:, :10].double()), torch.cos(batch["input_ids"][:, -10:].double())
+    first, second = (models["encoder"](view) for view in views)
+    return models["predictor"](first), models["predictor"](second), first.detach(), second.detach()
+
+
+def alike(outputs: Any, batch: Any) -> Any:
+    a, b, first, second = outputs
+    return -(F.cosine_similarity(a, second) + F.cosine_similarity(b, first)).sum(), len(a)
+
+
+KINDS["siamese"] = (siamese, two_encoded, alike, Tokens)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pp=2", pytest.param("dp=2 pp=2", marks=pytest.mark.nightly), pytest.param("pp=3", marks=pytest.mark.nightly)],
+)
+def test_stages_hold_all_calls_of_a_batch_norm(layout: str) -> None:
+    for found in pool(Layout.parse(layout).world_size).run(parallel, layout, "siamese"):
+        assert_plain("siamese", found)
+
+
 EMA: dict[str, Any] = {"ema teacher": {"teacher": ("student", 0.9)}}
 KINDS["ema teacher"] = (lambda: {"student": plain_model(7)}, distil_forward, distil, Tokens)
 
@@ -377,7 +409,8 @@ def test_one_device_is_the_plain_loop(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation", *EMA)])
+    ("layout", "kind"),
+    combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation", "siamese", *EMA)]),
 )
 def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):

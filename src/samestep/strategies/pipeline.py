@@ -77,7 +77,7 @@ def refusal(step: StepSpec) -> str | None:
         )
     if replaced := _replaced(step.model):
         return f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works"
-    return _refuse_statistics(step.model, layout.pp) or _refuse_crossings(step)
+    return _refuse_crossings(step)
 
 
 @cache_by_model
@@ -100,24 +100,33 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> str:
     if any(layer.begins_stage in ("named", "no") for layer in model.layers):
         one, several = "part", "parts that model.stages names"
     what = f"{several if starts > 1 else one} of {model.name}"
-    closed = next((layer for layer in model.layers[1:] if layer.is_beginning and layer.why_no_stage(is_cut)), None)
+    beginning = (index for index, layer in enumerate(model.layers) if index and layer.is_beginning)
+    closed = next((index for index in beginning if _why_no_stage(model, index, is_cut)), None)
     if closed is None:
         return f"pp={layout.pp} cuts the {max(starts, 1)} {what} into {chunks} {stages}: {works}"
     return (
         f"pp={layout.pp} cuts the {starts} runs of {several} of {model.name} that can be stages into {chunks} {stages}: {works} "
-        f"(no stage can begin with {closed.name}: {closed.why_no_stage(is_cut)})"
+        f"(no stage can begin with {model.layers[closed].name}: {_why_no_stage(model, closed, is_cut)})"
     )
 
 
 @cache_by_model
 @cache_by_model
-def _refuse_statistics(model: ModelSpec, pp: int) -> str | None:
-    """Return the module of several layers that keeps statistics of its calls, of which each stage would see only some."""
-    entered = {path for layer in model.layers for path, _ in layer.entered}
-    kept = next((path for path in model.coupled_modules if path in entered), None)
-    if kept is None:
-        return None
-    return f"pp={pp}: {kept} keeps statistics (batch norm), and several layers call it: pp=1 works, and so does a module for each"
+def _kept_over(model: ModelSpec) -> dict[int, str]:
+    """Return the layers with which no stage can begin, each with the module that keeps statistics of calls before and behind it."""
+    found: dict[int, str] = {}
+    for path in model.coupled_modules:
+        calls = [index for index, layer in enumerate(model.layers) if path in dict(layer.entered)]
+        found |= dict.fromkeys(range(calls[0] + 1, calls[-1] + 1), path) if calls else {}
+    return found
+
+
+def _why_no_stage(model: ModelSpec, index: int, is_cut: bool) -> str:
+    """Return why no stage can begin with a layer, under a tensor cut or without; empty if one can."""
+    kept = _kept_over(model).get(index, "")
+    if kept:
+        return f"{kept} keeps statistics (batch norm) of its calls before and behind it"
+    return model.layers[index].why_no_stage(is_cut)
 
 
 def _refuse_crossings(step: StepSpec) -> str | None:
@@ -149,7 +158,7 @@ def starts(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[bool, ..
     """
     first = next((index for index, layer in enumerate(model.layers) if layer.is_beginning), None)
     found = [
-        index == first or (layer.is_beginning and not layer.why_no_stage(is_cut))
+        index == first or (layer.is_beginning and not _why_no_stage(model, index, is_cut))
         for index, layer in enumerate(model.layers)
     ]
     preferred = [may and layer.begins_stage != "if needed" for may, layer in zip(found, model.layers, strict=True)]
