@@ -253,6 +253,24 @@ def test_stages_hold_all_calls_of_a_batch_norm(layout: str) -> None:
         assert_plain("siamese", found)
 
 
+def sharing() -> dict[str, nn.Module]:
+    first, second = plain_model(12), plain_model(13)
+    second.embed = first.embed
+    return {"first": first, "second": second}
+
+
+def apart(models: Any, batch: Any) -> Tensor:
+    return (models["first"](batch["chosen"]) - models["second"](batch["rejected"])).square().mean((1, 2))
+
+
+KINDS["one embedding"] = (sharing, apart, lambda outputs, batch: (outputs.sum(), len(outputs)), Pairs)
+
+
+def test_models_share_a_module_in_a_pipeline() -> None:
+    for found in pool(2).run(parallel, "pp=2 microbatch=4", "one embedding"):
+        assert_plain("one embedding", found)
+
+
 EMA: dict[str, Any] = {"ema teacher": {"teacher": ("student", 0.9)}}
 KINDS["ema teacher"] = (lambda: {"student": plain_model(7)}, distil_forward, distil, Tokens)
 

@@ -116,7 +116,12 @@ class Stage(PartOfStep):
         self._entered = [program.step.model.entered_before(layers.start) for layers in program.chunks]
         """How often modules have been entered where each chunk begins."""
         self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
-        self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
+        holders = list(self._model.modules())
+        self._places = {
+            path: [(one, leaf) for one in holders for leaf, part in one._modules.items() if part is real]
+            for path, real in self._real.items()
+        }
+        """The modules that hold each of these, with its name in them: two models may share one."""
         make = Placeholders.of(traced, program.step, mesh.device)
         self._stand_ins = {path: LayerStandIn(real, self._facts, make) for path, real in self._real.items()}
         self._weights = ReadWeights(traced, program, mesh.device)
@@ -396,7 +401,8 @@ class Stage(PartOfStep):
                 self._put(path, real)
 
     def _put(self, path: str, module: nn.Module) -> None:
-        self._parents[path]._modules[path.rpartition(".")[2]] = module
+        for holder, leaf in self._places[path]:
+            holder._modules[leaf] = module
 
 
 def stage_of(
