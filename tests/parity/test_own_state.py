@@ -65,6 +65,24 @@ def test_a_loop_that_saves_and_loads_is_the_one_that_did_not_stop(
     MODELS[model]().to(torch.float64).load_state_dict(found, strict=True)
 
 
+def _reading(rank: int, world: int, model: str, layout: str, job: Job, reads: bool) -> list[float]:
+    """A loop that looks at whole weights between a backward and the update."""
+    run, losses = make_run(rank, world, model, layout, job), []
+    for batch in samestep.batches(Tokens(), job):
+        losses.append(run.backward(batch).loss)
+        if reads:
+            with run.gathered() as whole:
+                assert sum(float(param.detach().norm()) for param in whole.parameters()) > 0
+        run.update()
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", pytest.param("tp=2", marks=NIGHTLY)])
+def test_weights_that_are_only_read_leave_the_gradients_that_wait(layout: str) -> None:
+    found = [on_ranks(layout, _reading, "plain", _job(), reads)[0] for reads in (True, False)]
+    assert found[0] == found[1]
+
+
 def _differ_by_nothing(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

@@ -175,6 +175,7 @@ def gathered(run: PreparedRun) -> Iterator[nn.Module]:
     with run.replicas.outer():
         state = whole_state.state_dict(run, on_every_rank=True)
     slots = _slots(run, state)
+    before = {slot.name: fingerprint(slot.whole.detach()) for slot in slots}
     for slot in slots:
         slot.held[slot.leaf] = slot.whole
     try:
@@ -183,8 +184,8 @@ def gathered(run: PreparedRun) -> Iterator[nn.Module]:
         for slot in slots:
             slot.held[slot.leaf] = slot.part
     values = {slot.name: slot.whole.detach() for slot in slots}
-    _compare(run, values)
-    _set(run, values)
+    if _compare(run, values) != before:  # what was only read keeps the gradients that wait
+        _set(run, values)
 
 
 def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:
@@ -204,8 +205,8 @@ def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:
     return found
 
 
-def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
-    """Refuse whole weights that ranks have written differently.
+def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> dict[str, int]:
+    """Refuse whole weights that ranks have written differently; return their fingerprints.
 
     Raises:
         ModelError: on every rank; it names one.
@@ -213,7 +214,7 @@ def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
     world = run.layout.world_size
     digests = {name: fingerprint(value) for name, value in values.items()}
     if len(set(gather_values(digest(repr(digests)), world))) == 1:
-        return
+        return digests
     for rank, theirs in enumerate(gather_values(digests, world)):
         other = next((name for name, number in theirs.items() if number != digests[name]), None)
         if other is not None:
@@ -221,3 +222,4 @@ def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
                 f"run.gathered(): ranks have written different values into {other}, of which one is rank {rank}: a loop that "
                 "writes alike on every rank works"
             )
+    return digests
