@@ -90,6 +90,13 @@ def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> N
     assert all(seen.notes for seen in ranks)
 
 
+@pytest.mark.parametrize("layout", ["cp=2 exchange=ring", pytest.param("cp=3", marks=pytest.mark.nightly)])
+def test_documents_stay_apart_around_a_ring(layout: str) -> None:
+    ranks = of_ranks(layout, "deep_llama", clipped())
+    assert_same(ranks, dense("deep_llama"), TOLERANCE)
+    assert_ledger(ranks, layout)
+
+
 def of_ranks(layout: str, model: str, job: Job, device: str = "cpu") -> list[Observed]:
     where = Layout.parse(layout)
     source_of(model, where, job, Packed)  # which the ranks inherit

@@ -162,7 +162,7 @@ def flash_attention_backward(
             given, query, key, value, output, log_sum_exp, 0.0, is_causal, scale=scale
         )
         return found
-    no_numbers = torch.zeros((), dtype=torch.int64)  # of dropout, which draws none
+    no_numbers = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which draws none
     found = aten._scaled_dot_product_flash_attention_backward(
         given, query, key, value, output, log_sum_exp, None, None, query.shape[2], key.shape[2], 0.0, is_causal,
         no_numbers, no_numbers, scale=scale,
