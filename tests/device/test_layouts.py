@@ -19,6 +19,7 @@ CASES = [
     ("dp=2 zero=3 offload", "plain"),
     ("tp=2 sequence_parallel recompute=full", "llama"),
     ("cp=2", "llama"),
+    ("cp=2 exchange=ring", "llama"),
     ("pp=2 microbatch=2 schedule=zero-bubble", "llama"),
     ("dp=2 ep=2", "mixtral"),
 ]

@@ -75,6 +75,7 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ("dp=2 zero=3 offload", "llama", {SAMPLES: 2, **OFFLOADED}),
     ("tp=2 sequence_parallel", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("cp=2", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
+    ("cp=2 exchange=ring", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("pp=2 microbatch=2", "llama", {SAMPLES: 8, **BESIDE_MASTERS}),
     ("dp=2 ep=2", "mixtral_balanced", {SAMPLES: 2, ROWS_OF_EXPERTS: 2, **BESIDE_MASTERS}),
 ]
