@@ -1,4 +1,4 @@
-"""Completion of the command line in bash, zsh and fish, written from the parser: verbs, flags, and what stands behind a flag.
+"""Completion of the command line in bash, zsh and fish, written from the parser: verbs, flags, and the values of a flag.
 
 Behind a flag stand its choices, the words given for it (of a layout, of a job's keys, names of profiles), files or folders. A layout is
 several words in quotes, of which the last one is completed; a word that ends in `=` is followed by no blank.
@@ -37,7 +37,7 @@ class Argument:
 
 
 def words_of_flags() -> dict[str, Sequence[str]]:
-    """Return the words that stand behind flags whose parser has no choices."""
+    """Return the words that may follow flags whose parser has no choices."""
     return {
         **dict.fromkeys(SEVERAL, Layout.words()),
         "--set": jobs.settings(),

@@ -18,6 +18,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness import dropped_attention, row_hashes
+from samestep.randomness.drawing_modules import named_modules
 from samestep.randomness.masks import (
     MaskSlice,
     drop_mask,
@@ -28,7 +29,7 @@ from samestep.randomness.masks import (
     positions,
     row_halves,
 )
-from samestep.randomness.mode import Draw, DropoutMode, named_modules, recompute_contexts, track_modules
+from samestep.randomness.mode import Draw, DropoutMode, recompute_contexts, track_modules
 from samestep.randomness.replacements import HANDLERS
 from tests.models import Call
 

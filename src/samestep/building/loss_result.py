@@ -76,7 +76,7 @@ class LossResult:
 
     @property
     def amounts(self) -> dict[str, Amount]:
-        """All sums and counts by a name for errors, that of a value in front of its own."""
+        """All sums and counts by a name for errors, each prefixed by its value's name."""
         return {**self.terms, **{f"{VALUES}{name}": amount for name, amount in self.values.items()}}
 
     def checked(self, names: LossNames) -> LossResult:

@@ -40,7 +40,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Which tensor of a batch holds the labels that a forward counts, or is the mask whose ones it counts, and what does not count in it."""
+    """The tensor of a batch that holds the labels a forward counts, or the mask whose ones it counts, and the value that does not count."""
 
     place: int | None = None
     """Its place among the tensors of the batch; None for the batch's "labels", or its second part."""

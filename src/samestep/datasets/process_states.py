@@ -28,7 +28,7 @@ def _words_at(address: int) -> _Words:
 
 
 def _python_words() -> _Words | None:
-    """Return the words of Python's generator, the number of used ones first; None where they are not behind the object's head."""
+    """Return the words of Python's generator, the number of used ones first; None where they do not follow the object's head."""
     if sys.implementation.name != "cpython" or type(_PYTHON).__basicsize__ < object.__basicsize__ + 4 * (_STATE + 1):
         return None
     scratch = random.Random(1)

@@ -148,7 +148,7 @@ def _line(connected: socket.socket) -> str:
 
 
 def _dial(address: str, port: int, token: bytes) -> tuple[socket.socket, int]:
-    """Connect to a door; return the connection, and the number of the host behind it.
+    """Connect to a door; return the connection, and the number of the host that answers.
 
     Raises:
         OSError: nobody answers.
@@ -167,7 +167,7 @@ def _dial(address: str, port: int, token: bytes) -> tuple[socket.socket, int]:
 
 
 def attempt(address: str, port: int, token: bytes, number: int | None = None) -> Attempt:
-    """Try to reach a port; with a number, the door of that host must be behind it, else anything that listens will do."""
+    """Try to reach a port; with a number, the door of that host must answer, else anything that listens will do."""
     try:
         if number is None:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()

@@ -1,4 +1,4 @@
-"""The processes of an allocation meet: the first that can listen at the meeting point leads, the others do what it asks.
+"""The processes of an allocation find each other: the first that can listen at the meeting point leads, the others do what it asks.
 
 Any process to which the meeting point's address belongs may lead, whatever its rank: so two processes of one rank, or a world
 without a rank 0, meet too. The ports are tried in turn; one that is blocked or taken is a finding, and does not end the meeting.

@@ -1,4 +1,4 @@
-"""Who a process is: its launcher, its rank, and the point at which it meets the others.
+"""Who a process is: its launcher, its rank, and the address of its rendezvous.
 
 A process that finds a world of one, although a daemon of an engine has started several of its kind, is named too: that engine's
 variables did not reach it.

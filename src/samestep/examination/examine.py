@@ -44,8 +44,9 @@ from samestep.tracing import called_again, pending_logits
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
+from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
-from samestep.tracing.trace import containers_of, trace
+from samestep.tracing.trace import trace
 from samestep.tracing.watched_forward import outputs_on_meta
 
 

@@ -77,7 +77,7 @@ def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, lo
 
 
 def _outputs_read(built: BuiltModel, loss: Loss, *, keeps_all: bool) -> frozenset[int] | None:
-    """Return the numbers of the outputs, among all of their tensors, that a loss reads beside the prediction; None for all."""
+    """Return the numbers of the outputs, among all of their tensors, that a loss reads besides the prediction; None for all."""
     if loss is cross_entropy or isinstance(loss, ModelLoss):
         return frozenset()
     read = ReadStorages()

@@ -59,7 +59,7 @@ class Differences:
 
     @property
     def verdict(self) -> str:
-        """How long both take, in one line."""
+        """The seconds of both sides, in one line."""
         more = self.other.step_s - self.one.step_s
         return (
             f"{self.other.name} takes {self.other.step_s * 1e3:,.4g} ms a step, {self.one.name} {self.one.step_s * 1e3:,.4g} ms: "

@@ -155,7 +155,7 @@ def _lanes(found: Explained, rank: int) -> Iterator[Lane]:
 
 
 def _each_rank(found: Explained) -> Section:
-    """Return one bar a rank: the rows of its step behind each other."""
+    """Return one bar a rank: the rows of its step, end to end."""
     longest_s = max(found.found.lasted_s.values())
     rows, names = [], dict[str, str]()
     for rank in some_of([*found.found.records], [found.found.busiest], MOST_BARS):

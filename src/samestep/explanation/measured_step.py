@@ -292,7 +292,7 @@ def enter_all(records: Mapping[int, RankRecord], sent: Mapping[int, Sequence[Sen
 
 
 def _waited_for(sent: Sequence[SentByRank]) -> set[int]:
-    """Return the ids of what a rank has waited for: itself, or what the same group or link carried behind it."""
+    """Return the ids of what a rank has waited for: itself, or what the same group or link carried after it."""
     found: set[int] = set()
     lasting = [(one, one.waited) for one in sent if one.waited is not None and one.ends > one.waited[0]]
     for last, (begin, end) in lasting:
@@ -333,7 +333,7 @@ def segments(step: RecordedStep, gaps: Iterable[tuple[int, int]]) -> Iterator[Se
 
 
 def _base(step: RecordedStep, end: int, until: int) -> Iterator[Segment]:
-    """Yield what the host does around its tasks: before the first, behind the last backward, and between two steps."""
+    """Yield what the host does around its tasks: before the first, after the last backward, and between two steps."""
     tasks = [event for event in step.events if event[0] == "task" and not event[1].startswith("U")]
     first = min((event[2] for event in tasks), default=0)
     last = max((event[3] for event in tasks), default=0)

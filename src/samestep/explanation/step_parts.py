@@ -152,7 +152,7 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
 def _with_step_before(
     records: Mapping[int, RankRecord], number: int, offsets: Mapping[str, int], last: MeasuredStep | None
 ) -> MeasuredStep:
-    """Return a step that knows the one before it, where every rank has recorded that; `last` was made last."""
+    """Return a step that knows the one before it, where every rank has recorded that; `last` is the latest."""
     before = None
     if last is not None and last.step == number - 1:
         before = replace(last, before=None)

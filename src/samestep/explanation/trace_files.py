@@ -84,6 +84,11 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads dicts, lists, numbers and text: no name of any module, without which a pickle can call nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Refuse the name of a module.
+
+        Raises:
+            pickle.UnpicklingError: always.
+        """
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 

@@ -28,11 +28,12 @@ from samestep.independence.partial_gradients import COPYING, PartialGradients, c
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
 from samestep.independence.unit_walk import data_in, follow, owners_in
 from samestep.models.spec import is_below
+from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import Looks, tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.operations import LOOKED, Operation, Recorder, view_of
-from samestep.tracing.trace import containers_of, samples_traced
+from samestep.tracing.trace import samples_traced
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import tensors_in
 

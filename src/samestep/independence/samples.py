@@ -39,9 +39,9 @@ from samestep.state.snapshot import preserve_function
 from samestep.tracing.asked_values import TracedValues
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.called_again import Groups, groups_of, record_calls
+from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
-from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import operands, tensors_in, tree_leaves
 

@@ -28,9 +28,9 @@ from samestep.independence.value_numbers import Table
 from samestep.models.analysis import ExpertModules, ModelAnalysis
 from samestep.models.spec import is_below
 from samestep.state import snapshot
+from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
-from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import answer_alike, watch_forward
 from samestep.trees import operands, tensors_in
 

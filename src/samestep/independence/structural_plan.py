@@ -24,8 +24,8 @@ from torch import nn
 from samestep.building.families import facts_of
 from samestep.models.spec import is_below
 from samestep.tracing.arranged_layers import block_of
+from samestep.tracing.containers import containers_of
 from samestep.tracing.operations import Operation, View
-from samestep.tracing.trace import containers_of
 
 OUTSIDE = ""
 """Stands for the weights outside the blocks, such as embeddings, among what reaches a tensor."""

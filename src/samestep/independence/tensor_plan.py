@@ -27,9 +27,10 @@ from samestep.independence.sequence_boundaries import state_of
 from samestep.models.layer_spec import LayerSpec, PartialSum
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below
+from samestep.tracing.containers import containers_of
 from samestep.tracing.looks import paths_within
 from samestep.tracing.operations import Recorder
-from samestep.tracing.trace import containers_of, samples_traced
+from samestep.tracing.trace import samples_traced
 
 Plan = Mapping[str, str]
 """Patterns of module paths, each with one of `STYLES`."""

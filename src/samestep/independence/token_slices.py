@@ -36,13 +36,13 @@ from samestep.independence.value_numbers import Table, ValueNumbers, first_diffe
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
+from samestep.tracing.containers import containers_of
 from samestep.tracing.crossings import with_slices_of
 from samestep.tracing.experts import routing_arguments
 from samestep.tracing.flow import CannotPassError
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
-from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import answer_alike, watch_forward
 from samestep.trees import keystr, operands, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 

@@ -22,7 +22,7 @@ from samestep.program.ranks import tie_of
 
 @dataclass(frozen=True, slots=True)
 class FollowedWeights:
-    """The weights that one stage sends to another one behind each step."""
+    """The weights that one stage sends to another one after each step."""
 
     source: int
     """Stage of the trained weights."""

@@ -164,7 +164,11 @@ def _with_ops(head: RecordHead) -> RecordHead:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each line."""
+    """Yield the number and the value of each line; a last line that is cut off is left out.
+
+    Raises:
+        RecordError: the file cannot be read, or a line is damaged.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""The kernels of a recorded step, as `train.record_kernels` lets each rank write them: one JSON-lines file beside its record. No torch.
+"""The kernels of a recorded step, as `train.record_kernels` lets each rank write them: one JSON-lines file next to its record. No torch.
 
     {"format": "samestep kernels", "version": 1, "rank": 0, "missing": ""}
     {"step": 101, "names": ["aten::mm", ...], "kernels": [[0, 1200, 1200, 5100, 3100], ...], "events": []}

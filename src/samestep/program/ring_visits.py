@@ -56,7 +56,7 @@ class SlicePlacement(NamedTuple):
 
 
 class RingVisit(NamedTuple):
-    """What a rank computes with the keys and values of one rank, in positions of what each of the two holds."""
+    """The part of the attention that a rank computes with one rank's keys and values, in positions of what each of the two holds."""
 
     queries: slice
     keys: slice

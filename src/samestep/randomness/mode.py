@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.randomness.drawing_modules import DRAWING_NOTHING, named_modules
 from samestep.randomness.dropped_attention import DropPart, MaskSource
 from samestep.randomness.masks import (
     HashedPositions,
@@ -49,9 +50,6 @@ from samestep.randomness.masks import (
 )
 from samestep.randomness.replacements import HANDLERS
 from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, ForwardRows, KnownDraws
-
-WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""Components of a module's name that wrappers add; the names in a job do not have them."""
 
 DrawKey = tuple[str, int, int]
 """A mask, or a tensor of random numbers: the module that draws it, its entry, and the draw, as in `MaskSpec`."""
@@ -131,61 +129,6 @@ class _Frame:
     """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""
 
 
-_DRAWING_NOTHING = frozenset(
-    getattr(nn, name)
-    for name in [
-        "Linear",
-        "Bilinear",
-        "Identity",
-        "Embedding",
-        "EmbeddingBag",
-        "LayerNorm",
-        "RMSNorm",
-        "GroupNorm",
-        "BatchNorm1d",
-        "BatchNorm2d",
-        "BatchNorm3d",
-        "Conv1d",
-        "Conv2d",
-        "Conv3d",
-        "ConvTranspose1d",
-        "ConvTranspose2d",
-        "ConvTranspose3d",
-        "ReLU",
-        "ReLU6",
-        "LeakyReLU",
-        "GELU",
-        "SiLU",
-        "Mish",
-        "ELU",
-        "SELU",
-        "CELU",
-        "Tanh",
-        "Sigmoid",
-        "Softplus",
-        "Softmax",
-        "LogSoftmax",
-        "Hardswish",
-        "Hardsigmoid",
-        "PReLU",
-        "GLU",
-        "MaxPool1d",
-        "MaxPool2d",
-        "MaxPool3d",
-        "AvgPool1d",
-        "AvgPool2d",
-        "AvgPool3d",
-        "AdaptiveAvgPool1d",
-        "AdaptiveAvgPool2d",
-        "AdaptiveAvgPool3d",
-        "Flatten",
-        "Unflatten",
-        "Upsample",
-        "ZeroPad2d",
-        "PixelShuffle",
-    ]
-)
-"""Modules of torch whose code draws nothing, and calls no other module: a hook would make each call longer."""
 _MOST_SHAPES = 64
 """Shapes of masks whose hashed positions are remembered."""
 
@@ -231,15 +174,6 @@ class _ModeTracker:
 _TRACKERS: WeakKeyDictionary[nn.Module, _ModeTracker] = WeakKeyDictionary()
 
 
-def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by full name, without the components that wrappers add; a wrapper itself has no name."""
-    modules = {}
-    for name, module in model.named_modules():
-        # A wrapper comes before the module it wraps and has the same name here, so the inner module stays.
-        modules[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
-    return modules
-
-
 def track_modules(model: nn.Module) -> None:
     """Install on each module that may draw the two hooks that report its forward to the active mode.
 
@@ -248,7 +182,7 @@ def track_modules(model: nn.Module) -> None:
     """
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     for name, module in named_modules(model).items():
-        if module in tracker.in_graph or type(module) in _DRAWING_NOTHING:
+        if module in tracker.in_graph or type(module) in DRAWING_NOTHING:
             continue
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away

@@ -73,7 +73,7 @@ class Reading:
 
 
 def send_to_values(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients where the values are; those on the host arrive there before any `Reading` that is made later."""
+    """Return gradients where the values are; those on the host arrive there before any later `Reading`."""
     return [
         gradient
         if gradient.device == value.device

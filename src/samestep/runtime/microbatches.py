@@ -52,7 +52,7 @@ class StepBatch(Protocol):
         ...
 
     def end_stream(self) -> None:
-        """End the stream of batches behind this one, since the ranks agreed to stop."""
+        """End the stream of batches after this one, since the ranks agreed to stop."""
         ...
 
 

@@ -12,7 +12,7 @@ from samestep.output import process_limits
 
 
 class _Late:
-    """The place of the function that completes a report, beside the fields of the report."""
+    """The function that completes a report, kept next to the report's fields."""
 
     __slots__ = ("_complete",)
 

@@ -364,7 +364,7 @@ class Stepper:
             weights.store.publish(waits=not self._owns_weights)
 
     def follow(self, step: int, updated: frozenset[str] | None = None) -> None:
-        """Let models that follow others move behind a step, or behind an update of some of its weights.
+        """Let models that follow others move after a step, or after an update of some of its weights.
 
         Collective over the stages of a pipeline, see [Note: collective calls].
         """

@@ -94,7 +94,7 @@ def _at_end(program: Program) -> Iterator[Op]:
 
 
 def _of_other_stages(program: Program, key: BodyKey) -> tuple[list[Op], list[Op]]:
-    """Return what the forward of a stage sends in the code between layers of the stages before it, and of those behind it."""
+    """Return what the forward of a stage sends in the code between layers of the stages before it, and of those after it."""
     if not program.chunks or not is_forward(key):
         return [], []
     chunk = program.chunks[key.chunk or 0]
@@ -108,7 +108,7 @@ def _of_other_stages(program: Program, key: BodyKey) -> tuple[list[Op], list[Op]
 
 
 def _to_stages(step: StepSpec) -> Iterator[Op]:
-    """Yield what gives all stages the buffers that one of them has computed, behind the update."""
+    """Yield what gives all stages the buffers that one of them has computed, after the update."""
     for layer in step.model.layers:
         for one in layer.kept:
             dtype = one.dtype or step.master_dtype

@@ -237,7 +237,7 @@ def _local_heads(exchange: Exchange, heads: int, step: StepSpec) -> int:
 
 
 def _shifts(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
-    """Yield the shifts of a layer's attentions, each beside the attention to the keys and values of one rank.
+    """Yield the shifts of a layer's attentions, each during the attention to the keys and values of one rank.
 
     In the backward two are beside it, which takes at least twice as long as in the forward.
     """

@@ -113,7 +113,7 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> str:
 @cache_by_model
 @cache_by_model
 def _kept_over(model: ModelSpec) -> dict[int, str]:
-    """Return the layers with which no stage can begin, each with the module that keeps statistics of calls before and behind it."""
+    """Return the layers with which no stage can begin, each with the module that keeps statistics of calls before and after it."""
     found: dict[int, str] = {}
     for path in model.coupled_modules:
         calls = [index for index, layer in enumerate(model.layers) if path in dict(layer.entered)]

@@ -32,7 +32,7 @@ FOLDER = "runs/loop"
 
 
 def track(run: Run, *receivers: Receiver | HeldOut, folder: str | Path = FOLDER) -> Tracking:
-    """Give the report of each step of a loop of one's own to receivers; `run.step` does so from now on, and every rank calls this.
+    """Give the report of each step of a user's loop to receivers; `run.step` does so from now on, and every rank calls this.
 
     Args:
         run: the run whose steps are tracked.

@@ -206,7 +206,7 @@ def doctor(words: Namespace) -> Result:
 
 
 def _doctor_meets(words: Namespace) -> dict[str, Any]:
-    """Return where the hosts meet, and their secret, as far as the words say it."""
+    """Return the hosts' rendezvous address and their secret, as far as the words say them."""
     if words.nodes is None and words.rendezvous is None and words.token_file is not None:
         from samestep.runtime.processes import meeting
 

@@ -51,7 +51,7 @@ def _bar(kind: str, part: float, top: int, height: int) -> str:
 
 
 def stacked(label: str, parts: Sequence[tuple[str, str, float]], longest: float, total: Quantity) -> str:
-    """Return one bar of parts behind each other, each with name, kind and amount."""
+    """Return one bar of parts, end to end, each with name, kind and amount."""
     drawn, now = [], 0.0
     for name, kind, amount in parts:
         width = 100 * amount / (longest or 1.0)

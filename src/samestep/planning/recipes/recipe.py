@@ -22,7 +22,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFacts:
-    """The facts that a recipe is made of: a layout for a job, on nodes of so many devices."""
+    """The facts of a recipe: a layout for a job, on nodes of so many devices."""
 
     job: Job
     layout: Layout

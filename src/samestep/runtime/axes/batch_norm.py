@@ -64,7 +64,7 @@ class _MicrobatchPart:
         return cls(groups, runs or (GroupPart(0, 1),), bool(runs), groups.slots(microbatch))
 
     def rows(self, x: Tensor, owner: str, views: int) -> list[tuple[int, Tensor]]:
-        """Return the group and the rows of each run, of x [B, C, ...] in which all samples stand so many times one behind the other.
+        """Return the group and the rows of each run, of x [B, C, ...] in which all samples stand so many times in a row.
 
         Raises:
             ModelError: the number of rows is no multiple of that of the samples.
@@ -174,7 +174,7 @@ class BatchNorms(PartOfStep):
         self._groups = groups
 
     def end_backwards(self) -> None:
-        """Compute the next values of buffers, collective over `dp` where they are made of values of all samples."""
+        """Compute the next values of buffers, collective over `dp` where they depend on values of all samples."""
         self.values.finish()
 
     def end_update(self) -> None:

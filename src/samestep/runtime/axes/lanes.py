@@ -226,7 +226,7 @@ def _loss_of(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
-    """Call a forward of (batch, carried), or of what it takes of the batch by name or place, and the state behind it.
+    """Call a forward of (batch, carried), or of what it takes of the batch by name or place, and the state after it.
 
     Raises:
         ModelError: it takes no second argument, or does not return outputs and a state.

@@ -34,7 +34,7 @@ class _StageBuffer:
 
 @dataclass(frozen=True, slots=True)
 class StageBuffers:
-    """The buffers that the stages of a pipeline give each other behind an update; none without `pp`."""
+    """The buffers that the stages of a pipeline send each other after an update; none without `pp`."""
 
     model: nn.Module
     buffers: tuple[_StageBuffer, ...] = ()

@@ -196,7 +196,7 @@ class WholeBatch:
         return _times(result.found, is_first)
 
     def summed(self, found: LossResult, outputs: Any, own: Any, others: Callable[[], Iterable[Any]]) -> Amount:
-        """Return the sum and the count that `result` has made of a micro-batch."""
+        """Return the sum and the count that `result` gives for a micro-batch."""
         assert self._number is not None, "the result of this micro-batch"
         number, self._number = self._number, None
         return number

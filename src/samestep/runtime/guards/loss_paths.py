@@ -37,7 +37,7 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
 
 
 def own_weight(total: Tensor, outputs: Any) -> str:
-    """Return a remark on a loss that has a trained weight of its own, which the optimizer of the run is not given; empty if it has none."""
+    """Return a remark on a loss with a trainable weight that the optimizer of the run does not have; empty if it has none."""
     ends = [get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad]
     leaves = [getattr(node, "variable", None) for node in _leaves([get_gradient_edge(total).node], ends)]
     found = next((one for one in leaves if isinstance(one, nn.Parameter)), None)

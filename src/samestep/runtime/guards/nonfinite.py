@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.randomness.mode import named_modules
+from samestep.randomness.drawing_modules import named_modules
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.loss_scale import LARGEST_SUM

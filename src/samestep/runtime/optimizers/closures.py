@@ -46,7 +46,7 @@ class Closure:
     """What tells the weights and the lent gradients at the beginning of the update from others."""
 
     def begin(self) -> None:
-        """Note the weights and the gradients that the optimizer is lent, those of the step's own backward."""
+        """Note the weights and the gradients that the optimizer is lent, which the step's backward has computed."""
         self._first = [*self._marks()]
 
     @torch.enable_grad()

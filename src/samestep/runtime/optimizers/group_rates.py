@@ -61,7 +61,7 @@ class GroupRates:
 
     @property
     def counts_updates(self) -> bool:
-        """Whether a loop has made updates of its own."""
+        """Whether a loop has called `update` itself."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         return any(_NUM_UPDATES in group for group in groups)
 

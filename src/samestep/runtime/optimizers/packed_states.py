@@ -1,4 +1,4 @@
-"""States of an optimizer that are held in fewer bits than it computes with: widened for an update, packed behind it.
+"""States of an optimizer that are held in fewer bits than it computes with: widened for an update, packed after it.
 
 bf16   rounded at random, up or down with the probabilities that keep the mean: a second moment of which an update
        changes less than half a last place would stay for ever where it is, were it rounded to the nearest (Zamirai et

@@ -1,4 +1,4 @@
-"""Stragglers: a rank whose own work takes longer than that of the other ranks of its stage, found while a run goes on.
+"""Stragglers: a rank whose own work takes longer than that of the other ranks of its stage, found during a run.
 
 A wait says who is late, and not why: other load on a machine makes every rank late at times. So ranks are judged by what they compute
 themselves, on a CPU the processor time of their main thread, on a GPU the seconds of their tasks on the device. Of the steps of a window

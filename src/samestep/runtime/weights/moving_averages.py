@@ -78,7 +78,7 @@ class ModelAverages:
     def follow(
         self, module: nn.Module, program: Program, mesh: Mesh, step: int, updated: Collection[str] | None = None
     ) -> None:
-        """Move each model that follows another towards it, behind a step counted from 0.
+        """Move each model that follows another towards it, after a step counted from 0.
 
         `updated` are the names of the weights that an update was of, where a step has several; only a model that follows one of them
         moves. None stands for all.

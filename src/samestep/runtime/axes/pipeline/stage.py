@@ -147,6 +147,9 @@ class Stage(PartOfStep):
 
         Receives from the previous stage and sends to the next: every stage calls it for each forward of its program, in
         that order. If one does not, its neighbours wait until the time limit.
+
+        Raises:
+            ModelError: the model's own code needs a value that is on another stage.
         """
         action = Action(TaskKind.FORWARD, microbatch, chunk)
         try:
