@@ -6,6 +6,8 @@ import dataclasses
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,14 +23,15 @@ from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.doors import REACHED, Attempt, Rate
 from samestep.diagnosis.findings import HostFindings, at_once, of_record
 from samestep.diagnosis.gathering import Followed, Leads
-from samestep.diagnosis.gpus import Gpus, Torch
+from samestep.diagnosis.gpus import Gpus, Torch, TorchQuestion
 from samestep.diagnosis.identity import Identity, identify
 from samestep.diagnosis.limits import Limits
 from samestep.diagnosis.link_rates import Links
 from samestep.diagnosis.names import Interface, Network
 from samestep.diagnosis.report import Report, ReportLine, merged
-from samestep.diagnosis.shared_folder import Folder, Sight
+from samestep.diagnosis.shared_folder import Folder, Sight, find_folder
 from samestep.diagnosis.software import Software
+from samestep.runtime.processes.launch_info import ALONE
 from samestep.runtime.processes.rank_variables import listed_hosts
 
 GIB = 1 << 30
@@ -73,6 +76,7 @@ def _host(place: int, draw: random.Random, num_hosts: int, *, has_gpus: bool) ->
         Limits(
             "/tmp",
             draw.randint(2, 90) * GIB,
+            "",
             64 * GIB,
             draw.randint(1, 64) * GIB,
             "",
@@ -210,6 +214,11 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str, str]] = {
         _heard(lambda heard, last: {"identities": heard.identities[:-1], "hosts": heard.hosts}),
         "world",
         "was silent",
+    ),
+    "TMPDIR is not there": (
+        _on_last("limits", temporary_unused="/scratch"),
+        "disk",
+        "nothing can be written to /scratch, and temporary files go to /tmp",
     ),
     "other samestep": (_on_last("software", samestep="0.0.9"), "software", "0.0.9 on n"),
     "other files": (_on_last("software", source="def"), "software", "def on n"),
@@ -578,3 +587,60 @@ def test_a_job_has_what_binds_its_layout_on_the_measured_links(layout: str | Non
     crawling = replace(links, between={pair: replace(one, bytes_per_s=1e5) for pair, one in links.between.items()})
     slow = link_rates.as_measured(hardware.load("h100x8"), crawling, 1)
     assert "would be bound by exposed communication" in link_rates.bound_of(job, "dp=4", 4, slow)
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_host", "named"),
+    [
+        ("dp=4", False, ""),
+        ("dp=2 tp=2", False, ""),
+        ("dp=2", False, '"dp=2" is for 2 ranks, and torchrun has 4 ranks'),
+        ("dp=8", False, '"dp=8" is for 8 ranks, and torchrun has 4 ranks'),
+        ("dp=8", True, ""),
+        ("dp=6", True, '"dp=6" is for 6 ranks, and torchrun has 4 hosts'),
+        (None, False, ""),
+    ],
+)
+def test_a_layout_for_another_number_of_ranks_is_named(layout: str | None, is_host: bool, named: str) -> None:
+    who = Identity("n0", "n0", 1, "torchrun", ("RANK=0",), size=4, is_host=is_host)
+    found = [*link_rates.layout_lines(Heard((who,), ()), layout, None)]
+    assert [line.found for line in found] == ([named] if named else [])
+    alone = Heard((Identity("n0", "n0", 1, ALONE),), ())
+    assert not [*link_rates.layout_lines(alone, layout, None)]
+
+
+def test_a_meeting_point_that_is_every_host_itself_has_the_address_that_works() -> None:
+    heard, _ = healthy(3)
+    assert len(heard.hosts) > 1
+    net = replace(heard.hosts[0].network, meeting_addresses=("127.0.1.1", "10.0.0.1"))
+    first = Heard(heard.identities[:1], (replace(heard.hosts[0], network=net),))
+    (line,) = [one for one in all_hosts.lines_of(first) if one.about == "world"]
+    assert "is 127.0.1.1 here: every host itself" in line.found
+    assert "MASTER_ADDR=10.0.0.1 on all hosts" in line.remedy
+
+
+def test_a_python_that_cannot_be_started_and_a_thread_that_cannot_are_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def refuse_process(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(subprocess, "Popen", refuse_process)
+        asked = TorchQuestion()
+    assert asked.answer(1.0).error == f"{sys.executable} cannot be started: resource temporarily unavailable"
+    asked.close()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert at_once({"one": lambda: 1, "two": lambda: 1 // 0}) == (
+        {"one": 1, "two": None},
+        ("two: ZeroDivisionError: integer division or modulo by zero",),
+    )
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert find_folder(tmp_path / "file").error == "it is a file"
+    assert find_folder(tmp_path / "none yet").error == ""

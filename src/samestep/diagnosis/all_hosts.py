@@ -11,6 +11,7 @@ from samestep.diagnosis.doors import REACHED, Attempt
 from samestep.diagnosis.findings import HostFindings
 from samestep.diagnosis.gpus import Torch
 from samestep.diagnosis.identity import Identity
+from samestep.diagnosis.names import LOOPBACK_ADDRESSES
 from samestep.diagnosis.report import Level, ReportLine
 from samestep.diagnosis.shared_folder import Sight
 
@@ -113,8 +114,13 @@ def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterato
         f"{found}; {heard.identities[0].launcher} lists {_some(silent)}, from which nobody came" if silent else found
     )
     net = heard.hosts[0].network if heard.hosts else None
-    if net is not None and all(one.startswith(("127.", "::1")) for one in net.meeting_addresses):
-        shown += f"; {net.meets_at}, at which they meet, is every host itself"
+    if net is not None and net.meeting_addresses[:1] and net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES):
+        shown += f"; {net.meets_at}, at which they meet, is {net.meeting_addresses[0]} here: every host itself"
+        own = next((one for one in net.addresses if not one.startswith(LOOPBACK_ADDRESSES)), "")
+        first = f"MASTER_ADDR={own} on all hosts" if own and heard.identities[0].rank == 0 else "its own address"
+        works = f"for several hosts an address of the first one that the others reach works: {first}, or {net.meets_at} with that address in /etc/hosts"
+        yield ReportLine("fault", "world", shown, works)
+        return
     works = "what such a host wrote itself says why: no process, no way to the first host, or other variables; --wait S waits longer"
     yield ReportLine("fault", "world", shown, works)
 

@@ -142,24 +142,36 @@ def _report(peers: list[Peer], taken: tuple[int, ...], wanted: _Wanted) -> Repor
     lines += [*all_hosts.lines_of(heard), *link_rates.lines_of(heard, links, wanted.machine)]
     lines += [one_host.torch_line(heard.name(place), one, heard.hosts[place]) for place, one in heard.torches.items()]
     links = link_rates.judged(heard, links, wanted.machine)
+    lines += link_rates.layout_lines(heard, wanted.layout, wanted.job)
     end = []
     if wanted.job is not None:
         measured = link_rates.as_measured(wanted.machine, links, per_host)
-        end.append(_bound(wanted, len(heard.hosts) * per_host, measured))
+        bound, is_refused = _bound(wanted, len(heard.hosts) * per_host, measured)
+        if is_refused:
+            lines.append(ReportLine("fault", "layout", bound, "samestep layouts lists those that work"))
+        else:
+            end.append(bound)
     if wanted.out is not None:
         end.append(link_rates.write_profile(wanted.out, wanted.profile, wanted.machine, links, per_host))
     return Report(_head(heard), merged(lines), time.monotonic() - wanted.began_s, "\n".join(end))
 
 
-def _bound(wanted: _Wanted, devices: int, measured: Hardware) -> str:
-    """Return what a layout would be bound by, or why that is not known in time."""
+def _bound(wanted: _Wanted, devices: int, measured: Hardware) -> tuple[str, bool]:
+    """Return what a layout would be bound by, or why that is not known in time; and whether the layout cannot run."""
     assert wanted.job is not None
     job, limit_s = wanted.job, max(_LEAST_BOUND_S, wanted.left_s())
-    found, late = at_once({"bound": lambda: link_rates.bound_of(job, wanted.layout, devices, measured)}, limit_s)
-    return (
-        found["bound"]
-        or f"not predicted: {late[0].partition(': ')[2]}; samestep plan --devices {devices} takes its time"
-    )
+
+    def bound() -> tuple[str, bool]:
+        try:
+            return link_rates.bound_of(job, wanted.layout, devices, measured), False
+        except InputError as error:
+            return str(error), True
+
+    found, late = at_once({"bound": bound}, limit_s)
+    if found["bound"] is not None:
+        predicted: tuple[str, bool] = found["bound"]
+        return predicted
+    return f"not predicted: {late[0].partition(': ')[2]}; samestep plan --devices {devices} takes its time", False
 
 
 def _head(heard: Heard) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,16 +87,15 @@ def at_once(probes: dict[str, Callable[[], Any]], limit_s: float = PROBE_S) -> t
             errors[name] = shortened(f"{type(error).__name__}: {error}")
 
     threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in probes}
-    for thread in threads.values():
-        thread.start()
-    limit = threading.Event()
-    timer = threading.Timer(limit_s, limit.set)
-    timer.daemon = True
-    timer.start()
     for name, thread in threads.items():
-        while thread.is_alive() and not limit.is_set():
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is left to this user; what hangs is then waited for
+            run(name)
+    end_s = time.monotonic() + limit_s
+    for name, thread in threads.items():
+        while thread.is_alive() and time.monotonic() < end_s:
             thread.join(0.05)
         if thread.is_alive():
             errors[name] = f"it did not end within {limit_s:.3g} s"
-    timer.cancel()
     return {name: results[name] for name in probes}, tuple(f"{name}: {error}" for name, error in errors.items())

@@ -119,10 +119,17 @@ class TorchQuestion:
 
     def __init__(self) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
-        self._process = subprocess.Popen([sys.executable, "-c", _CODE], **pipes)  # type: ignore[call-overload]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused = ""
+        try:
+            self._process = subprocess.Popen([sys.executable, "-c", _CODE], **pipes)  # type: ignore[call-overload]
+        except OSError as error:  # no process is left to this user, or the interpreter is not theirs to run
+            self._refused = f"{sys.executable} cannot be started: {(error.strerror or str(error)).lower()}"
 
     def answer(self, timeout_s: float) -> Torch:
         """Return what torch says, within a number of seconds."""
+        if self._process is None:
+            return Torch("", 0, "", self._refused)
         try:
             said, _ = self._process.communicate(timeout=timeout_s)
             return Torch(**json.loads(said))
@@ -135,6 +142,8 @@ class TorchQuestion:
 
     def close(self) -> None:
         """End the process."""
+        if self._process is None:
+            return
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()

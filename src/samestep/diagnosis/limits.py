@@ -25,6 +25,8 @@ class Limits:
     temporary: str
     """The folder for temporary files."""
     temporary_free_bytes: int
+    temporary_unused: str
+    """The folder that is named for temporary files, by TMPDIR or by custom, where nothing can be written to it."""
     shm_bytes: int
     """The size of /dev/shm; -1 where the system has none."""
     shm_free_bytes: int
@@ -38,11 +40,13 @@ class Limits:
 
 def find_limits() -> Limits:
     """Return what this host has left."""
-    temporary = tempfile.gettempdir()
+    named, temporary = Path(os.environ.get("TMPDIR") or "/tmp"), tempfile.gettempdir()
+    is_unused = os.name == "posix" and named.absolute() != Path(temporary)
     size, free, error = _shm()
     return Limits(
         temporary=temporary,
         temporary_free_bytes=psutil.disk_usage(temporary).free,
+        temporary_unused=str(named) if is_unused else "",
         shm_bytes=size,
         shm_free_bytes=free,
         shm_error=error,

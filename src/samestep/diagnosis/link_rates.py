@@ -251,6 +251,20 @@ def ranks_of_host(heard: Heard, layout: str | None, job: Job | None) -> int:
     return max(1, *gpus) if gpus else 1
 
 
+def layout_lines(heard: Heard, layout: str | None, job: Job | None) -> Iterator[ReportLine]:
+    """Yield that a layout is for another number of ranks than the launcher has started; a process that is alone starts its own."""
+    given = Layout.parse(layout) if layout else Layout.of(job.layout) if job is not None and job.layout else None
+    who = heard.identities[0]
+    if given is None or (who.size == 1 and not who.variables):
+        return
+    needs, size, unit = given.world_size, who.size, "host" if who.is_host else "rank"
+    if needs == size or (who.is_host and needs % size == 0):
+        return
+    rule = f"a layout of {size} ranks" if unit == "rank" else f"a layout with as many ranks on each of {size} hosts"
+    found = f'"{given}" is for {needs} ranks, and {who.launcher} has {size} {unit}{"s" * (size > 1)}'
+    yield ReportLine("fault", "layout", found, f"{rule} works, or {needs} ranks")
+
+
 def pairs_of(played: Sequence[Sequence[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
     """Yield the pairs that are measured at once: each round in one direction and then in the other."""
     for pairs in played:

@@ -11,6 +11,7 @@ import psutil
 
 from samestep.runtime.processes.host_names import LOOPBACK, interface_towards
 
+LOOPBACK_ADDRESSES = ("127.", "::1")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

@@ -8,7 +8,7 @@ from samestep.diagnosis.findings import HostFindings
 from samestep.diagnosis.gpus import LEAST_DRIVER, Gpus, Torch
 from samestep.diagnosis.identity import Identity
 from samestep.diagnosis.limits import NO_LIMIT, Limits
-from samestep.diagnosis.names import Network
+from samestep.diagnosis.names import LOOPBACK_ADDRESSES, Network
 from samestep.diagnosis.report import Level, ReportLine
 from samestep.diagnosis.shared_folder import Folder
 from samestep.output.byte_sizes import readable
@@ -18,7 +18,6 @@ _FULL_BYTES, _LITTLE_BYTES = 64 << 20, 1 << 30
 _SHM_FULL_BYTES, _SHM_LITTLE_BYTES = 16 << 20, 512 << 20
 _FEW_FILES, _LITTLE_FILES = 256, 1024
 _FEW_PROCESSES, _LITTLE_PROCESSES = 64, 512
-_LOOPBACK_ADDRESSES = ("127.", "::1")
 
 
 def lines_of(found: HostFindings) -> list[ReportLine]:
@@ -121,8 +120,8 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
         yield "fault", "names", f"{at}, at which all ranks meet, has no address here", works
         return
     mine = {one.address for one in net.interfaces}
-    is_loopback = net.meeting_addresses[0].startswith(_LOOPBACK_ADDRESSES)
-    if is_loopback and any(not one.startswith(_LOOPBACK_ADDRESSES) for one in net.first_addresses):
+    is_loopback = net.meeting_addresses[0].startswith(LOOPBACK_ADDRESSES)
+    if is_loopback and any(not one.startswith(LOOPBACK_ADDRESSES) for one in net.first_addresses):
         works = f"MASTER_ADDR={who.listed[0]}, the first host of the job, works"
         yield (
             "fault",
@@ -130,7 +129,7 @@ def _name_lines(who: Identity, net: Network) -> Iterator[Parts]:
             f"{at}, at which all ranks meet, is every host itself, and the job has {len(who.listed)}",
             works,
         )
-    elif net.own_addresses and not any(one in mine or one.startswith(_LOOPBACK_ADDRESSES) for one in net.own_addresses):
+    elif net.own_addresses and not any(one in mine or one.startswith(LOOPBACK_ADDRESSES) for one in net.own_addresses):
         works = "the entry of its own address in DNS or /etc/hosts works"
         yield (
             "warning",
@@ -176,12 +175,12 @@ def _folder_line(folder: Folder) -> Parts:
 def _limit_lines(limits: Limits, gpus: Gpus | None) -> Iterator[Parts]:
     free, where = limits.temporary_free_bytes, limits.temporary
     level: Level = "fault" if free < _FULL_BYTES else "warning" if free < _LITTLE_BYTES else "ok"
-    yield (
-        level,
-        "disk",
-        f"{where} has {readable(free)} left",
-        "" if level == "ok" else "another TMPDIR works, or files removed there",
-    )
+    shown, works = f"{where} has {readable(free)} left", "another TMPDIR works, or files removed there"
+    if limits.temporary_unused:
+        shown = f"nothing can be written to {limits.temporary_unused}, and temporary files go to {where}: {shown}"
+        level = level if level == "fault" else "warning"
+        works = "TMPDIR, a folder on each host that this user may write to, works"
+    yield level, "disk", shown, "" if level == "ok" else works
     yield _shm_line(limits, gpus)
     files = limits.open_files
     level = "ok" if files == NO_LIMIT or files >= _LITTLE_FILES else "fault" if files < _FEW_FILES else "warning"

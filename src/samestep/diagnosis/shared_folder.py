@@ -47,7 +47,7 @@ def find_folder(path: Path) -> Folder:
     above = next((one for one in (real, *real.parents) if one.is_dir()), Path("/"))
     free = psutil.disk_usage(str(above)).free
     probe = above / f".samestep-doctor-{os.getpid()}-{time.time_ns()}"
-    error = _written(probe, "probe")
+    error = "it is a file" if real.is_file() else _written(probe, "probe")
     with contextlib.suppress(OSError):
         probe.unlink()
     return Folder(str(real), _mount_of(above), free, error)
