@@ -23,7 +23,7 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights import placement
+from samestep.runtime.weights import placement, replicated
 from samestep.runtime.weights.pieces import squared_norm
 from samestep.runtime.weights.replicated import Replicated
 from tests.models import Tokens
@@ -155,16 +155,17 @@ def gradients_are_those_of_other_ranks(patch: Patch) -> None:
 
 @fault(Cause.LAST_MICROBATCH, "dp=2 microbatch=1")
 def only_the_last_microbatch_counts(patch: Patch) -> None:
-    def ready(original: Any, self: Replicated, place: Any, param: Tensor) -> None:
+    def ready(original: Any, store: Any, place: Any, param: Tensor) -> None:
+        kept = store().__dict__.setdefault("kept", {})
         if param.grad is place.gradient:
-            param.grad = param.grad - self.__dict__.setdefault("kept", {}).get(place.name, 0.0)
-        self.__dict__.setdefault("kept", {})[place.name] = param.grad.clone()
+            param.grad = param.grad - kept.get(place.name, 0.0)
+        kept[place.name] = param.grad.clone()
         place.flat.untouched.add(place.name)
         place.gradient.copy_(param.grad)
         param.grad = None
-        original(self, place, _given(param, place.gradient))
+        original(store, place, _given(param, place.gradient))
 
-    around(patch, Replicated, "_gradient_ready", ready)
+    around(patch, replicated, "_gradient_hook", ready)
 
 
 def _given(param: Tensor, gradient: Tensor) -> Tensor:
@@ -194,22 +195,22 @@ def a_microbatch_counts_twice(patch: Patch) -> None:
 
 @fault(Cause.MISSING_GRADIENT, "dp=2")
 def one_weight_has_no_gradient(patch: Patch) -> None:
-    def ready(original: Any, self: Replicated, place: Any, param: Tensor) -> None:
+    def ready(original: Any, store: Any, place: Any, param: Tensor) -> None:
         if "norm.weight" in place.name and param.grad is not None:
             param.grad = torch.zeros_like(param.grad)
-        original(self, place, param)
+        original(store, place, param)
 
-    around(patch, Replicated, "_gradient_ready", ready)
+    around(patch, replicated, "_gradient_hook", ready)
 
 
 @fault(Cause.BACKWARD, "dp=2")
 def one_backward_is_wrong(patch: Patch) -> None:
-    def ready(original: Any, self: Replicated, place: Any, param: Tensor) -> None:
+    def ready(original: Any, store: Any, place: Any, param: Tensor) -> None:
         if place.name == "blocks.1.mix.weight" and param.grad is not None:
             param.grad = param.grad * torch.linspace(0.5, 1.5, param.numel(), dtype=param.dtype).view_as(param)
-        original(self, place, param)
+        original(store, place, param)
 
-    around(patch, Replicated, "_gradient_ready", ready)
+    around(patch, replicated, "_gradient_hook", ready)
 
 
 @fault(Cause.DOUBLE_REDUCTION, "dp=2 tp=2", "attentive")
