@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError
 from samestep.examination.traced_model import TracedModel
-from samestep.runtime.processes import host_names, worker
+from samestep.runtime.processes import host_names, join, worker
 from tests import traced
 from tests.device import real_gpu
 
@@ -98,6 +98,7 @@ class Pool:
         if self.inherits:
             warm_up()
             trace_ahead()
+            join.leave()  # a rank that inherits a group could make none
         self.inherited = traced.known()
         context: Any = multiprocessing.get_context("fork" if self.inherits else "spawn")
         self.folder = tempfile.mkdtemp(prefix="samestep-pool-")
