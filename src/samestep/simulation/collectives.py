@@ -59,11 +59,11 @@ class GroupShape(NamedTuple):
 @lru_cache(maxsize=2**16)
 def collective_s(kind: OpKind, size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
     """Return the predicted seconds of one collective over a group."""
+    if group.num_ranks == 1 and kind is not OpKind.SEND:
+        return 0.0
     if kind in (OpKind.SEND, OpKind.SHIFT):
         link = hardware.intra if group.nodes == 1 else hardware.inter
         return link.collective_s + link.latency_s + size_bytes / link.bytes_per_s
-    if group.num_ranks == 1:
-        return 0.0
     if kind in (OpKind.REDUCE, OpKind.BROADCAST):
         far = hardware.intra if group.nodes == 1 else hardware.intra.slower(hardware.inter)
         return far.collective_s + (group.num_ranks - 1) * (far.latency_s + size_bytes / far.bytes_per_s)
