@@ -3,7 +3,7 @@
 A test may take LIMIT_S, or what `@pytest.mark.time_limit(900)` says, set-up and clean-up of fixtures included. If it does
 not end soon after it failed, the session ends: something in it waits for ever.
 
-`faulthandler` answers SIGUSR2 with the stacks of all threads, at once, also of a process that waits inside a collective.
+`faulthandler` answers a signal that nobody else takes with the stacks of all threads, at once, also of a process that waits inside a collective.
 It is registered before the first fork, so every rank of a pool and every launched worker inherits the answer and the file
 that it goes to. A process that was started as a new program has neither; it is listed by its command line.
 """
@@ -25,6 +25,8 @@ from typing import Any
 import psutil
 import pytest
 
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+"""Signal that shows the stacks; SIGUSR2 asks runs to record steps."""
 LIMIT_S = 600.0
 """Seconds that a test may take: many times what the slowest needs, since other work may leave it a tenth of a core."""
 CLEAN_UP_S = 30.0
@@ -40,9 +42,9 @@ class OutOfTime(BaseException):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have this process, and every fork of it, answer SIGUSR2 with its stacks."""
+    """Have this process, and every fork of it, answer the signal with its stacks."""
     config.addinivalue_line("markers", "time_limit(seconds): how long a test may take, if not as long as the others")
-    faulthandler.register(signal.SIGUSR2, file=_stacks_file)
+    faulthandler.register(STACKS_SIGNAL, file=_stacks_file)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,7 +96,7 @@ def _stacks_of(process: psutil.Process) -> str:
         if not _answers(status):
             return f"{title}\n  a program of its own, which shows no stacks"
         start = _end_of_file()
-        os.kill(process.pid, signal.SIGUSR2)
+        os.kill(process.pid, STACKS_SIGNAL)
     except (psutil.NoSuchProcess, OSError):
         return f"process {process.pid} has ended"
     _wait_for_answer(start)
@@ -103,9 +105,9 @@ def _stacks_of(process: psutil.Process) -> str:
 
 
 def _answers(status: str) -> bool:
-    """Return whether the status of a process, as /proc gives it, says that it catches SIGUSR2."""
+    """Return whether the status of a process, as /proc gives it, says that it catches the signal."""
     (caught,) = re.findall(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
-    return bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
+    return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _end_of_file() -> int:

@@ -70,6 +70,7 @@ OWN_ATTRIBUTES = {
     "vocab_size",  # of tokenizers
     "num_experts",  # of the loss that balances experts
     "silu",  # torch's
+    "RMSNorm",  # torch's module
 }
 """Attributes of the package's own classes and of torch; as strings they are names of a family's."""
 OTHERS = {

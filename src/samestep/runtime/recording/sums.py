@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from samestep.program.recorded import RecordedStep
 
@@ -64,12 +65,15 @@ def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
 
 def _waited_inside(tasks: list[tuple[str, int, int]], waits: list[tuple[int, int]]) -> Iterator[tuple[str, float]]:
     """Yield the seconds of each wait that are within a task, each instant once; tasks do not overlap, and waits may be nested."""
-    tasks.sort(key=lambda task: task[1])
+    tasks.sort(key=itemgetter(1))
     index = until = 0
     for begin, end in sorted(waits):
         begin, until = max(begin, until), max(until, end)
         while index < len(tasks) and tasks[index][2] <= begin:
             index += 1
-        if index < len(tasks) and end > max(begin, tasks[index][1]):
-            name, start, stop = tasks[index]
-            yield name, (min(end, stop) - max(begin, start)) / 1e9
+        if index == len(tasks):
+            return
+        name, start, stop = tasks[index]
+        inside = max(begin, start)
+        if end > inside:
+            yield name, (min(end, stop) - inside) / 1e9

@@ -29,7 +29,7 @@ class SystemFile:
             self.close()
             self._owner = owner
             try:
-                self._file = os.open(self._path, os.O_RDONLY)
+                self._file = os.open(self._path, os.O_RDONLY) if hasattr(os, "pread") else -1
             except OSError:
                 return []
         return os.pread(self._file, 256, 0).split() if self._file >= 0 else []
