@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,6 +22,8 @@ from samestep.engines.kubernetes import _literal
 from samestep.engines.site import Site, read_site
 from samestep.engines.wanted import LaunchRequest, wanted_of
 from samestep.errors import InputError, RunError
+from samestep.runtime.processes.rank_variables import ON_HOSTS
+from samestep.training import ssh
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +112,32 @@ def test_ssh_and_torchrun() -> None:
     assert "--rdzv-endpoint=h1:29400" in _script("torchrun")
     assert "--standalone" in _script("torchrun", nodes=1)
     assert "--rdzv-endpoint=a:1" in _script("torchrun", '[torchrun]\nendpoint = "a:1"\n', nodes=2)
+
+
+@pytest.mark.usefixtures("stop_signals")
+def test_hosts_of_ssh_get_the_setup_and_the_variables_of_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"A": "x 'y' $Z", "B": '"`id`\\', "C": "two\nlines", "D": ""}
+    texts = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    text = _script("ssh", f"[run]\nsetup = [\"S='of setup'; export S\"]\n[run.environment]\n{texts}")
+    shown = subprocess.run(
+        ["bash", "-c", text.replace("exec ", "env -0 # ")], capture_output=True, text=True, check=True
+    )
+    exported = dict(one.split("=", 1) for one in shown.stdout.split("\0") if "=" in one)
+    stand_in = tmp_path / "stand-in"  # of Python on the hosts
+    stand_in.write_text(f'#!/bin/bash\nread token\nenv -0 > "$(mktemp {tmp_path}/host-XXXX)"\n')
+    (tmp_path / "ssh").write_text('#!/bin/bash\nexec env -i PATH=/usr/bin:/bin sh -c "${@: -1}"\n')
+    for program in (stand_in, tmp_path / "ssh"):
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(ON_HOSTS, exported[ON_HOSTS])
+    monkeypatch.setattr("sys.executable", str(stand_in))
+    assert ssh.start(["h1", "h2"], None, ["train"]) == 0
+    found = [path.read_text().split("\0") for path in tmp_path.glob("host-*")]
+    assert len(found) == 2
+    for host in found:
+        assert {f"{name}={value}" for name, value in (values | {"S": "of setup"}).items()} < {*host}
 
 
 def test_ray() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 from samestep.engines.wanted import LaunchRequest, shell
 from samestep.errors import InputError
+from samestep.runtime.processes.rank_variables import ON_HOSTS
 
 
 def script(wanted: LaunchRequest) -> str:
@@ -23,4 +26,6 @@ def script(wanted: LaunchRequest) -> str:
         )
     notes = ("The folder it is run in, and its Python, must be there on every host.",)
     words = [*wanted.train_words(), "--nodes", ",".join(hosts)]
-    return "\n".join(["#!/bin/bash", *wanted.head("ssh", *notes), *wanted.setup(), f"exec {shell(words)}"]) + "\n"
+    lines = wanted.setup()
+    on_hosts = [f"export {ON_HOSTS}={shlex.quote(chr(10).join(lines))}"] if lines else []  # ssh passes no variables on
+    return "\n".join(["#!/bin/bash", *wanted.head("ssh", *notes), *lines, *on_hosts, f"exec {shell(words)}"]) + "\n"

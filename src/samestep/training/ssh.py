@@ -28,6 +28,7 @@ from typing import IO
 
 from samestep.errors import InputError
 from samestep.runtime.processes.join import REQUESTS, STOP_SIGNALS
+from samestep.runtime.processes.rank_variables import ON_HOSTS
 
 _PORTS = range(20000, 30000)
 _OTHERS_END_S = 5.0
@@ -59,7 +60,10 @@ def start(
     address = rendezvous or f"{hosts[0].rpartition('@')[2]}:{port}"
     given = _without_nodes(sys.argv[1:] if words is None else words)
     given += ["--nodes", str(len(hosts)), "--rendezvous", address, "--token-file", "-"]
-    command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([sys.executable, '-m', 'samestep', *given])}"
+    own = shlex.join([sys.executable, "-m", "samestep", *given])
+    if lines := os.environ.get(ON_HOSTS):
+        own = shlex.join(["bash", "-c", f"{lines}\nexec {own}"])
+    command = f"cd {shlex.quote(os.getcwd())} && exec {own}"
     return _Hosts(hosts, command, goes_on).run(secrets.token_hex(32).encode())
 
 

@@ -18,6 +18,8 @@ from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo, check_lo
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _MOST_LISTED = 65536
+ON_HOSTS = "SAMESTEP_ON_HOSTS"
+"""The variable with the lines of bash that come before the command on each host over ssh, which passes no variables on."""
 
 
 @dataclass(frozen=True)
