@@ -8,6 +8,7 @@ else its agent would start them again at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     pass
 
 
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writes to standard output that say nothing about samestep."""
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status from 0 to 255; a user's mistake prints one line, never a traceback."""
     warnings.showwarning = _say_warning
@@ -38,11 +43,15 @@ def main(words: Sequence[str] | None = None) -> int:
         if isinstance(found, VerbFailure):
             return _fail(found)
         if found.text:
-            print(found.text)
+            print(found.text, flush=True)
         return found.status
-    except BrokenPipeError:
-        # The reader of our output has gone; without this, Python would flush the rest at exit and fail again.
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        # The reader of our output has gone, or its disk is full; without this, Python would flush the rest at exit and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"samestep: standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
 
 

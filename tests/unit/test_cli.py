@@ -548,6 +548,17 @@ def test_who_stops_reading_stops_the_writing() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
+@pytest.mark.parametrize("words", [["presets"], ["presets", "--json"]], ids=["text", "json"])
+def test_an_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "samestep.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    complaint = "samestep: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, complaint)
+
+
 def test_a_terminal_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli._fail(cli.VerbFailure(WorkerError("a worker died"), 1)) == 1
