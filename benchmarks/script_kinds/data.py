@@ -112,8 +112,9 @@ def mixed_by_hand() -> Iterator[dict[str, Tensor]]:
     for step in range(STEPS):
         x, y = (table[name][step * 8 : step * 8 + 8] for name in ("x", "labels"))
         factor, order = random.beta(0.4, 0.4), torch.from_numpy(random.permutation(len(x)))
-        target = factor * F.one_hot(y, 4) + (1 - factor) * F.one_hot(y[order], 4)
-        yield {"x": factor * x + (1 - factor) * x[order], "labels": target.double()}
+        classes = F.one_hot(y, 4).double()
+        target = factor * classes + (1 - factor) * classes[order]
+        yield {"x": factor * x + (1 - factor) * x[order], "labels": target}
 
 
 def soft(outputs: Tensor, batch: Any) -> Tensor:

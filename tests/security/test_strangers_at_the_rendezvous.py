@@ -146,6 +146,7 @@ def test_a_process_that_comes_twice_is_named_and_counts_once(capsys: pytest.Capt
         leading = threads.submit(meet, Rendezvous("127.0.0.1", port, 3, TOKEN), MINE, 30.0)
         first = _follower(port, process="process 7 of a")
         threading.Thread(target=first.next, daemon=True).start()
+        time.sleep(0.5)  # else the leading host may read the words of the second before those of the first
         second = _follower(port, process="process 7 of a")
         third = _follower(port, process="process 8 of a")
         met = leading.result(timeout=30.0)

@@ -48,7 +48,7 @@ class StageBuffers:
             return cls(model)
         mine = {index for chunk in program.chunks for index in chunk}
         found = tuple(
-            _StageBuffer(one.name, DTYPES[one.dtype or step.master_dtype], index in mine)
+            _StageBuffer(one.name, getattr(torch, one.dtype) if one.dtype else DTYPES[step.master_dtype], index in mine)
             for index, layer in enumerate(step.model.layers)
             for one in layer.kept
         )

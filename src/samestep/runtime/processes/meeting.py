@@ -184,7 +184,7 @@ def _lead(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end
             came = lobby.look(min(1.0, max(0.01, end_s - time.monotonic()))) if num_followers else []
             for arrival in [one for one in came if one not in compared]:
                 _compare(arrival, mine, lobby)
-                _drop_earlier(arrival, came, lobby)
+                _drop_earlier(arrival, [one for one in compared if one in came], lobby)
                 compared.append(arrival)
             came = [one for one in compared if one in came and not one.channel.lost]
             if len(came) >= num_followers or (time.monotonic() > end_s and len(came) + 1 >= least_hosts):
@@ -219,10 +219,10 @@ def _compare(arrival: Arrival, mine: Mapping[str, str], lobby: Lobby) -> None:
             raise JobError(text)
 
 
-def _drop_earlier(arrival: Arrival, came: Sequence[Arrival], lobby: Lobby) -> None:
+def _drop_earlier(arrival: Arrival, earlier: Sequence[Arrival], lobby: Lobby) -> None:
     """Drop the earlier connection of a process that has come again, and name a second process of the same address."""
-    for other in came:
-        if other is arrival or other.channel.lost:
+    for other in earlier:
+        if other.channel.lost:
             continue
         if other.says.get("process") == arrival.says.get("process"):
             print(f"{arrival.name} came twice: its first connection is dropped", flush=True)
