@@ -558,6 +558,26 @@ def curriculum_object(given: Port, model: nn.Module) -> None:
         given.losses.append(run.step(batch).loss)
 
 
+def minibatches(
+    outputs: dict[str, Tensor], obs: Tensor, random_numbers: np.random.Generator
+) -> Iterator[dict[str, Tensor]]:
+    """Yield two epochs of shuffled minibatches of a rollout, whose outputs have no graph."""
+    actions, values = outputs["logits"].argmax(-1), outputs["value"]
+    old = torch.distributions.Categorical(logits=outputs["logits"]).log_prob(actions)
+    returns = torch.linspace(-1, 1, 16, dtype=torch.float64)
+    for _epoch in range(2):
+        order = random_numbers.permutation(16)
+        for start in range(0, 16, 8):
+            rows = torch.as_tensor(order[start : start + 8])
+            yield {
+                "obs": obs[rows],
+                "action": actions[rows],
+                "old": old[rows],
+                "advantage": (returns - values)[rows],
+                "ret": returns[rows],
+            }
+
+
 def ppo_epochs_plain(model: Any, batches: list[Any]) -> list[float]:
     """CleanRL's update: several epochs of minibatches of one rollout, which the policy itself has made."""
     optimizer, losses, random_numbers = adam(model.parameters()), [], np.random.default_rng(0)
@@ -565,27 +585,13 @@ def ppo_epochs_plain(model: Any, batches: list[Any]) -> list[float]:
     for _ in range(2):
         with torch.no_grad():
             outputs = model(obs)
-            dist = torch.distributions.Categorical(logits=outputs["logits"])
-            actions = outputs["logits"].argmax(-1)
-            old, values = dist.log_prob(actions), outputs["value"]
-        returns = torch.linspace(-1, 1, 16, dtype=torch.float64)
-        for _epoch in range(2):
-            order = random_numbers.permutation(16)
-            for start in range(0, 16, 8):
-                rows = torch.as_tensor(order[start : start + 8])
-                batch = {
-                    "obs": obs[rows],
-                    "action": actions[rows],
-                    "old": old[rows],
-                    "advantage": (returns - values)[rows],
-                    "ret": returns[rows],
-                }
-                loss = cleanrl_ppo(model(batch["obs"]), batch)
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                losses.append(loss.item())
+        for batch in minibatches(outputs, obs, random_numbers):
+            loss = cleanrl_ppo(model(batch["obs"]), batch)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.item())
     return losses
 
 
@@ -604,22 +610,8 @@ def ppo_epochs_port(given: Port, model: Any) -> None:
         outputs = run.outputs(
             {**{name: value.expand(16) for name, value in first.items() if name != "obs"}, "obs": obs}
         )
-        dist = torch.distributions.Categorical(logits=outputs["logits"])
-        actions = outputs["logits"].argmax(-1)
-        old, values = dist.log_prob(actions), outputs["value"]
-        returns = torch.linspace(-1, 1, 16, dtype=torch.float64)
-        for _epoch in range(2):
-            order = random_numbers.permutation(16)
-            for start in range(0, 16, 8):
-                rows = torch.as_tensor(order[start : start + 8])
-                batch = {
-                    "obs": obs[rows],
-                    "action": actions[rows],
-                    "old": old[rows],
-                    "advantage": (returns - values)[rows],
-                    "ret": returns[rows],
-                }
-                given.losses.append(run.step(batch).loss)
+        for batch in minibatches(outputs, obs, random_numbers):
+            given.losses.append(run.step(batch).loss)
 
 
 # -- wrappers --------------------------------------------------------------------------------------
