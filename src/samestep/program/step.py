@@ -223,8 +223,8 @@ class StepSpec:
 
     @cached_property
     def contributions(self) -> Contributions | None:
-        """The contributions that are encoded and summed: to a gradient, or to the move of weights where replicas are trained
-        apart; None where gradients are summed as they are."""
+        """The contributions that are encoded and summed: to a gradient, or to the weights' change where replicas train
+        independently; None where gradients are summed as they are."""
         if self.codec == PLAIN and not self.trains_apart:
             return None
         return Contributions.of(self.layout, self.zero, self.replicas, is_hidden=self.exchange_delay > 0)

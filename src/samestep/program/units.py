@@ -91,9 +91,9 @@ def by_layer(units: Iterable[Unit], layer_of: Callable[[Unit], int]) -> dict[int
 def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     """Group the weights into units: one for each layer, and one for each set of modules that share a weight.
 
-    In the order of the module tree, in which what is left over at the end of a backward is reduced. What no layer owns,
-    or code outside its layer reads, is gathered with the root, and so is what lies in one module with it; a weight without
-    elements is in no unit.
+    Units are in the order of the module tree, in which the gradients that are left at the end of a backward are reduced. A weight that
+    no layer owns, or that code outside its layer reads, is gathered with the root, and so are the other weights of its module; a weight
+    without elements is in no unit.
     """
     groups: dict[tuple[str, ...], list[ParamSpec]] = {}
     members: dict[int, dict[str, None]] = {}

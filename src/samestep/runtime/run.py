@@ -133,7 +133,7 @@ class Run:
 
     @property
     def replicas(self) -> Replicas:
-        """The models that this rank trains, whose first is the run's: a list of one, unless the job trains replicas apart."""
+        """The models that this rank trains, whose first is the run's: a list of one, unless the job trains several replicas independently."""
         return self._own.replicas
 
     @property
