@@ -19,6 +19,7 @@ from samestep.errors import InputError
 from samestep.hardware import Hardware, Link, load, profiles
 from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
+from samestep.program.between_steps import amid_steps
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.ops import Op, OpKind
 from samestep.simulation.clock import play
@@ -112,7 +113,7 @@ EXPERTS = Decoder(layers=2, hidden=64, heads=4, vocab=64, sequence=32, gated=Tru
 def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
     program = case(decoder_spec.spec(EXPERTS, "experts"), f"dp=2 {words}").program
-    spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.amid_steps().ops(), strict=True)]
+    spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, amid_steps(program).ops(), strict=True)]
     exposed = [span for op, span in spans if op.is_exposed]
     assert exposed
     in_line = sorted((span for op, span in spans if op.axis is None or op.is_exposed), key=lambda s: s.start_s)
@@ -160,7 +161,7 @@ def test_streams_run_one_op_at_a_time_and_every_wait_is_kept(case: Case, overlap
     timeline = play([case.program], replace(SLOW, overlap=overlap))
     streams: dict[str, list[Span]] = defaultdict(list)
     ended: dict[str, float] = {}
-    for span, (_, op) in zip(timeline.spans, case.program.amid_steps().ops(), strict=True):
+    for span, (_, op) in zip(timeline.spans, amid_steps(case.program).ops(), strict=True):
         streams[span.stream if overlap else ""].append(span)
         assert all(span.start_s >= ended[name] for name in op.after)
         ended[op.name] = span.end_s
@@ -189,7 +190,7 @@ def test_what_a_step_gathers_hides_behind_the_forwards_of_the_next(layout: str) 
     is exposed."""
     programs = case(blocks(8, 512, 2048, forward_flops=4 * 10**9), layout).programs
     hardware = machine(bytes_per_s=1e9, latency_s=1e-6)
-    for program, played in ((program, program.amid_steps()) for program in programs):
+    for program, played in ((program, amid_steps(program)) for program in programs):
         assert sorted(op.name for _, op in program.ops()) == sorted(op.name for _, op in played.ops())
         update = [op.kind for op in played.bodies[UPDATE_BODY]]
         assert OpKind.ALL_GATHER not in update

@@ -11,7 +11,7 @@ A forked worker inherits the result, and what it covers is not examined again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,20 +27,21 @@ from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
 from samestep.building.several_models import Models
 from samestep.datasets import blame_samples
-from samestep.errors import LayoutError, ModelError, failures_of
+from samestep.errors import ModelError, failures_of
 from samestep.examination import plan_search
+from samestep.examination.layout_needs import examine_layout
 from samestep.examination.plan_search import ProvenPlan
 from samestep.examination.recording import Placing, record_masks
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
 from samestep.examination.traced_model import TracedModel
-from samestep.independence import kept_state, samples, sequence_boundaries, sequence_proof, tensor_plan, token_slices
+from samestep.independence import kept_state, samples, sequence_boundaries, tensor_plan
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis, StateSpec
 from samestep.models.spec import LossTensor, MaskSpec, ModelSpec
 from samestep.randomness import masks
 from samestep.state import snapshot
-from samestep.tracing import called_again, pending_logits
+from samestep.tracing import pending_logits
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
@@ -78,7 +79,7 @@ def examine(source: Source, job: Job, example: Any, layout: Layout | None = None
     if layout is None:
         return traced
     num_samples = layout.microbatch or -(-job.train.global_batch // layout.dp)
-    return traced if traced.covers(layout, num_samples) else _examine_layout(traced, layout, example, num_samples)
+    return traced if traced.covers(layout, num_samples) else examine_layout(traced, layout, example, num_samples)
 
 
 def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool) -> TracedModel:
@@ -238,51 +239,6 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
         kernels=last.kernels + 3,
     )
     return replace(spec, layers=(*others, last))
-
-
-# -- what one layout needs to know -----------------------------------------------------------------
-
-
-def _examine_layout(traced: TracedModel, layout: Layout, example: Any, num_samples: int) -> TracedModel:
-    """Return the model with what a layout with micro-batches of so many samples needs to know, and `TracedModel.lacks` names.
-
-    Raises:
-        LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
-    """
-    analysis, proof, lacks = traced.analysis, traced.cuts, traced.lacks(layout, num_samples)
-    built = BuiltModel.of(traced.blueprint, example, analysis.experts)
-    if "counts" in lacks:
-        assert proof is not None
-        proof, counts = plan_search.try_degree(built, proof, analysis.shareable_heads, layout.tp)
-        if proof.refusal:
-            raise LayoutError(f"tp={layout.tp}: {analysis.spec.name} cannot be cut so, {proof.refusal}; tp=1 works")
-        analysis = replace(analysis, counts={**analysis.counts, **counts})
-    if layout.tp > 1 and proof is not None:
-        analysis = replace(analysis, spec=_with_tried(analysis.spec, proof.tried))
-    if "tokens" in lacks:
-        refusal, tried = sequence_proof.refuse_slices(built.module, built.sample, analysis, layout.tp, built.value_of)
-        spec = replace(_with_tried(analysis.spec, tried), sequence_refusal=refusal, expert_refusal=refusal)
-        analysis = replace(analysis, spec=spec, slices_between=(*analysis.slices_between, layout.tp))
-    if "slices" in lacks:
-        spec = analysis.spec
-        if not (analysis.parts_examined and spec.slice_refusal):
-            with snapshot.preserve_modules(built.module):
-                spec = token_slices.prove(built.module, built.sample, spec, built.value_of, built.experts, layout.cp)
-        analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, layout.cp))
-    if "calls" in lacks:
-        spec = analysis.spec
-        with built.repeating():
-            groups = called_again.called_again(
-                built.module, built.sample, num_samples, built.value_of, keeps_all=bool(spec.varies_at)
-            )
-        spec = replace(spec, called_again=called_again.joined(spec.called_again, groups))
-        analysis = replace(analysis, spec=spec, samples_examined=(*analysis.samples_examined, num_samples))
-    return replace(traced, analysis=analysis, cuts=proof)
-
-
-def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:
-    """Return the spec with more of what is used because a trial has passed."""
-    return replace(spec, tried=tuple(dict.fromkeys((*spec.tried, *tried))))
 
 
 # -- the model on the meta device ------------------------------------------------------------------

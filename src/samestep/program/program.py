@@ -21,13 +21,13 @@ reductions during backward, messages between stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_forward, starts_step
+from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket
-from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes, Phase
+from samestep.program.exchange_times import Phase
 from samestep.program.followed_weights import FollowedWeights
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.owners import Owners
@@ -79,63 +79,6 @@ class Program:
         """Return the program with `rewrite` applied to each body, and other fields changed."""
         bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
         return replace(self, bodies=bodies, **changes)
-
-    def ending_with(self, events: Sequence[ExchangeEvent]) -> Program:
-        """Return the program of a step, with the collectives of `events` issued after its update."""
-        return replace(self, bodies={**self.bodies, UPDATE_BODY: self._update_with(events)})
-
-    def _update_with(self, events: Sequence[ExchangeEvent]) -> Ops:
-        sent = [op for phase, part in events if self.exchanges for op in self.exchanges[part][phase]]
-        return (*self.bodies[UPDATE_BODY], *sent)
-
-    def hiding(self, part: int | None) -> Program:
-        """Return the program of the steps that hide an exchange: the step after which it starts, up to the step after which it
-        ends.
-
-        If `part` is None, the program is that of as many steps without an exchange.
-        """
-        times = ExchangeTimes(every=self.step.exchange_delay + 2, parts=1, delay=self.step.exchange_delay, last=0)
-        bodies, tasks = dict(self.bodies), list[Task]()
-        for index in range(times.delay + 1):
-            events = [] if part is None else [event._replace(part=part) for event in times.behind(times.every + index)]
-            key = UPDATE_BODY._replace(chunk=index)
-            bodies[key] = self._update_with(events)
-            shift = index * self.step.num_microbatches
-            tasks += [task._replace(microbatch=task.microbatch + shift) for task in self.tasks[:-1]]
-            tasks.append(Task(key, 0))
-        return replace(self, bodies=bodies, tasks=tuple(tasks))
-
-    def amid_steps(self) -> Program:
-        """Return the program as it runs between other steps.
-
-        The weights that zero=1 gathers after the update of the step before arrive while the first forwards run, each layer's
-        before its forward begins.
-        """
-        names = {f"{OpKind.ALL_GATHER}:{bucket.name}" for bucket in self.buckets}
-        late = [op for op in self.bodies[UPDATE_BODY] if op.name in names and f"{OpKind.UPDATE}:optimizer" in op.after]
-        if not late or self.step.trains_apart:
-            return self
-        params = {param.name: param for param in self.step.model.params}
-        readers: dict[int, list[str]] = {}
-        for bucket in self.buckets:
-            members = [params[member.name] for member in bucket.members]
-            for layer in {layer for one in members for layer in (one.layer, *(use.layer for use in one.uses))}:
-                readers.setdefault(layer, []).append(f"{OpKind.ALL_GATHER}:{bucket.name}")
-        gathered = {op.name for op in late}
-
-        def rewrite(key: BodyKey, ops: Ops) -> Ops:
-            if key == UPDATE_BODY:
-                return tuple(op for op in ops if op not in late)
-            if is_forward(key) and starts_step(key):
-                ops = tuple(
-                    op.but(after=(*op.after, *(name for name in readers.get(op.layer, ()) if name in gathered)))
-                    if op.kind is OpKind.FORWARD and op.layer is not None
-                    else op
-                    for op in ops
-                )
-            return (*(op.but(after=()) for op in late), *ops) if key == self.tasks[0].body else ops
-
-        return self.with_bodies(rewrite)
 
     def tasks_of(self, index: int) -> tuple[Task, ...]:
         """Return the forwards and backwards of one of the replicas that this rank trains; all, where it trains one."""

@@ -382,23 +382,3 @@ def _compression_rank(numerics: NumericsTable) -> int:
     """Return the rank of the factors that a codec sends; 0 of one that sends none."""
     kind = numerics.compression
     return numerics.compression_rank if kind != "none" and CODECS[kind].factors else 0
-
-
-LARGEST_CHUNK = 2**24
-"""Elements of a chunk of an update, unless a single piece has more."""
-SMALLEST_CHUNK = 2**20
-"""Elements below which an update is not divided further: each chunk adds kernel launches."""
-
-
-def update_chunks(numels: Sequence[int]) -> list[range]:
-    """Return the indices of the pieces that are updated together: runs of pieces with about an eighth of all elements."""
-    limit = min(max(sum(numels) // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
-    chunks: list[range] = []
-    size = 0
-    for index, numel in enumerate(numels):
-        if chunks and size + numel <= limit:
-            chunks[-1], size = range(chunks[-1].start, index + 1), size + numel
-        else:
-            chunks.append(range(index, index + 1))
-            size = numel
-    return chunks

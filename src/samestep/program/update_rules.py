@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,3 +94,23 @@ def parts_of(param: ParamSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:
         last = shape[0] - rows * ((shape[0] - 1) // rows)
         return tuple(dict.fromkeys([(rows, *shape[1:]), (last, *shape[1:])]))
     return (tuple(shape),) if tuple(shape) != param.shape else ()
+
+
+LARGEST_CHUNK = 2**24
+"""Elements of a chunk of an update, unless a single piece has more."""
+SMALLEST_CHUNK = 2**20
+"""Elements below which an update is not divided further: each chunk adds kernel launches."""
+
+
+def update_chunks(numels: Sequence[int]) -> list[range]:
+    """Return the indices of the pieces that are updated together: runs of pieces with about an eighth of all elements."""
+    limit = min(max(sum(numels) // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
+    chunks: list[range] = []
+    size = 0
+    for index, numel in enumerate(numels):
+        if chunks and size + numel <= limit:
+            chunks[-1], size = range(chunks[-1].start, index + 1), size + numel
+        else:
+            chunks.append(range(index, index + 1))
+            size = numel
+    return chunks

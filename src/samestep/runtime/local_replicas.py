@@ -42,6 +42,7 @@ from samestep.errors import ModelError
 from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.between_steps import ending_with
 from samestep.program.exchange_times import ExchangeTimes, Phase
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
@@ -198,7 +199,7 @@ class LocalReplicas(Replicas):
 
     def program_behind(self, step: int) -> Program:
         """Return the program of a step, counted from 1, followed by the exchanges that are sent after it."""
-        return self.assemblies[0].parallel.program.ending_with(self.times.behind(step))
+        return ending_with(self.assemblies[0].parallel.program, self.times.behind(step))
 
     @torch.no_grad()
     def exchange(self, step: int) -> None:

@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
+from samestep.program.between_steps import amid_steps
 from samestep.program.bodies import BodyKey, Task, is_backward
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
@@ -58,7 +59,7 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
         InputError: the hardware has no speed for the program's dtype.
     """
     rendezvous = _StageMeeting()
-    programs = [program.amid_steps() for program in programs]
+    programs = [amid_steps(program) for program in programs]
     stages = [
         _PlayedStage(index, program, hardware, rendezvous, len(programs)) for index, program in enumerate(programs)
     ]

@@ -40,8 +40,9 @@ from samestep.program.bodies import Task, is_forward
 from samestep.program.codecs import CODECS, PLAIN, coded_bytes
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
-from samestep.program.step import StepSpec, update_chunks
+from samestep.program.step import StepSpec
 from samestep.program.units import coded_parts, exchanged_parts, padded_rows
+from samestep.program.update_rules import update_chunks
 from samestep.simulation.live_bytes import Peak, gradient_bytes, levels_of, peak_of
 
 

@@ -16,6 +16,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.output.page.page import in_notebook
+from samestep.program.between_steps import hiding
 from samestep.program.program import Program
 from samestep.simulation import clock, memory
 from samestep.simulation.cost import dtype_on
@@ -256,7 +257,7 @@ def _exchange_s(programs: tuple[Program, ...], hardware: Hardware) -> float:
         return 0.0
 
     def played_s(part: int | None) -> float:
-        return clock.play(tuple(program.hiding(part) for program in programs), hardware).step_s
+        return clock.play(tuple(hiding(program, part) for program in programs), hardware).step_s
 
     alone_s = played_s(None)
     return sum(played_s(part) - alone_s for part in range(programs[0].step.num_exchange_parts))

@@ -45,8 +45,8 @@ from samestep.runtime.checkpoints.manifests import (
     latest,
     read_manifest,
 )
+from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.checkpoints.writer import Retention, Share, Writing
-from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.local_replicas import OF_REPLICA, OUTER, WEIGHT, LocalReplicas
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import SCALE

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.runtime.checkpoints import checkpoint, other_state, whole_state
-from samestep.runtime.held_assembly import PreparedRun
+from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import broadcast_value, gather_values
 from samestep.state.fingerprints import digest, fingerprint
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from samestep.building.optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
-from samestep.runtime.held_assembly import PreparedRun
+from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpack_plain
 from samestep.runtime.weights.pieces import Piece

@@ -21,7 +21,8 @@ from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import ModelError
 from samestep.examination.examine import build_blueprint
 from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
-from samestep.runtime.held_assembly import HeldAssembly, PreparedRun
+from samestep.runtime.checkpoints.prepared_run import PreparedRun
+from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.weights.moving_averages import WeightAverages
 
 

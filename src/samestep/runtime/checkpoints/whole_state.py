@@ -20,7 +20,7 @@ from samestep.job_tables import NumericsTable
 from samestep.runtime.checkpoints import other_state, pretrained_folder, writer
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.checkpoints.manifests import check_shapes
-from samestep.runtime.held_assembly import PreparedRun
+from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.weights.placement import WeightSlice, whole
 

@@ -2,7 +2,7 @@
 
 ```
 gradient, on the device ─► pinned memory ─► optimizer.step() over values on the host ─► target, on the device
-                 send          `host_copies.py`                                 `LiveWeights.publish`
+                 send          `host_copies.py`                                 `live_weights.py`
 ```
 A store makes such pieces (`host_copies.master_on_host`). Their gradients are sent before the host has decided on the step,
 multiplied by what follows from its sums, so that the host waits for both at once.

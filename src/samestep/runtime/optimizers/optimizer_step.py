@@ -6,7 +6,7 @@ pieces. `update_rule.py` reads from an optimizer's operations whether it does.
 
 ```
 gradients * factor ─► for each chunk: lend them to the values, optimizer.step(), average ─► publish
-  offload.py                update_chunks.py                       moving_averages.py       LiveWeights
+  offload.py                update_chunks.py                       moving_averages.py       live_weights.py
 ```
 """
 
@@ -44,8 +44,9 @@ from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_chunks import Chunks, begun_first, chunks_of, holding_only
 from samestep.runtime.optimizers.update_rule import TRIED, has_hooks, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
+from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
-from samestep.runtime.weights.pieces import LiveWeights, Piece
+from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import optimizer_digests
 from samestep.state.reachable import optimizers_with_states
 
@@ -60,7 +61,7 @@ class Updater:
     loss_scale: LossScale
     rates: GroupRates
     """The learning rates of its groups."""
-    live: LiveWeights
+    live: UpdatedInPlace
     """The weights that the forward reads."""
     chunks: Chunks
     """The pieces that are updated together, and how they are held between two updates."""
@@ -129,7 +130,7 @@ class Updater:
             loss_scale=loss_scale,
             rates=rates,
             chunks=chunks_of(pieces, optimizer, packing, splits_masters=splits_masters),
-            live=LiveWeights(pieces),  # after the chunks: to split masters writes their targets
+            live=live_weights(pieces),  # after the chunks: to split masters writes their targets
             offload=Offload([piece.value for piece in pieces]),
             packing=packing,
             averages=averages,

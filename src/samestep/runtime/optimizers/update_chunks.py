@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from samestep.building.optimizer import members_of
-from samestep.program.step import update_chunks
+from samestep.program.update_rules import update_chunks
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused

@@ -27,7 +27,8 @@ from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.pieces import LiveWeights, Piece
+from samestep.runtime.weights.live_weights import live_weights
+from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import WeightSlice, part_at
 from samestep.runtime.weights.weight_store import WeightStore
 from samestep.strategies.whole_update import GRADIENTS, WEIGHTS
@@ -62,7 +63,7 @@ class Owning:
         self.give_up_forward, self.before_exchange = store.give_up_forward, store.before_exchange
         self.can_wait, self.unreduced = store.can_wait, store.unreduced
         taken = {id(piece) for piece in pieces}
-        self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
+        self._lent = live_weights([piece for piece in store.pieces if id(piece) not in taken])
 
     @property
     def reduced(self) -> list[Piece]:

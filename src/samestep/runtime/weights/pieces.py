@@ -1,4 +1,4 @@
-"""Pieces of weights, which a rank updates, and their targets, which the forward reads.
+"""Pieces of weights, which a rank updates, and the norm of their gradients.
 
 However a layout cuts the weights, a rank updates a list of `Piece`s: runs of one parameter's elements as plain tensors
 in master precision: see [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`.
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from samestep.building import nf4
 from samestep.program.step import StepSpec
-from samestep.runtime import host_copies
-from samestep.runtime.host_copies import Reading
 from samestep.runtime.weights.split_masters import SplitMasters
 
 
@@ -66,104 +64,6 @@ class Piece:
             masters, index = self.split
             self.value.data = masters.release(index).view(self.value.shape)
             self.split = None
-
-
-class LiveWeights:
-    """The targets of some pieces: published from the masters, and compared with what was published."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self._pieces = [piece for piece in pieces if piece.target is not None]
-        self._early: Tensor | None = None
-        self._early_there: Reading | None = None
-        self._published = self._state()
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copy updated values to the tensors that the forward reads."""
-        whole = [(piece.value, piece.target) for piece in self._pieces if piece.split is None]
-        host_copies.publish([(value, target) for value, target in whole if target is not None])
-        self._published = self._state()
-
-    @torch.no_grad()
-    def reread(self) -> None:
-        """Set the masters to what a user or a forward has written into the targets since `publish`.
-
-        Elements that nobody wrote keep their master values. For a split master it is unknown which ones these are: an
-        element keeps its remainder, so a written one is off by up to half a last place of its bfloat16, and a written zero
-        is exact. From then on the master of that weight is held whole, and later writes are exact.
-        """
-        if self._published is not None and self.was_written(self._published[1].device).item():
-            self.take_over()
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Set the elements of masters whose targets differ from what `publish` wrote."""
-        for piece, is_written in zip(self._pieces, self._written(), strict=True):
-            assert piece.target is not None
-            if piece.split is not None and not is_written:
-                continue
-            was_split = piece.split is not None
-            piece.hold_whole()
-            value = piece.value.detach().view_as(piece.target)
-            live = piece.target.to(value.device)
-            is_kept = value.to(live.dtype) == live
-            is_kept &= (live != 0) | (not was_split)
-            value.copy_(torch.where(is_kept, value, live.to(value.dtype)))
-        self._published = self._state()
-
-    def _written(self) -> list[bool]:
-        """Return, for each piece, whether its target was written since `publish`; the host waits for the device."""
-        before, now = self._published, self._state()
-        if before is None or now is None:
-            return [False] * len(self._pieces)
-        norms = (before[1] != now[1]).tolist()
-        return [old != new or differ for old, new, differ in zip(before[0], now[0], norms, strict=True)]
-
-    @torch.no_grad()
-    def was_written(self, device: torch.device) -> Tensor:
-        """Return 1 if a target was written since `publish`, else 0 (float64 []), which the host need not wait for."""
-        before, now = self._published, self._state()
-        if before is None or now is None:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        if before[0] != now[0]:
-            return torch.ones((), dtype=torch.float64, device=device)
-        return (before[1] != now[1]).any().double()
-
-    def begin_step(self, device: torch.device) -> None:
-        """Ask the device whether a target was written since `publish`, for `was_written_early`."""
-        self._early = self.was_written(device)
-        self._early_there = Reading(self._early.view(1)) if self._pieces else None
-
-    def was_written_early(self) -> bool:
-        """Return whether a target was written before the step, or in it by an operation that torch counts.
-
-        The host waits until the device begins the step, while the rest of the step is still before the device.
-        """
-        if self._early_there is None:
-            return False
-        return self._is_counted() or self._early_there.numbers()[0] > 0.0
-
-    def was_written_unseen(self, device: torch.device) -> Tensor:
-        """Return 1 if a target was written in the step and `was_written_early` does not say so, else 0 (float64 [])."""
-        if self._early is None or self._is_counted():
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return self.was_written(device) * (1.0 - self._early)
-
-    def _is_counted(self) -> bool:
-        """Return whether torch has counted an operation that wrote a target since `publish`."""
-        versions = [piece.target._version for piece in self._pieces if piece.target is not None]
-        return self._published is not None and versions != self._published[0]
-
-    def _state(self) -> tuple[list[int], Tensor] | None:
-        """Return the versions and the norms of the targets; None if the optimizer updates the weights themselves.
-
-        Writing through `.data` leaves no version, so the norms are compared too.
-        """
-        targets = [piece.target for piece in self._pieces if piece.target is not None]
-        if not targets:
-            return None
-        wide = targets[0].dtype if targets[0].itemsize >= 4 else torch.float32
-        return [target._version for target in targets], torch.stack(torch._foreach_norm(targets, 2.0, wide))
 
 
 _ROW = 4096

@@ -13,7 +13,7 @@ On a GPU the list has a fixed length, since the host must not wait for a count: 
 among random numbers, and for 4096 more. Were there more than that, their masters would be one last place of float32 lower.
 
 The masters are joined in one buffer for an update, and split again after it. Code that writes into a weight leaves its
-remainder as it is; `LiveWeights.take_over` says how the master is then set.
+remainder as it is; `CopiedWeights.take_over` says how the master is then set.
 """
 
 from __future__ import annotations
