@@ -41,7 +41,7 @@ def named_loss(name: str, folder: str | None = None, scope: Callable[[Loss], Los
     """
     if name == "model":
         return model_loss()
-    losses: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
+    losses = {loss.__name__: loss for loss in OWN_SUMS}
     if name in losses:
         return scope(losses[name])
     if ":" not in name:
@@ -181,6 +181,10 @@ def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         )
     total = F.mse_loss(prediction, target.to(prediction.dtype), reduction="sum")
     return total, torch.full((), target.numel(), device=total.device)
+
+
+OWN_SUMS: tuple[Loss, ...] = (cross_entropy, mse)
+"""The losses of samestep, which are sums over the samples and tokens that they are given, and read nothing else."""
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from samestep.building.several_models import Models
 from samestep.datasets import blame_samples
 from samestep.errors import ModelError, failures_of
 from samestep.examination import plan_search
-from samestep.examination.layout_needs import examine_layout
+from samestep.examination.layout_needs import examine_layout, with_chunks
 from samestep.examination.plan_search import ProvenPlan
 from samestep.examination.recording import Placing, record_masks
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
@@ -41,14 +41,12 @@ from samestep.models.analysis import ModelAnalysis, StateSpec
 from samestep.models.spec import LossTensor, MaskSpec, ModelSpec
 from samestep.randomness import masks
 from samestep.state import snapshot
-from samestep.tracing import pending_logits
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
 from samestep.tracing.trace import trace
-from samestep.tracing.watched_forward import outputs_on_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +73,25 @@ def examine(source: Source, job: Job, example: Any, layout: Layout | None = None
     """
     traced, cuts = source.prepared, layout is None or layout.tp > 1
     if traced is None or (cuts and traced.cuts is None):
-        traced = _examine_model(source, job, example, cuts=cuts)
+        traced = _examine_model(source, job, example, cuts=cuts, chunks=layout is None)
     if layout is None:
         return traced
     num_samples = layout.microbatch or -(-job.train.global_batch // layout.dp)
-    return traced if traced.covers(layout, num_samples) else examine_layout(traced, layout, example, num_samples)
+    return (
+        traced
+        if traced.covers(layout, num_samples)
+        else examine_layout(traced, layout, source.loss, example, num_samples)
+    )
 
 
-def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool) -> TracedModel:
+def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks: bool) -> TracedModel:
     """Build a model on the meta device, trace it on one sample of `example`, and find out what holds in every layout.
 
-    `cuts` is whether a plan of tensor parallelism is looked for and proven.
+    `cuts` is whether a plan of tensor parallelism is looked for and proven, and `chunks` whether the loss is tried in chunks of tokens.
     """
     built, forward, plan = _trace(source, job, example, cuts=cuts)
+    if chunks:
+        forward = replace(forward, spec=with_chunks(built, forward.spec, source.loss))
     found = _examine_further(built, forward, source.loss)
     spec, parts = build_spec(built.module, forward, plan, found, has_own_loss=source.loss is not cross_entropy)
     entered = forward.checkpointed.entered
@@ -103,6 +107,7 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool) -> Tra
         expert_calls=forward.expert_calls,
         has_dropout=masks.has_dropout(built.module),
         states=found.states,
+        chunks_examined=chunks,
         stages=job.model.stages,
         detached_checkpoints=forward.checkpointed.detached,
         recomputes_calls=any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage),
@@ -143,12 +148,10 @@ def _trace(
 
 @dataclass(frozen=True, slots=True)
 class FurtherFindings:
-    """The findings of forwards that run after the traced one: once more, in chunks of the loss, and on several samples."""
+    """The findings of forwards that run after the traced one: once more, and on several samples."""
 
     states: tuple[StateSpec, ...]
     """What a forward keeps for later ones."""
-    chunks: pending_logits.ChunksFound
-    """Whether logits and loss can be computed in chunks of tokens."""
     samples: samples.Findings
     """Whether samples influence each other."""
     masks: tuple[MaskSpec, ...]
@@ -156,7 +159,7 @@ class FurtherFindings:
 
 
 def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> FurtherFindings:
-    """Return what further forwards show of a traced model: what it keeps, its loss in chunks, and several samples."""
+    """Return what further forwards show of a traced model: what it keeps, and several samples."""
     module, sample, value_of = built.module, built.sample, built.value_of
     spec, drawn, num_samples = forward.spec, forward.masks, built.num_samples
     placed: list[MaskSpec] = []
@@ -172,18 +175,13 @@ def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> F
         with record_checkpointed(module):
             states = kept_state.examine(module, sample, spec, containers_of(module), num_samples, value_of)
     looks = bool(spec.varies_at)
-    run_on_meta = functools.partial(outputs_on_meta, module, sample, num_samples, value_of, keeps_all=looks)
-    with built.repeating():
-        chunks = pending_logits.find_chunks(module, spec, loss, run_on_meta)
     with snapshot.preserve_modules(module), record_checkpointed(module):
         found = samples.examine(
             module, sample, loss, built.experts, value_of,
             keeps_all=looks, takes_gradients=bool(spec.differentiates_at), around=placing,
         )  # fmt: skip
     rows = placed if len(placed) == len(drawn.masks) else drawn.masks
-    given = () if loss is cross_entropy else chunks.reduced
-    chunks = chunks._replace(reduced=tuple((held, elements // num_samples) for held, elements in given))
-    return FurtherFindings(states, chunks, found, tuple(rows))
+    return FurtherFindings(states, found, tuple(rows))
 
 
 # -- the spec --------------------------------------------------------------------------------------
@@ -202,8 +200,6 @@ def build_spec(
         masks=found.masks,
         mixes_samples=found.samples.refusal,
         tried=found.samples.tried,
-        chunk_refusal=found.chunks.refusal,
-        chunk_reduces=found.chunks.reduced,
         called_again=found.samples.called_again,
     )
     spec = replace(spec, loss_values=() if found.samples.loss_reads is not None else found.samples.loss_values)

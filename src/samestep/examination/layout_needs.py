@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from samestep.building.loss import cross_entropy
+from samestep.building.loss_result import Loss
 from samestep.errors import LayoutError
 from samestep.examination import plan_search
 from samestep.examination.traced_forward import BuiltModel
@@ -17,10 +20,11 @@ from samestep.independence import sequence_proof, token_slices
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
-from samestep.tracing import called_again
+from samestep.tracing import called_again, pending_logits
+from samestep.tracing.watched_forward import outputs_on_meta
 
 
-def examine_layout(traced: TracedModel, layout: Layout, example: Any, num_samples: int) -> TracedModel:
+def examine_layout(traced: TracedModel, layout: Layout, loss: Loss, example: Any, num_samples: int) -> TracedModel:
     """Return the model with what a layout with micro-batches of so many samples needs to know, and `TracedModel.lacks` names.
 
     Raises:
@@ -46,6 +50,8 @@ def examine_layout(traced: TracedModel, layout: Layout, example: Any, num_sample
             with snapshot.preserve_modules(built.module):
                 spec = token_slices.prove(built.module, built.sample, spec, built.value_of, built.experts, layout.cp)
         analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, layout.cp))
+    if "chunks" in lacks:
+        analysis = replace(analysis, spec=with_chunks(built, analysis.spec, loss), chunks_examined=True)
     if "calls" in lacks:
         spec = analysis.spec
         with built.repeating():
@@ -55,6 +61,19 @@ def examine_layout(traced: TracedModel, layout: Layout, example: Any, num_sample
         spec = replace(spec, called_again=called_again.joined(spec.called_again, groups))
         analysis = replace(analysis, spec=spec, samples_examined=(*analysis.samples_examined, num_samples))
     return replace(traced, analysis=analysis, cuts=proof)
+
+
+def with_chunks(built: BuiltModel, spec: ModelSpec, loss: Loss) -> ModelSpec:
+    """Return the spec with whether logits and loss can be computed in chunks of tokens, by a forward of the whole model."""
+    looks = bool(spec.varies_at)
+    run = functools.partial(
+        outputs_on_meta, built.module, built.sample, built.num_samples, built.value_of, keeps_all=looks
+    )
+    with built.repeating():
+        found = pending_logits.find_chunks(built.module, spec, loss, run)
+    given = () if loss is cross_entropy else found.reduced
+    reduces = tuple((held, elements // built.num_samples) for held, elements in given)
+    return replace(spec, chunk_refusal=found.refusal, chunk_reduces=reduces)
 
 
 def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:

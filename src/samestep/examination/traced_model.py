@@ -18,10 +18,10 @@ from samestep.models.spec import ModelSpec
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing.flow import Flow
 
-Lack = Literal["plan", "counts", "trials", "tokens", "slices", "calls"]
+Lack = Literal["plan", "counts", "trials", "tokens", "slices", "calls", "chunks"]
 """A finding that a layout needs: the plan of tensor parallelism, the counts of its ranks and the trials that the plan rests on, a
-proof that blocks work token by token between cut parts, one that they work on slices of a sequence, and the modules that the
-samples of a micro-batch call several times."""
+proof that blocks work token by token between cut parts, one that they work on slices of a sequence, the modules that the
+samples of a micro-batch call several times, and whether the loss works on chunks of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ class TracedModel:
                 found.add("tokens")
         if layout.cp not in (1, *analysis.parts_examined):
             found.add("slices")
+        if layout.loss_chunk is not None and not analysis.chunks_examined:
+            found.add("chunks")
         is_gathered = layout.zero == 3 and layout.num_shards > 1
         if is_gathered and num_samples > NUM_SAMPLES and num_samples not in analysis.samples_examined:
             found.add("calls")

@@ -77,6 +77,8 @@ class ModelAnalysis:
     """Numbers of slices into which it has been examined whether sequences can be cut."""
     samples_examined: tuple[int, ...] = ()
     """Samples of micro-batches of which it has been examined which modules their forward calls several times."""
+    chunks_examined: bool = True
+    """Whether it has been examined whether logits and loss can be computed in chunks of tokens."""
     states: tuple[StateSpec, ...] = ()
     """State that a forward keeps, other than the statistics of torch's norms."""
     recomputes_blocks: bool = False

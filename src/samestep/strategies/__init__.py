@@ -8,7 +8,7 @@ written here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -63,6 +63,22 @@ STACK: tuple[ModuleType, ...] = (
     whole_update,
     whole_batch,
 )
+_ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
+    chunked_loss: lambda step: step.layout.loss_chunk is not None,
+    context: lambda step: step.layout.cp > 1,
+    tensor: lambda step: step.layout.tp > 1,
+    sequence: lambda step: step.layout.sequence_parallel,
+    expert: lambda step: step.layout.ep > 1 or bool(step.model.balanced_experts),
+    recompute: lambda step: step.layout.recompute != "none",
+    batch_norm: lambda step: step.sample_groups is not None,
+    pipeline: lambda step: step.layout.pp > 1 or step.layout.virtual_stages > 1,
+    batch_values: lambda step: step.model.uses_batch_values or any(layer.kept for layer in step.model.layers),
+    shard: lambda step: step.layout.zero > 0 or step.layout.accumulate != "sharded",
+    compress: lambda step: step.contributions is not None,
+    whole_update: lambda step: any(param.is_updated_whole for param in step.model.params),
+    whole_batch: lambda step: step.loss_over_batch,
+}
+"""Whether a step asks for a strategy; the others have something to write in every step."""
 
 
 def program_of(
@@ -164,7 +180,7 @@ def refusal_of(step: StepSpec) -> str | None:
             f"microbatch={step.layout.microbatch} makes {step.num_microbatches:,} micro-batches of the {step.rank_samples:,} "
             f"samples of a rank; microbatch={-(-step.rank_samples // MOST_MICROBATCHES)} or more works"
         )
-    return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
+    return next((reason for strategy in _asked(STACK, step) if (reason := strategy.refusal(step))), None)
 
 
 def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) -> Program:
@@ -199,8 +215,14 @@ def _from(strategy: ModuleType) -> tuple[ModuleType, ...]:
 
 def _apply_all(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
     for strategy in strategies:
-        program = strategy.apply(program)
+        for asked in _asked((strategy,), program.step):
+            program = asked.apply(program)
     return program
+
+
+def _asked(strategies: tuple[ModuleType, ...], step: StepSpec) -> Iterator[ModuleType]:
+    """Yield the strategies that a step asks for."""
+    return (one for one in strategies if one not in _ASKED or _ASKED[one](step))
 
 
 def _on_one_rank(step: StepSpec) -> Program:

@@ -51,8 +51,6 @@ LEAST_TOKENS = 2
 def refusal(step: StepSpec) -> str | None:
     """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
-    if degree == 1:
-        return None
     if step.compiles_blocks:
         return (
             f"cp={degree} exchanges heads for tokens in the middle of a block, and run.compile = 'blocks' makes one graph "
@@ -129,8 +127,6 @@ def _looks_on_slices(model: ModelSpec) -> str:
 def apply(program: Program) -> Program:
     """Return the program of a rank's slice of the blocks and the head, with the all_to_alls of each attention."""
     step = program.step
-    if step.layout.cp == 1:
-        return program
     placement = placement_of(step.model, step.layout, step.model.length)
     by_ring = exchange_of(step.model, step.layout) == "ring"
     local = step.but(model=slice_model(step.model, placement, by_ring))

@@ -45,8 +45,6 @@ def refusal(step: StepSpec) -> str | None:
 def apply(program: Program) -> Program:
     """Return the program with a block's repeated forward, collectives included, before its backward."""
     recompute = program.step.layout.recompute
-    if recompute == "none":
-        return program
     layers = program.step.model.layers
     repeated_layers = {index for index, layer in enumerate(layers) if layer.is_block and layer.has_backward}
 

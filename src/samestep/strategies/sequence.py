@@ -39,8 +39,6 @@ AXIS = "tp"
 
 def refusal(step: StepSpec) -> str | None:
     """Return why the layout, the model or the length of its samples does not allow sequence parallelism."""
-    if not step.layout.sequence_parallel:
-        return None
     if step.layout.tp == 1:
         return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
     if step.layout.recompute != "none" and (unclear := _block_that_keeps(step.model)):
@@ -101,8 +99,6 @@ def refuse_model(model: ModelSpec, degree: int) -> str | None:
 def apply(program: Program) -> Program:
     """Return the program with all_gathers and reduce_scatters in the place of the blocks' all_reduces."""
     step = program.step
-    if not step.layout.sequence_parallel:
-        return program
     model = _cut(step.model, step.layout.tp)
     local = step.but(model=model).hold(_hold)
     return replace(program, step=local).with_bodies(lambda key, ops: tuple(_with_boundaries(key, ops, local)))

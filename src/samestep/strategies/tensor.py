@@ -45,8 +45,6 @@ AXIS = "tp"
 
 def refusal(step: StepSpec) -> str | None:
     """Return why the degree would cut through a group of a weight, or why the model cannot be cut at all."""
-    if step.layout.tp == 1:
-        return None
     return (
         refuse_degree(step.model, step.layout.tp) or _refuse_packed(step.model, step.layout.tp) or _refuse_blocks(step)
     )
@@ -140,8 +138,6 @@ def _is_shared(degree: int, cut: Cut) -> bool:
 def apply(program: Program) -> Program:
     """Return the program of one rank's part of the weights and FLOPs, with the all_reduces of partial sums."""
     step = program.step
-    if step.layout.tp == 1:
-        return program
     model = cut_model(step.model, step.layout.tp, step.cuts_loss)
     local = step.but(model=model).hold(functools.partial(_hold, step.layout.tp))
     axes = {**program.axes, AXIS: step.layout.tp}

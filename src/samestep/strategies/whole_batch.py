@@ -35,8 +35,6 @@ SIZES = 8
 
 def refusal(step: StepSpec) -> str | None:
     """Return why a layout cannot give a loss the outputs of all samples."""
-    if not step.loss_over_batch:
-        return None
     if step.layout.cp > 1:
         return (
             f"cp={step.layout.cp} slices sequences, and a loss over the whole batch is given whole outputs: cp=1 works"
@@ -59,8 +57,6 @@ def reads_of(step: StepSpec) -> tuple[LossTensor, ...]:
 def apply(program: Program) -> Program:
     """Return the program with the gathers before the loss, and with the forwards for outputs alone in front of all others."""
     step = program.step
-    if not step.loss_over_batch:
-        return program
     axes = {**program.axes, **({AXIS: step.layout.dp} if step.layout.dp > 1 else {})}
     last_chunk = _last_chunk(program)
     gathers = tuple(_gathers(step)) if step.layout.dp > 1 else ()

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import target_of
+from samestep.building.loss import OWN_SUMS, target_of
 from samestep.building.model import call_model, loss_within
 from samestep.building.model_loss import ModelLoss, Rule
 from samestep.datasets.values import num_samples, rows_of
@@ -301,7 +301,8 @@ class StepTrials:
                 self._try_paths(held, *scope.graph)
             scope.graph = None
             return
-        if isinstance(self._given_loss, ModelLoss):  # whose parts were tried by forwards
+        # The parts of the former were tried by forwards; the latter are sums over what they are given.
+        if isinstance(self._given_loss, ModelLoss) or self._given_loss in OWN_SUMS:
             self.loss_is_tried = True
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
