@@ -279,6 +279,25 @@ def test_whole_weights_are_written(layout: str) -> None:
         prove(found)
 
 
+def written_by_dicts(rank: int, world: int, layout: str) -> tuple[list[float], State]:
+    """The same by state dicts of the model and of a part of it, each loaded within and read again."""
+    run = run_of(rank, world, layout, Tied)
+    losses = trained(run, 2)
+    with run.gathered() as model:
+        state = {name: one.detach().clone().mul_(0.5).add_(0.01) for name, one in model.state_dict().items()}
+        model.load_state_dict(state)
+        part = model.norm.state_dict()
+        model.norm.load_state_dict(part)
+        assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("layout", SETTING)
+def test_whole_weights_are_written_by_state_dicts(layout: str) -> None:
+    for found in everywhere(layout, written_by_dicts):
+        prove(found)
+
+
 def begun(rank: int, world: int, layout: str) -> list[list[float]]:
     """Losses of a run that is given a state before its first step, prepared or not, and of one that has trained up to there."""
     run = run_of(rank, world, layout, Tied)

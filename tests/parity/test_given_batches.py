@@ -161,6 +161,47 @@ def test_values_of_a_batch_train_as_in_a_plain_loop(
         torch.testing.assert_close(outputs, wanted_outputs, rtol=1e-7, atol=1e-8)
 
 
+def _alternating(rank: int, world: int, layout: str) -> tuple[list[float], Tensor]:
+    """Predict from values of every rank and evaluate those of rank 0, in front of steps on values of rank 0 alone."""
+    make, loss = FORMS["tuple"]
+    run = samestep.parallelize(
+        build, loss, lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9), layout=layout, job=JOB
+    )
+    losses, held = [], make(*points(77, 6))
+    for step in range(STEPS):
+        outputs = run.predict(held)
+        batch = make(*points(step, 8))
+        losses.append(run.step(batch if rank == 0 else None).loss)
+        run.evaluate(held if rank == 0 or step % 2 else None)
+    return losses, outputs
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])
+def test_methods_are_given_values_in_ways_of_their_own(layout: str) -> None:
+    wanted, _ = plain("tuple", (8,) * STEPS, False)
+    (losses, outputs), (others, same) = pool(2).run(_alternating, layout)
+    assert losses == others == pytest.approx(wanted, rel=1e-9)
+    assert torch.equal(outputs, same)
+
+
+def _late(rank: int, world: int) -> str:
+    """Give ranks other values in the first step of a run that a prediction has prepared."""
+    make, loss = FORMS["tuple"]
+    run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.3), layout="dp=2", job=JOB)
+    run.steps_taken = 3
+    run.predict(make(*points(77, 6)))
+    try:
+        run.step(make(*points(rank, 8)))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_the_first_values_of_a_step_are_compared_whatever_came_before() -> None:
+    for text in pool(2).run(_late):
+        assert text.startswith("run.step was given other values on rank 1 than on rank 0")
+
+
 def _refused(rank: int, world: int, layout: str, kind: str) -> str:
     make, loss = FORMS["tuple"]
     run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB)

@@ -36,8 +36,9 @@ class GivenBatches:
 
     def __init__(self, job: Job, place: RankInfo, turn: BatchDim | None = None) -> None:
         self._job, self._place, self._turn = job, place, turn
-        self._sends = False
-        """Whether rank 0 alone is given values, as the ranks have agreed last."""
+        self._sends = dict[str, bool]()
+        """Whether rank 0 alone is given values, by method, as the ranks have agreed last: a loop may predict from values that every
+        rank has, and step with those of rank 0."""
 
     def batch_of(
         self, given: Any, method: str, step: int, layout: Layout, *, local: bool = False, compares: bool = True
@@ -72,6 +73,7 @@ class GivenBatches:
 
     def _of_values(self, given: Any, method: str, step: int, layout: Layout, local: bool, compares: bool) -> GivenBatch:
         world = self._place.world_size
+        compares = compares or method not in self._sends
         wrong, count = check_batch(given, method), num_samples(given)
         if not wrong and given is not None and count is None:
             wrong = (
@@ -86,9 +88,9 @@ class GivenBatches:
             return self._local(given, wrong, count or 0, method, step, layout, compares)
         if compares and world > 1:
             self._compare(given, wrong, method)
-        elif wrong or (given is None and not (self._sends and self._place.rank)):
+        elif wrong or (given is None and not (self._sends.get(method) and self._place.rank)):
             raise DataError(wrong or f"{method} was given None here, and values in the steps before; values work")
-        if self._sends and world > 1:
+        if self._sends.get(method) and world > 1:
             given = broadcast_from(0, given, None, self._place.device, what=_UNSENT, kind=DataError)
             count = num_samples(given)
         assert count, "values were checked"
@@ -109,9 +111,9 @@ class GivenBatches:
             raise DataError(
                 f"{method} was given None on rank 0: values on rank 0 work, which sends them, or equal ones on all ranks"
             )
-        self._sends = all(one is None for one in others)
+        self._sends[method] = all(one is None for one in others)
         other = next((rank for rank, one in enumerate(others, 1) if one != first), None)
-        if other is not None and not self._sends:
+        if other is not None and not self._sends[method]:
             raise DataError(
                 f"{method} was given other values on rank {other} than on rank 0: the whole batch on every rank works, or on rank 0 "
                 f"alone and None elsewhere; {method}(batch, local=True) takes each rank's own samples"

@@ -18,6 +18,7 @@ from samestep.errors import ModelError
 from samestep.runtime.checkpoints import checkpoint, other_state, whole_state
 from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import broadcast_value, gather_values
+from samestep.runtime.weights import whole_writes
 from samestep.state.fingerprints import digest, fingerprint
 
 _NAMED = 3
@@ -179,7 +180,8 @@ def gathered(run: PreparedRun) -> Iterator[nn.Module]:
     for slot in slots:
         slot.held[slot.leaf] = slot.whole
     try:
-        yield run.model
+        with whole_writes.whole_state_dicts(run.model):
+            yield run.model
     finally:
         for slot in slots:
             slot.held[slot.leaf] = slot.part

@@ -13,6 +13,8 @@ into a whole tensor is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +72,30 @@ def _with_row(leaf: str) -> Any:
             state[prefix + leaf] = value.view(1)
 
     return give_row
+
+
+@contextmanager
+def whole_state_dicts(model: nn.Module) -> Iterator[None]:
+    """Let `state_dict` and `load_state_dict` of a model and of its parts act on what stands in them: the hooks by which FSDP2 puts
+    the rows of this rank back, and those for single numbers, do not run."""
+    kept = []
+    for module in model.modules():
+        for hooks in (
+            module._state_dict_pre_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        ):
+            kept.append((hooks, dict(hooks)))
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith(("torch.distributed.fsdp.", __name__)):
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_of_them in kept:
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(all_of_them | added)
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
