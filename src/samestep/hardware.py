@@ -123,6 +123,8 @@ class Hardware:
         default_factory=dict
     )
     """For each dtype: fraction of the best product's rate by the length of the shortest side, interpolated linearly."""
+    host_bytes_per_s: NonNegative = 0.0
+    """Rate of copies from the host's memory to one device; 0 where the two are one memory."""
     memory_efficiency: Fraction = 1.0
     """Fraction of `memory_bytes_per_s` that an elementwise kernel reaches."""
     kernel_s: NonNegative = 0.0

@@ -1,6 +1,6 @@
 """The `Job`: WHAT is computed, that is model, data, loss, optimizer, learning rate, batch, steps, seed and numerics.
 
-Everything here may change the result, except `[run]`, `[checkpoint]`, `[layout]` and `model.stages`. A job is read from a TOML file
+Everything here may change the result, except `[run]`, `[checkpoint]`, `[layout]`, `model.stages` and `model.offload`. A job is read from a TOML file
 with `load`, or written in Python: `Job(train={"global_batch": 32})`. All mistakes in it are reported at once. Its tables, with
 their keys and ranges, are in `job_tables` and `optimizer_tables`; here are the rules between them.
 """
@@ -232,7 +232,22 @@ class Job(Table):
             return self
         if isinstance(stages, str):
             raise JobError(f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works")
-        return self.model_copy(update={"model": self.model.model_copy(update={"stages": tuple(stages)})})
+        return self._with_model(stages=tuple(stages))
+
+    def with_offload(self, offload: Sequence[str] | None) -> Job:
+        """Return the job with other names of modules whose weights are in the host's memory; None leaves them as they are.
+
+        Raises:
+            JobError: `offload` is one name and no list.
+        """
+        if offload is None:
+            return self
+        if isinstance(offload, str):
+            raise JobError(f"offload={offload!r} is one name, and a list is read: offload=[{offload!r}] works")
+        return self._with_model(offload=tuple(offload))
+
+    def _with_model(self, **changes: Any) -> Job:
+        return self.model_copy(update={"model": self.model.model_copy(update=changes)})
 
     def to_toml(self, *, with_folder: bool = False) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run.

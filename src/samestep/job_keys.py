@@ -61,6 +61,9 @@ class ModelKeys(TypedDict, total=False):
     stages: list[str] | tuple[str, ...]
     """Names of modules with which the later stages of a pipeline may begin, such as `["encoder.3", "head"]`; by default they begin
     with blocks, or in a model without a list of blocks with any module that it calls. Changes no result."""
+    offload: list[str] | tuple[str, ...]
+    """Names of modules whose weights take no gradient, such as `["reference"]`: they are in the host's memory, and on the device
+    while a forward or a backward reads them. Changes no result."""
     lora: LoraKeys | LoraTable | None
     """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
     modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of all linear layers but the head are

@@ -128,6 +128,9 @@ class ModelTable(Table):
     stages: tuple[str, ...] = ()
     """Names of modules with which the later stages of a pipeline may begin, such as `["encoder.3", "head"]`; by default they begin
     with blocks, or in a model without a list of blocks with any module that it calls. Changes no result."""
+    offload: tuple[str, ...] = ()
+    """Names of modules whose weights take no gradient, such as `["reference"]`: they are in the host's memory, and on the device
+    while a forward or a backward reads them. Changes no result."""
     lora: LoraTable | None = None
     """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
     modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of all linear layers but the head are
@@ -143,8 +146,8 @@ class ModelTable(Table):
 
     @model_validator(mode="after")
     def _shape_is_no_module(self) -> ModelTable:
-        if self.preset is not None and (self.freeze or self.stages):
-            key = "freeze" if self.freeze else "stages"
+        if self.preset is not None and (self.freeze or self.stages or self.offload):
+            key = next(key for key in ("freeze", "stages", "offload") if getattr(self, key))
             raise ValueError(
                 f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ import samestep
 from samestep import losses
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.layout import Layout
+from samestep.program.ops import OpKind
+from samestep.runtime.axes import host_weights
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import ModelAverages
+from samestep.simulation.memory import at_rest
 from tests.laboratory import combinations, job_of, losses_of_steps
 from tests.models import Plain, Tokens
 from tests.pool import pool
@@ -272,6 +276,99 @@ def test_models_share_a_module_in_a_pipeline() -> None:
 
 
 EMA: dict[str, Any] = {"ema teacher": {"teacher": ("student", 0.9)}}
+
+
+# -- weights in the host's memory between their uses -----------------------------------------------
+
+
+def judged() -> dict[str, nn.Module]:
+    torch.manual_seed(14)
+    net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 8))
+    critics = [nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)) for _ in "ab"]
+    return {"net": net, **{name: frozen(one) for name, one in zip(("critic", "judge"), critics, strict=True)}}
+
+
+def judged_forward(models: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients flow through both calls of one frozen model, and through one of another."""
+    made = models["net"](batch["input_ids"][:, :10].double() / 61)
+    return models["critic"](made), models["critic"](made.flip(1)), models["judge"](made)
+
+
+KINDS["judged"] = (
+    judged,
+    judged_forward,
+    lambda outputs, batch: (sum(one.square().sum() for one in outputs), len(outputs[0])),
+    Tokens,
+)
+OFFLOAD = {"dpo": ["reference"], "ema teacher": ["teacher"], "judged": ["critic"], "distillation": ["teacher.blocks"]}
+
+
+def with_offload(
+    rank: int, world: int, layout: str, kind: str, folder: str
+) -> tuple[tuple[list[float], dict[str, Tensor]], tuple[float, float]]:
+    """Train with weights on the host, with evaluations, and go on after two steps without: where they are changes no result."""
+    build, forward, loss, dataset = KINDS[kind]
+    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"watch_every": 0})})
+    make = functools.partial(
+        samestep.parallelize, loss=loss, optimizer=adam, layout=layout, job=job, forward=forward, ema=EMA.get(kind)
+    )
+    first = make(build(), offload=OFFLOAD[kind])
+    found = losses_of_steps(first, dataset(), 0, 2)
+    before = host_weights.num_copies
+    found += losses_of_steps(first, dataset(), 2, 3)
+    held_as_predicted(first, host_weights.num_copies - before)
+    mean = first.evaluate(dataset())["loss"]
+    first.save(folder)
+    run = make(build())
+    run.load(folder)
+    other = run.evaluate(dataset())["loss"]
+    return ([*found, *losses_of_steps(run, dataset(), 3, STEPS)], run.state_dict(on_every_rank=True)), (mean, other)
+
+
+def held_as_predicted(run: Run, num_copies: int) -> None:
+    """Compare the copies of a step, and the bytes on the host, with those of the program."""
+    program = run.program
+    away = {name for one in program.host_modules for name in one.params}
+    listed = [op for _, op in program.ops() if op.kind is OpKind.COPY]
+    held = {piece.name: piece.value.numel() * 8 for piece in run.assembly.weights.store.frozen}
+    use, whole = (at_rest(one) for one in (program, dataclasses.replace(program, host_modules=())))
+    assert (use.weights + use.host, whole.host) == (whole.weights, 0)
+    assert num_copies == (0 if program.units else len(listed))  # FSDP2 copies shards
+    if not program.units:  # whose shards are padded
+        assert use.host == sum(size for name, size in held.items() if name in away)
+    assert bool(away) == bool(listed)
+
+
+HOST_LAYOUTS = [
+    "dp=2 microbatch=3 recompute=full",
+    "dp=2 zero=3 microbatch=2",
+    "pp=2 microbatch=4",
+    "tp=2",
+    "dp=2 zero=1",
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), combinations(HOST_LAYOUTS, [*OFFLOAD]))
+def test_a_frozen_model_is_on_the_host_between_its_uses(layout: str, kind: str, tmp_path: Path) -> None:
+    for found, (mean, other) in pool(2).run(with_offload, layout, kind, str(tmp_path / "saved")):
+        assert_plain(kind, found)
+        assert mean == other
+
+
+def test_only_frozen_weights_are_on_the_host() -> None:
+    make = functools.partial(samestep.parallelize, loss=dpo, optimizer=adam, forward=dpo_forward)
+    build = KINDS["dpo"][0]
+    with pytest.raises(JobError, match=r"offload='reference' is one name.*offload=\['reference'\] works"):
+        make(build(), offload="reference")
+    for names, text in (
+        ("policy", "policy.scale takes a gradient: .* works"),
+        ("refference", "did you mean .reference.*works"),
+    ):
+        run = make(build(), offload=[names], job=JOB)
+        with pytest.raises(LayoutError, match=text):
+            losses_of_steps(run, Pairs(), 0, 1)
+
+
 KINDS["ema teacher"] = (lambda: {"student": plain_model(7)}, distil_forward, distil, Tokens)
 
 
@@ -428,7 +525,7 @@ def test_one_device_is_the_plain_loop(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation", "siamese", *EMA)]),
+    combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation", "siamese", "judged", *EMA)]),
 )
 def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):

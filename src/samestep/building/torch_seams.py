@@ -13,6 +13,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     autograd_sequence_number        _C._autograd._get_sequence_nr             Node._sequence_nr is private too
     current_autograd_node           _C._current_autograd_node                 none
     current_backward_id             _C._current_graph_task_id                 none
+    call_after_backward             Variable._execution_engine                none; FSDP2 calls it too
     run_backward                    Variable._execution_engine                torch.autograd.backward, slower
     storage_use_count               _C._storage_Use_Count                     none; None where torch has none
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
@@ -26,7 +27,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,6 +61,7 @@ __all__ = [
     "RecordFunctionFast",
     "abandon_groups",
     "autograd_sequence_number",
+    "call_after_backward",
     "current_autograd_node",
     "current_backward_id",
     "current_compile_id",
@@ -96,6 +98,11 @@ is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 profiler_runs = torch._C._autograd._profiler_enabled
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Let a function be called once the backward that runs is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def run_backward(tensor: Tensor, gradient: Tensor) -> None:

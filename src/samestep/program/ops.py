@@ -92,6 +92,8 @@ class OpKind(StrEnum):
     OUTER = "outer"
     """Compute of an exchange between independently trained replicas, once a collective of it has ended; its passes are
     priced with the collectives of the codec."""
+    COPY = "copy"
+    """Copy of weights from the host's memory to the device, for which compute waits."""
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
@@ -137,7 +139,7 @@ class Op:
     flops: int = 0
     size_bytes: int = 0
     """Bytes of a collective's whole unsharded buffer, padding included; for an all_to_all the bytes that this rank
-    holds before it, assuming that all experts are chosen equally often. 0 for compute."""
+    holds before it, assuming that all experts are chosen equally often; of a copy its bytes. 0 for compute."""
     after: tuple[str, ...] = ()
     """Names of ops whose latest earlier occurrence must have ended before this op starts."""
     frees_before: tuple[str, ...] = ()

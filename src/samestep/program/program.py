@@ -29,6 +29,7 @@ from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket
 from samestep.program.exchange_times import Phase
 from samestep.program.followed_weights import FollowedWeights
+from samestep.program.host_modules import HostModule
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.owners import Owners
 from samestep.program.step import StepSpec
@@ -69,6 +70,8 @@ class Program:
     """Layers of each virtual stage (chunk) of this rank; empty where one rank runs all layers."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Number of ranks in a group of each axis that the program communicates over."""
+    host_modules: tuple[HostModule, ...] = ()
+    """Modules whose weights are copied to the device for each of their calls."""
     followed: tuple[FollowedWeights, ...] = ()
     """The weights that stages send each other behind a step, since models on other stages follow them."""
     exchanges: tuple[Mapping[Phase, Ops], ...] = ()

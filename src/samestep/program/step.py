@@ -85,6 +85,8 @@ class StepSpec:
     """The rank of the factors as which the codec sends matrices; 0 where it sends none."""
     unsure: tuple[str, ...] = ()
     """The trained weights of the whole model that a step may give no gradient: ranks agree on each with the step's scalars."""
+    offload: tuple[str, ...] = ()
+    """Names of the modules whose frozen weights are in the host's memory between their uses."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
@@ -128,6 +130,7 @@ class StepSpec:
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
             compression_rank=_compression_rank(job.numerics),
             unsure=_unsure_weights(model),
+            offload=job.model.offload,
             allow=job.run.waivers,
         ).in_layout(model, job, layout, ranks_per_node, cuts_loss)
 

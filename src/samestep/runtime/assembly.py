@@ -48,6 +48,7 @@ from samestep.runtime.axes import (
     exchanging_calls,
     expert,
     forward_state,
+    host_weights,
     precision,
     recompute,
     tensor,
@@ -288,7 +289,8 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
     job, program, mesh = decided.job, decided.program, placements.mesh
     plan, model = decided.traced.blueprint, decided.traced.module
     make = store_of(program.step.layout)
-    store = make(model, program, mesh, functools.partial(placements.materialize, plan))
+    store = make(model, program, mesh, host_weights.on_host(functools.partial(placements.materialize, plan), program))
+    host_weights.copy_for_calls(model, program, mesh)
     store = owning.owning(store, program, mesh, decided.spec)
     _mark(model, decided.whole)
     store.hook_gradients(gradient_hooks(plan, program, mesh))

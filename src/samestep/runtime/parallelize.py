@@ -35,6 +35,7 @@ def parallelize(
     forward: Forward | None = None,
     batch_dim: int = 0,
     ema: Following | None = None,
+    offload: Sequence[str] | None = None,
 ) -> Run:
     """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
 
@@ -62,11 +63,13 @@ def parallelize(
             collate_fn or the loop puts together: 1 for a recurrent model over [tokens, samples].
         ema: models that follow others behind each step, {"teacher": ("student", 0.996)}: the decay is a number, or a function of the
             step. Such a model is frozen, and starts as a copy of the one that it follows, unless `model` has one of its name.
+        offload: names of models, or of modules, whose weights take no gradient, such as ["reference"]: they are in the host's memory,
+            and on the device while a forward or a backward reads them; by default those of `job.model.offload`.
 
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.
     """
-    job = (job or Job()).with_stages(stages)
+    job = (job or Job()).with_stages(stages).with_offload(offload)
     place, where = _joined(job, layout)
     averages = ModelAverages(ema or {})
     averages.check(where, job)

@@ -87,6 +87,8 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         return _collective_s(op, program, hardware)
     if op.kind is OpKind.OUTER:
         return 0.0
+    if op.kind is OpKind.COPY:
+        return hardware.kernel_s + op.size_bytes / (hardware.host_bytes_per_s or _bandwidth(hardware))
     if op.kind is OpKind.UPDATE:
         moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
         return (

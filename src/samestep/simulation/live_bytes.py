@@ -151,7 +151,10 @@ class _LiveBytes:
                 self._look(op, logits=self.sizes.saved[op.layer].loss_working)
         for op in ops:
             self._free(op.frees_before)
-            if op.axis is None:
+            if op.kind is OpKind.COPY:
+                self._allocate(op.allocates)
+                self._look(op)
+            elif op.axis is None:
                 self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
             elif op.allocates:
                 if op.kind is OpKind.ALL_GATHER:

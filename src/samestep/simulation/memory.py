@@ -38,6 +38,7 @@ from samestep.models.param_spec import ParamSpec
 from samestep.output.byte_sizes import gib, readable
 from samestep.program.bodies import Task, is_forward
 from samestep.program.codecs import CODECS, PLAIN, coded_bytes
+from samestep.program.host_modules import host_bytes
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -67,7 +68,7 @@ class MemoryUse:
     position_embeddings: int = 0
     """The part of the weights that are tables of positions."""
     host: int = 0
-    """Host bytes of states and master weights under offload; not in `parts()` nor in `total`."""
+    """Host bytes of states and master weights under offload, and of weights of `model.offload`; not in `parts()` nor in `total`."""
     peak_at: str = "at rest"
     """Name of the op at which this much is held."""
 
@@ -128,6 +129,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     step = program.step
     each = step.replicas_each
     weights, gradients = (each * one for one in (_whole, _in_buckets, _in_units, _in_units)[step.zero](program))
+    on_host = each * host_bytes(step, program.units, program.host_modules)
     gradients += _owned_weights(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
     copies = sum(_copy_bytes(step, piece) for piece in _updated_pieces(program, rank))
     kept = each * (copies + _state_bytes(program, states_per_param, rank))
@@ -135,13 +137,13 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
         kept += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated_pieces(program, rank))
     optimizer, host = (0, kept) if step.layout.offload else (kept, 0)
     return MemoryUse(
-        weights=weights,
+        weights=weights - on_host,
         gradients=gradients,
         optimizer=optimizer,
         buffers=step.model.buffer_bytes,
-        token_embeddings=_table_bytes(step, "tokens"),
-        position_embeddings=_table_bytes(step, "positions"),
-        host=host,
+        token_embeddings=_table_bytes(program, "tokens"),
+        position_embeddings=_table_bytes(program, "positions"),
+        host=host + on_host,
     )
 
 
@@ -383,11 +385,12 @@ def _weight_bytes(step: StepSpec, trainable: bool) -> int:
     return sum(map(step.weight_bytes, params))
 
 
-def _table_bytes(step: StepSpec, embeds: str) -> int:
-    """Return the bytes of the tables of embeddings of a kind, between two steps."""
-    found = 0
+def _table_bytes(program: Program, embeds: str) -> int:
+    """Return the bytes of the tables of embeddings of a kind that are on the device between two steps."""
+    found, step = 0, program.step
+    away = {name for one in program.host_modules for name in one.params}
     for param in step.model.params:
-        if param.embeds == embeds:
+        if param.embeds == embeds and param.name not in away:
             shards = step.holding(param).num_shards if step.zero >= 2 else 1
             element = BYTES_OF[step.master_dtype if step.zero >= 2 else step.working_dtype(param)]
             found += padded_rows(param, shards) // shards * element

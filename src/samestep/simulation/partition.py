@@ -31,6 +31,7 @@ _ROWS = {
     OpKind.RECOMPUTE: "recompute",
     OpKind.UPDATE: "optimizer",
     OpKind.OUTER: "optimizer",
+    OpKind.COPY: TRANSFER,
     "data": "data",
     "host": "host",
     "checkpoint": "checkpoint",

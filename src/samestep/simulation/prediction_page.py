@@ -29,6 +29,7 @@ _KINDS = {
     OpKind.RECOMPUTE: "recompute",
     OpKind.UPDATE: "optimizer",
     OpKind.OUTER: "optimizer",
+    OpKind.COPY: "host",
     "data": "data",
     "host": "host",
     "checkpoint": "checkpoint",

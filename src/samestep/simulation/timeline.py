@@ -27,6 +27,7 @@ LETTERS = {
     OpKind.RECOMPUTE: "R",
     OpKind.UPDATE: "U",
     OpKind.OUTER: "O",
+    OpKind.COPY: "C",
     OpKind.ALL_REDUCE: "a",
     OpKind.ALL_GATHER: "g",
     OpKind.REDUCE_SCATTER: "s",

@@ -29,6 +29,7 @@ from samestep.strategies import (
     context,
     data,
     expert,
+    host_weights,
     loss_terms,
     pipeline,
     precision,
@@ -44,7 +45,7 @@ from samestep.strategies import (
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
 # sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
-# and `whole_batch` repeats the forwards that are written by then.
+# `host_weights` copies weights to the device in front of what reads them, and `whole_batch` repeats the forwards that are written by then.
 STACK: tuple[ModuleType, ...] = (
     precision,
     chunked_loss,
@@ -61,6 +62,7 @@ STACK: tuple[ModuleType, ...] = (
     data,
     compress,
     whole_update,
+    host_weights,
     whole_batch,
 )
 _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Sizes, Units
 from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
+from samestep.program.host_modules import is_named
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 
@@ -64,12 +65,18 @@ class Needs:
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
 
+    def _on_host(self, step: StepSpec) -> float:
+        """Return at least the bytes of weights that may be on the host: no bound counts them."""
+        named = (param for param in self.prices.model.params if step.offload and is_named(step, param))
+        return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
+
     def least_bytes(self, step: StepSpec) -> float:
         """Bound the memory, in bytes, of all layouts with these degrees and this micro-batch."""
         step, layout = smallest(step), step.layout
         whole = self.prices.whole_sizes(step)
         states, gradients = self._least_states(step, whole, whole.trained / layout.dp_cp_size)
-        return max(states, states - gradients + whole.kept * step.microbatch_samples) / layout.pp
+        least = max(states, states - gradients + whole.kept * step.microbatch_samples) - self._on_host(step)
+        return max(0.0, least) / layout.pp
 
     def group_bytes(self, step: StepSpec) -> float:
         """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
@@ -79,7 +86,7 @@ class Needs:
             kept, _ = self._activations(step, stage, None)
             states, gradients = self._least_states(step, mine, least_updated(step, mine))
             needed = max(needed, states, states - gradients + kept)
-        return needed
+        return max(0.0, needed - self._on_host(step))
 
     def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
         """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
@@ -102,7 +109,7 @@ class Needs:
         kept, unit = self._activations(step, stage, of_units)
         whole = self.prices.stage_units(step, stage) if of_units else Units()
         gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
-        states = self._states(step, mine, whole) + self.prices.model.buffer_bytes
+        states = self._states(step, mine, whole) + self.prices.model.buffer_bytes - self._on_host(step)
         need = Need(states, kept, gathered, self._late_gradients(step, stage, mine, whole))
         if of_units and step.layout.accumulate == "full" and step.num_microbatches > 1:
             return max(need, self._accumulated(step, stage, states, whole), key=lambda one: one.total)

@@ -143,7 +143,14 @@ _LARGEST_BYTES = 1 << 30
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
 _OF_EXCHANGES = ("outer_lr", "outer_momentum", "exchange_mix")
 """Keys of numerics that say something of replicas that are trained apart alone."""
-_MAY_CHANGE = ("numerics.on_nonfinite", "numerics.on_spike", "train.steps", "data.held_out_sets", "model.stages")
+_MAY_CHANGE = (
+    "numerics.on_nonfinite",
+    "numerics.on_spike",
+    "train.steps",
+    "data.held_out_sets",
+    "model.stages",
+    "model.offload",
+)
 """Keys that may differ on resuming: what is evaluated trains nothing, where stages begin changes no result, and a run that stopped on a non-finite step is told to change the others."""
 
 

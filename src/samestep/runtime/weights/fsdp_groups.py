@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from samestep.errors import LayoutError
 from samestep.program.program import Program
@@ -40,6 +40,7 @@ def make_groups(
     sums_over = () if program.step.contributions else ("dp_replicate",)
     meshes = {axis: mesh.for_shards(axis, sums_over) for axis in sorted(axes)}
     everything = set(model.parameters())
+    away = {one.unit for one in program.host_modules}
     by_name = {running.unit.name: running for running in units}
     single = {param.name for param in program.step.model.params if not param.shape}
     model.register_forward_hook(order.end_forward)
@@ -66,6 +67,9 @@ def make_groups(
             mesh=meshes[unit.shard_axis],
             reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again or unit.is_read_by_loss),
             mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+            if unit.name in away
+            else OffloadPolicy(),
             ignored_params=everything - running.params,
         )
         named = {id(param_at(slots[name][0])): name for name in unit.params}

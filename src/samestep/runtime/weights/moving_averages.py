@@ -110,7 +110,7 @@ class ModelAverages:
                 raise LayoutError(
                     f"ema: a rank holds {list(average.shape)} of {name} and {held} of {source}: tp=1 works"
                 )
-            average.lerp_(weight, moved[prefix])
+            average.lerp_(weight.to(average.device), moved[prefix])  # the average may be on the host
 
     def _exchange(
         self, sent: FollowedWeights, own: Mapping[str, Tensor], program: Program, mesh: Mesh

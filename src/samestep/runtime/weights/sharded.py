@@ -103,7 +103,10 @@ class Sharded:
     def _fill(self, slots: dict[str, ParamSlots], materialize: Materialize) -> None:
         """Allocate this rank's rows, and fill them from each whole parameter in turn, which is freed at once."""
         device = self.mesh.device
-        self.model._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
+        away = {id(param_at(slots[name][0])) for one in self.program.host_modules for name in one.params}
+        self.model._apply(
+            lambda t: torch.empty_like(t, device="cpu" if id(t) in away else device) if isinstance(t, DTensor) else t
+        )
         step = self.program.step
         for spec in step.model.params:
             value = materialize(spec.name, DTYPES[step.master_dtype])
