@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from samestep.building.model import call_model
 from samestep.datasets import batches
@@ -32,7 +33,7 @@ from tests.laboratory import (
     source_of,
 )
 from tests.models import MODELS as MODELS_OF_ALL
-from tests.models import VOCABULARY, Tokens
+from tests.models import VOCABULARY, Attentive, AttentiveBlock, Tokens
 from tests.pool import pool
 
 MODELS = ["llama", "qwen3", "gpt2", "attentive"]
@@ -86,6 +87,56 @@ MASKED = ["cp=2", "cp=2 recompute=full microbatch=4", "tp=2 cp=2", "pp=2 cp=2 mi
 )
 def test_slices_compute_what_one_device_computes(layout: str, model: str) -> None:
     prove(layout, model)
+
+
+class Causal(nn.Module):
+    """A convolution of each token with those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate = nn.Conv1d(16, 16, 3, groups=16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x.mT, (2, 0))).mT * self.gate(x).sigmoid()
+
+
+class Hybrid(nn.Module):
+    """Blocks of a convolution, an attention and a recurrence, all of which mix tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.causal, self.attentive = nn.LayerNorm(16), Causal(), AttentiveBlock(16, 4)
+        self.recurrent = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.causal(self.norm(x))
+        return self.attentive(x) + self.recurrent(x)[0]
+
+
+class Hybrids(Attentive):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hybrid() for _ in range(4))
+
+
+MODELS_OF_ALL |= {"hybrid": Hybrids}
+GATHERED = [
+    ("cp=2", "hybrid"),
+    ("cp=2 exchange=ring zero=3 recompute=full", "hybrid"),
+    ("pp=2 cp=2 exchange=ring microbatch=2 schedule=zero-bubble", "hybrid"),
+    ("cp=2 zero=1 recompute=selective microbatch=4", "dropping_gpt2_eager"),
+    ("tp=2 cp=2 zero=2", "dropping_gpt2_eager"),
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), GATHERED)
+def test_parts_that_mix_tokens_compute_all_of_them(layout: str, model: str) -> None:
+    prove(layout, model)
+
+
+@pytest.mark.parametrize("layout", ["cp=2 recompute=full", "cp=2 exchange=ring zero=3 microbatch=2"])
+def test_the_ledger_of_gathered_parts_holds_in_mixed_precision(layout: str) -> None:
+    prove_ledger(layout, "hybrid")
 
 
 @pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it
@@ -161,7 +212,11 @@ def test_a_slice_keeps_its_part_of_the_activations() -> None:
             "does not divide the 12 tokens and 1 heads that tp=2 leaves a rank .*; only cp=1 does, and exchange=ring works",
         ),
         ("gpt2", "cp=5", "cp=5 does not divide the 12 tokens into slices of 2 tokens or more; cp=4 or 6 does"),
-        ("dropping_gpt2_eager", "cp=2", "cp=2 slices sequences: .*attn mixes tokens by bmm.* with a mask of the whole"),
+        (
+            "dropping_gpt2_eager",
+            "tp=2 cp=2 sequence_parallel",
+            "attn computes all tokens on every rank of cp=2; tp=2 alone works",
+        ),
     ],
 )
 def test_what_cannot_be_sliced_is_refused(model: str, layout: str, text: str) -> None:

@@ -86,7 +86,7 @@ def _traced(block: type[Block]) -> Any:
 
 
 def refusal(code: Callable[[Any, Tensor], Tensor], block: type[Block] = Block) -> str:
-    """Return why slices are refused with this code in the first block."""
+    """Return why slices are refused with this code in the first block, or all tokens are gathered for it."""
     traced = _traced(block)
     spec, analysis = traced.spec, traced.analysis
     assert (spec.slice_refusal if block is Block else spec.sequence_refusal) == ""
@@ -94,7 +94,8 @@ def refusal(code: Callable[[Any, Tensor], Tensor], block: type[Block] = Block) -
     traced.module.blocks[0].odd.code = functools.partial(code)
     if block is CutBlock:
         return sequence_proof.refuse_slices(traced.module, EXAMPLE, analysis, 2, value_of)[0]
-    return token_slices.prove(traced.module, EXAMPLE, spec, value_of, analysis.experts, 2).slice_refusal
+    found = token_slices.prove(traced.module, EXAMPLE, spec, value_of, analysis.experts, 2)
+    return found.slice_refusal or "; ".join(part.reason for layer in found.layers for part in layer.gathered_parts)
 
 
 class Divided(torch.autograd.Function):

@@ -147,8 +147,6 @@ MIXING = {
     "scores by hand": (functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x), "blocks.0 mixes tokens by bmm"),
     "a softmax over tokens": (functools.partial(Odd, lambda x: x.softmax(1)), "blocks.0 mixes tokens by _softmax"),
     "the token before": (functools.partial(Odd, lambda x: x + x.roll(1, 1)), "blocks.0 mixes tokens by add"),
-    "a convolution": (lambda: Odd(part=Convolution(16, 16, 3)), "blocks.0.part mixes tokens by convolution"),
-    "a recurrence": (lambda: Odd(part=Recurrent(16, 16, batch_first=True)), "mixes tokens|not between the tokens of one sequence"),
     "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
     "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),
     "positions written": (functools.partial(Odd, with_positions_written), "blocks.0 counts the tokens of a slice itself"),
@@ -164,11 +162,18 @@ MIXING = {
     "another second half": (functools.partial(Odd, with_another_second_half), "by tanh computes some tokens of a slice"),
     "a pooled output": (Pooled, "the model itself mixes tokens by mean"),
     "outputs of other rows": (Shifted, "its outputs have no row for each token"),
+}  # fmt: skip
+
+
+GATHERED = {
+    "a convolution": (lambda: Odd(part=Convolution(16, 16, 3)), ["blocks.0.part"], "blocks.0.part mixes tokens by convolution"),
+    "a recurrence": (lambda: Odd(part=Recurrent(16, 16, batch_first=True)), ["blocks.0.part"], "mixes tokens|not between the tokens of one sequence"),
     "eager attention": (
         functools.partial(
             hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
             attn_implementation="eager", **EVEN,
         ),
+        ["model.layers.0.self_attn", "model.layers.1.self_attn"],
         r"self_attn mixes tokens by bmm.*; scaled_dot_product_attention \(attn_implementation = 'sdpa'\) with a mask",
     ),
 }  # fmt: skip
@@ -179,6 +184,17 @@ def test_what_mixes_tokens_is_refused_by_name(what: str) -> None:
     build, words = MIXING[what]
     refusal = shown(build).slice_refusal
     assert re.search(words, refusal), refusal
+
+
+@pytest.mark.parametrize("what", GATHERED)
+def test_children_of_blocks_that_mix_tokens_are_given_all_of_them(what: str) -> None:
+    build, owners, words = GATHERED[what]
+    spec = shown(build)
+    parts = [part for layer in spec.layers for part in layer.gathered_parts]
+    assert spec.slice_refusal == ""
+    assert [part.owner for part in parts] == owners
+    assert all(re.search(words, part.reason) for part in parts), parts
+    assert from_json(to_json(spec)) == spec
 
 
 LOCAL: dict[str, Any] = {

@@ -17,6 +17,7 @@ What cannot be shown is refused, with the operation at which it failed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
@@ -28,13 +29,15 @@ from samestep.building.loss import prediction_of, target_of
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
-from samestep.independence.dependence import Along, Dependence, Mixed
+from samestep.independence.dependence import NO_DIM, Along, Dependence, Mixed
+from samestep.independence.gathered_parts import PartCalls, wider_parts
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import Reshaping, sequence_dim
 from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
 from samestep.models.analysis import ExpertModules
-from samestep.models.spec import ModelSpec
+from samestep.models.layer_spec import GatheredPart, GatheredTensor
+from samestep.models.spec import ModelSpec, is_below
 from samestep.state import snapshot
 from samestep.tracing.containers import containers_of
 from samestep.tracing.crossings import with_slices_of
@@ -68,32 +71,66 @@ def prove(
         )
         return _refuse_slices(spec, length, reason)
     sample = _shorten_sample(sample, length, size * parts)
-    table: Table = {}
-    watches = [
-        SliceProver(module, blocks, size * parts, size * parts, table, spec.looks_in),
-        SliceProver(module, blocks, size, size * parts, table, spec.looks_in),
-    ]
-    if spec.looks_in:
-        answer_alike(watches, module, sample, containers_of(module), value_of)
-    for watch in watches:
-        watch.has_backward = bool(spec.differentiates_at)
-    for watch in watches:
-        if refusal := _refusal_of(watch, module, sample, value_of, experts):
-            return _refuse_slices(spec, length, refusal)
-    if path := differing(*watches):
-        refusal = f"{path} computes differently, or with other numbers, on slices of another length"
-        return _refuse_slices(spec, length, refusal)
+    trial = _SliceTrial(module, sample, spec, value_of, experts, blocks, (size * parts, size))
+    watches, reason, failed = trial.run(frozenset())
+    wider, first, reasons = frozenset[str](), reason, dict[str, str]()
+    while reason:  # parts that mix tokens by themselves may compute all of them
+        called = {path for watch in watches for path in watch.visits}
+        grown = None if _needs_slices(spec) else wider_parts(module, blocks, wider, failed, called)
+        if grown is None or grown >= {*blocks}:
+            is_behind = not any(is_below(failed, block) for block in blocks)
+            return _refuse_slices(spec, length, reason if is_behind else first)
+        reasons |= dict.fromkeys(grown - wider, reason)
+        wider = grown
+        watches, reason, failed = trial.run(wider)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
+    slices |= {name: WHOLE for watch in watches for name in watch.passed if name not in slices}
     whole, sliced = (watch.flow for watch in watches)
     assert whole is not None
     assert sliced is not None
     try:
-        layers = with_slices_of(spec.layers, whole, sliced)
+        layers = with_slices_of(watches[0].parts.added_to(spec.layers, (length, size * parts), reasons), whole, sliced)
     except CannotPassError as reason:
         return _refuse_slices(spec, length, str(reason))
     tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
     proven = _refuse_slices(spec, length, "")
     return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
+
+
+def _needs_slices(spec: ModelSpec) -> bool:
+    """Return whether a model adds up over tokens what parts that compute all of them would count on every rank, or takes gradients
+    within its forward, through which nothing is gathered."""
+    return bool(spec.balanced_experts or spec.couples_samples or spec.differentiates_at)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SliceTrial:
+    """A proof with some parts that compute all tokens."""
+
+    module: nn.Module
+    sample: Any
+    spec: ModelSpec
+    value_of: ValueOf | None
+    experts: ExpertModules
+    blocks: list[str]
+    sizes: tuple[int, int]
+
+    def run(self, parts: frozenset[str]) -> tuple[list[SliceProver], str, str]:
+        """Return the two forwards, why they do not prove that blocks work on slices, and the module where that shows."""
+        whole, table = self.sizes[0], Table()
+        watches = [SliceProver(self.module, self.blocks, size, whole, table, self.spec.looks_in) for size in self.sizes]
+        if self.spec.looks_in:
+            answer_alike(watches, self.module, self.sample, containers_of(self.module), self.value_of)
+        for watch in watches:
+            watch.has_backward = bool(self.spec.differentiates_at)
+        for watch in watches:
+            if refusal := _refusal_of(watch, self.module, self.sample, self.value_of, self.experts, parts):
+                return watches, refusal, watch.failed_at or watch.where
+        if path := differing(*watches):
+            return watches, f"{path} computes differently, or with other numbers, on slices of another length", path
+        if watches[0].parts.shapes != watches[1].parts.shapes:
+            return watches, "other parts of its blocks compute all tokens of a slice", ""
+        return watches, "", ""
 
 
 def differing(whole: SliceProver, part: SliceProver) -> str:
@@ -119,16 +156,27 @@ def _shorten_sample(sample: Any, length: int, wanted: int) -> Any:
 
 
 def _refusal_of(
-    watch: SliceProver, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules
+    watch: SliceProver,
+    module: nn.Module,
+    sample: Any,
+    value_of: ValueOf | None,
+    experts: ExpertModules,
+    parts: Collection[str],
 ) -> str:
     """Run the forward; return why it cannot be sliced, or an empty text."""
     handles = [
-        module.get_submodule(path).register_forward_pre_hook(watch.enter_block, with_kwargs=True)
+        module.get_submodule(path).register_forward_pre_hook(
+            functools.partial(watch.enter_block, path), with_kwargs=True
+        )
         for path in watch.blocks
     ]
+    for path in parts:
+        part = module.get_submodule(path)
+        handles.append(part.register_forward_pre_hook(functools.partial(watch.enter_part, path), with_kwargs=True))
+        handles.append(part.register_forward_hook(functools.partial(watch.leave_part, path)))
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
     try:
-        reshaping = Reshaping(watch.whole, watch.size, lambda: bool(watch.slices), watch.slice_of)
+        reshaping = Reshaping(watch.whole, watch.size, lambda: watch.is_on_slices, watch.slice_of)
         with snapshot.preserve_modules(module), reshaping, watch.experts_by_row(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
@@ -164,12 +212,27 @@ class SliceProver(Prover):
         self.is_following = False
         self.slices: dict[str, int | None] = {}
         """Arguments of blocks by their position: the dimension that is sliced, or None."""
-        self._mixed = ""
+        self.passed: set[str] = set()
+        """Arguments of blocks that were slices when they were given."""
+        self._mixed = self._mixed_at = ""
+        self.failed_at = ""
+        """Path of the module in which the proof has failed; empty for the one whose code ran last."""
+        self.parts = PartCalls()
+        self._part = ""
+        """Path of the part that computes all tokens now; empty outside of such parts."""
+        self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
+        """Slices of arguments of blocks, by identity, with the whole tensor of each."""
+
+    @property
+    def is_on_slices(self) -> bool:
+        """Whether the code that runs now is given slices."""
+        return bool(self.slices) and not self._part
 
     # -- events of the forward ---------------------------------------------------------------------
 
-    def enter_block(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a block's arguments, with slices of those that have a row for each token."""
+        self.parts.enter_block(path)
         self.is_following = not self.refusal
         leaves, tree = tree_flatten_with_path((args, kwargs))
         mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
@@ -177,11 +240,17 @@ class SliceProver(Prover):
 
     def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
         if self.known.of(leaf) is not None:
+            self.passed.add(argument)
             return leaf
         dim = None if _is_bias(leaf.shape) else sequence_dim(leaf.shape, self.whole)
         if self.slices.setdefault(argument, dim) != dim:
             self.refuse(f"{argument} has rows of tokens in one block and not in another")
-        return leaf if dim is None else self.slice_of(leaf, dim)
+        if dim is None:
+            return leaf
+        part = self.slice_of(leaf, dim)
+        if not leaf.requires_grad:
+            self._wholes[id(part)] = part, leaf
+        return part
 
     def slice_of(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Return the slice of a tensor that has a row for each token of the whole sequence."""
@@ -191,11 +260,81 @@ class SliceProver(Prover):
             self.learn(part, Along(dim, 1, 0))
         return part
 
+    def enter_part(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a part that computes all tokens, as gathered from all ranks."""
+        if not self.is_following:
+            return None
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        given: list[GatheredTensor] = []
+        found = [self._gathered(path, keystr(place), leaf, given) for place, leaf in leaves]
+        if self.refusal:
+            return None
+        self.parts.enter(GatheredPart(owner=path, given=tuple(given)))
+        self._part, self.is_following = path, False
+        return tree_unflatten(found, tree)
+
+    def _gathered(self, path: str, place: str, leaf: Any, given: list[GatheredTensor]) -> Any:
+        """Return an argument of a part as a rank gives it, and add it to those that are `given` as slices."""
+        found = self.known.of(leaf) if isinstance(leaf, Tensor) else None
+        if found is None or self.refusal:
+            return leaf
+        at = found.dim if isinstance(found, Along) else 0
+        slice_, whole = self._wholes.get(id(leaf), (None, leaf))
+        is_known = slice_ is leaf
+        if at < 1 or not self.known.has_rows(leaf, at) or not (is_known or leaf.is_floating_point()):
+            self.refuse(self._mixed or f"{path} is not given a row for each token", self._mixed_at or path)
+            return leaf
+        if alone := self.of_some_tokens(leaf):
+            self.refuse(alone, path)
+            return leaf
+        elements = leaf.numel() * self.whole // self.size
+        takes_gradient = leaf.requires_grad and torch.is_grad_enabled()
+        given.append(
+            GatheredTensor(place=place, dim=at, elements=elements, takes_gradient=takes_gradient, is_known=is_known)
+        )
+        if is_known:
+            return whole
+        self.is_following = False
+        gathered = torch.cat([leaf] * (self.whole // self.size), at)
+        self.is_following = True
+        with disable_current_modes():
+            self.learn(gathered, None)
+            self.numbers.name(gathered, "whole", self.numbers.of(leaf))
+        return gathered
+
+    def leave_part(self, path: str, _: nn.Module, args: Any, output: Any) -> Any:
+        """Return a rank's tokens of what a part that computes all tokens has returned."""
+        if self._part != path:
+            return None
+        leaves, tree = tree_flatten_with_path(output)
+        found, returned = [], []
+        for place, leaf in leaves:
+            dim = sequence_dim(leaf.shape, self.whole) if isinstance(leaf, Tensor) else None
+            if not dim:
+                found.append(leaf)
+                continue
+            returned.append((keystr(place), dim))
+            found.append(self.slice_of(leaf, dim))
+            if not leaf.requires_grad:
+                self._wholes[id(found[-1])] = found[-1], leaf
+        self.parts.leave(returned)
+        self._part, self.is_following = "", not self.refusal
+        return tree_unflatten(found, tree)
+
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
         """Record that a module's forward starts, which must be given no slice if its code looks at values."""
         super().enter(path, part, outside, given)
+        if self.is_following and not any(is_below(path, block) for block in self.blocks):
+            self._check_one_token(path, given)
         if path in self.looking:
             self._check_unseen(path, tensors_seen_by(part, given))
+
+    def _check_one_token(self, path: str, given: Any) -> None:
+        """Refuse a module behind the blocks that is given one token, as one that pools is: of a slice it is another one."""
+        with disable_current_modes():
+            found = [self.known.of(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.is_meta]
+            if any(isinstance(one, Along) and one.dim == NO_DIM for one in found):
+                self.refuse(f"{path} is given one token of a slice", path)
 
     def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
         self._check_unseen(self.where, seen)
@@ -265,6 +404,8 @@ class SliceProver(Prover):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
         self.note_attention(output)
+        if query.dim() == 4:
+            self.parts.attended(is_within=bool(self._part))
         if not self.is_following:
             return
         with disable_current_modes():
@@ -321,9 +462,11 @@ class SliceProver(Prover):
         alone = self.histories.difference(self.key(tensor))
         return f"{alone} computes some tokens of a slice otherwise than the others" if alone else ""
 
-    def refuse(self, reason: str) -> None:
-        """Store a refusal; the first reason is kept, since later ones follow from it."""
-        self.refusal = self.refusal or reason
+    def refuse(self, reason: str, path: str = "") -> None:
+        """Store a refusal, and the module in which it arises; the first reason is kept, since later ones follow from it."""
+        if not self.refusal:
+            at = self._mixed_at if self._mixed and self._mixed in reason else self.where
+            self.refusal, self.failed_at = reason, path or at
         self.is_following = False
 
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
@@ -331,7 +474,7 @@ class SliceProver(Prover):
         super().learn(tensor, dependence)
         if not self._mixed and isinstance(dependence, Mixed):
             path, _, operation = dependence.where.rpartition(" by ")
-            path = path or self.where
+            path = self._mixed_at = path or self.where
             works = f"; {_WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
             self._mixed = (
                 f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"

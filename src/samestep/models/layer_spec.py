@@ -6,7 +6,7 @@ under context parallelism, which leaves it a slice of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -138,6 +138,43 @@ class Exchange:
     """Whether a gradient flows back through it."""
     is_kept: bool = False
     """Whether the reader of an output keeps it for the backward, before and after the all_to_all."""
+    is_within: bool = False
+    """Whether its attention is part of a `GatheredPart`, which is given all tokens, so that nothing is exchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredTensor:
+    """An argument of a `GatheredPart`; `elements` are those of the whole sequence of one sample."""
+
+    place: str
+    """Its place among the arguments."""
+    dim: int
+    """Its dimension of tokens."""
+    elements: int
+    takes_gradient: bool = True
+    is_known: bool = False
+    """Whether every rank holds the whole tensor already, as an argument of the block that is passed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredPart:
+    """One call of a module that every rank of `cp` computes on all tokens, because it mixes them in another way than attention."""
+
+    owner: str
+    """Path of the module."""
+    given: tuple[GatheredTensor, ...]
+    """Arguments that are gathered, in order."""
+    returned: tuple[tuple[str, int], ...] = ()
+    """Place and dimension of tokens of each result of which a rank keeps its own tokens."""
+    before: int = 0
+    """Number of attentions of its layer that run before it."""
+    reason: str = ""
+    """Why its tokens cannot be computed by slices."""
+
+    @property
+    def gathered(self) -> tuple[GatheredTensor, ...]:
+        """The arguments that ranks send each other."""
+        return tuple(one for one in self.given if not one.is_known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +355,8 @@ class LayerSpec:
     """Partial sums of a tensor cut in the backward, in order: input gradients of column-cut modules."""
     exchanges: tuple[Exchange, ...] = ()
     """All_to_alls of its attentions under context parallelism, in order of the forward."""
+    gathered_parts: tuple[GatheredPart, ...] = ()
+    """Calls of modules that compute all tokens under context parallelism, in order of the forward."""
     saved_pair_elements: int = 0
     """The part of `saved_elements` that context parallelism leaves whole: masks of pairs of tokens."""
     sequence_boundaries: tuple[Boundary, ...] = ()
@@ -346,6 +385,31 @@ class LayerSpec:
     def whole_parts(self) -> tuple[str, ...]:
         """Paths of its parts that compute whole sequences under sequence parallelism, as under tp alone."""
         return tuple(boundary.owner for boundary in self.sequence_boundaries if boundary.kind == "split")
+
+    @property
+    def sliced_exchanges(self) -> tuple[Exchange, ...]:
+        """The all_to_alls of the attentions that are given a slice of the tokens under context parallelism."""
+        return tuple(one for one in self.exchanges if not one.is_within) if self.gathered_parts else self.exchanges
+
+    def with_attention(self, number: int) -> LayerSpec:
+        """Return the layer with one of the attentions alone that are given a slice of the tokens."""
+        attentions = [one for one in self.products if one.is_attention and not self.is_gathered(one.owner)]
+        kept = (
+            {id(one) for one in attentions[number : number + 1]}
+            if self.num_sliced_attentions == len(attentions)
+            else ()
+        )
+        products = tuple(one for one in self.products if id(one) in kept or not one.is_attention)
+        return replace(self, products=products, exchanges=self.sliced_exchanges[4 * number : 4 * number + 4])
+
+    @property
+    def num_sliced_attentions(self) -> int:
+        """Number of attentions that are given a slice of the tokens under context parallelism."""
+        return len(self.sliced_exchanges) // 4
+
+    def is_gathered(self, path: str) -> bool:
+        """Return whether a module computes all tokens under context parallelism."""
+        return any(path == part.owner or path.startswith(f"{part.owner}.") for part in self.gathered_parts)
 
     @property
     def sends_gradient(self) -> bool:
@@ -422,10 +486,15 @@ class LayerSpec:
 
         def sums(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
             """Return the partial sums of one rank's tokens."""
-            return tuple(replace(one, elements=part(one.elements)) for one in parts)
+            return tuple(
+                one if self.is_gathered(one.owner) else replace(one, elements=part(one.elements)) for one in parts
+            )
 
-        kept_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept]
-        cut_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept and exchange.is_cut]
+        sent = self.sliced_exchanges
+        kept_twice = [part(exchange.elements) for exchange in sent if exchange.is_kept]
+        cut_twice = [part(exchange.elements) for exchange in sent if exchange.is_kept and exchange.is_cut]
+        if self.gathered_parts:
+            return self._sliced_but_parts(degree, sums)
         return replace(
             self,
             forward_flops=part(self.forward_flops),
@@ -451,4 +520,28 @@ class LayerSpec:
             sequence_boundaries=tuple(replace(one, elements=part(one.elements)) for one in self.sequence_boundaries),
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
             head=self.head.sliced_by(degree) if self.head else None,
+        )
+
+    def _sliced_but_parts(
+        self, degree: int, sums: Callable[[tuple[PartialSum, ...]], tuple[PartialSum, ...]]
+    ) -> LayerSpec:
+        """Return one rank's part of a layer with parts that compute all tokens.
+
+        It keeps and moves at most what one device does: how much of it these parts do is not known.
+        """
+        products = tuple(one if self.is_gathered(one.owner) else one.sliced_by(degree) for one in self.products)
+        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
+        dispatches = tuple(
+            one if self.is_gathered(one.owner) else replace(one, rows=-(-one.rows // degree)) for one in self.dispatches
+        )
+        return replace(
+            self,
+            forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops,
+            products=products,
+            output_elements=-(-self.output_elements // degree),
+            input_elements=-(-self.input_elements // degree),
+            forward_sums=sums(self.forward_sums),
+            backward_sums=sums(self.backward_sums),
+            dispatches=dispatches,
+            crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
         )

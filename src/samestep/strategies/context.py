@@ -14,14 +14,15 @@ exchange tokens for heads. With N ranks, T tokens and A heads of size D:
 Each moves T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same four in the other
 direction. Every rank has all rows of a causal mask for its heads, so the work is balanced. Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code
 computes embeddings, positions and masks of the whole sequence on every rank; slicing starts at the first block and ends
-in the loss, a sum over tokens. Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one
+in the loss, a sum over tokens. Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
+and computed on all tokens by every rank (`independence/gathered_parts.py`). Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one
 more data axis (`Layout`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -63,7 +64,7 @@ def refusal(step: StepSpec) -> str | None:
             f"cp={degree}: shapes or branches at {at} depend on values, and its code works on slices: the branch in a module of its "
             "own that is given no tokens works, and so does cp=1"
         )
-    if model.differentiates_at and any(layer.exchanges for layer in model.layers):
+    if model.differentiates_at and any(layer.exchanges or layer.gathered_parts for layer in model.layers):
         return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:
         return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
@@ -107,7 +108,9 @@ def placement_of(model: ModelSpec, layout: Layout, length: int) -> SlicePlacemen
     They are from its head and its tail where a ring computes causal attentions. Masks of dropped elements are drawn for one run
     of tokens, so models that draw any have contiguous slices.
     """
-    is_causal = any(one.factors == "causal" for layer in model.layers for one in layer.products)
+    is_causal = any(
+        one.factors == "causal" for layer in model.layers for one in layer.products if not layer.is_gathered(one.owner)
+    )
     may_split = is_causal and exchange_of(model, layout) == "ring" and not model.masks
     return SlicePlacement.of(length, layout.cp, may_split=may_split)
 
@@ -144,7 +147,7 @@ def slice_model(model: ModelSpec, placement: SlicePlacement, by_ring: bool) -> M
 
     def part(layer: LayerSpec) -> LayerSpec:
         sliced = layer.sliced_by(degree)
-        return _with_ring(layer, sliced, placement) if by_ring and layer.exchanges else sliced
+        return _with_ring(layer, sliced, placement) if by_ring and layer.sliced_exchanges else sliced
 
     layers = tuple(part(layer) if index >= first else layer for index, layer in enumerate(model.layers))
     return replace(model, layers=layers, logit_rows=model.logit_rows // degree)
@@ -163,22 +166,30 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
             factors=one.factors if placement.is_head_tail else "attention",
             within=one.within if placement.is_head_tail else 1.0,
         )
-        if one.is_attention
+        if one.is_attention and not whole.is_gathered(one.owner)
         else mine
         for one, mine in zip(whole.products, sliced.products, strict=True)
     )
-    kept = [-(-one.elements // degree) for one in whole.exchanges if one.is_kept]  # sent by an exchange of heads alone
-    cut = [-(-one.elements // degree) for one in whole.exchanges if one.is_kept and one.is_cut]
+    kept = [
+        -(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept
+    ]  # sent by an exchange of heads alone
+    cut = [-(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept and one.is_cut]
     passing, passing_cut = (
         RING_BUFFERS
-        * sum(-(-one.elements // degree) for one in whole.exchanges if one.role in _PASSING and one.is_cut >= cut_only)
+        * sum(
+            -(-one.elements // degree)
+            for one in whole.sliced_exchanges
+            if one.role in _PASSING and one.is_cut >= cut_only
+        )
         for cut_only in (False, True)
     )
     # Every further hop adds to the sums of all queries.
     added, added_cut = (
         SUMS_MOVED
         * (degree - 1)
-        * sum(one.elements // degree for one in whole.exchanges if one.role == "output" and one.is_cut >= cut_only)
+        * sum(
+            one.elements // degree for one in whole.sliced_exchanges if one.role == "output" and one.is_cut >= cut_only
+        )
         for cut_only in (False, True)
     )
     return replace(
@@ -186,7 +197,8 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
         products=products,
         moved_elements=sliced.moved_elements + added,
         moved_cut_elements=sliced.moved_cut_elements + added_cut,
-        kernels=sliced.kernels + SUM_KERNELS * (degree - 1) * sum(one.role == "output" for one in whole.exchanges),
+        kernels=sliced.kernels
+        + SUM_KERNELS * (degree - 1) * sum(one.role == "output" for one in whole.sliced_exchanges),
         saved_elements=sliced.saved_elements - sum(kept),
         saved_cut_elements=sliced.saved_cut_elements - sum(cut),
         working_elements=sliced.working_elements + passing,
@@ -210,14 +222,40 @@ def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec, by_ring: bool) -> Iterato
         layer = step.model.layers[op.layer]
         flops = layer.forward_flops if op.kind is OpKind.FORWARD else layer.backward_flops
         yield op.but(flops=flops * step.microbatch_samples)
-        yield from sent(layer, step, op, backward=is_backward(key))
+        if layer.gathered_parts:
+            yield from _with_gathers(layer, step, op, sent, backward=is_backward(key))
+        else:
+            yield from sent(layer, step, op, backward=is_backward(key))
+
+
+def _with_gathers(
+    layer: LayerSpec, step: StepSpec, after: Op, sent: Callable[..., Iterator[Op]], *, backward: bool
+) -> Iterator[Op]:
+    """Yield what the attentions of a layer send, and between them the gathers of parts that compute all tokens.
+
+    The backward adds up the gradients of what was gathered, of which each rank has those of its own tokens' results.
+    """
+    by_attention: dict[int, list[Op]] = {}
+    for part in layer.gathered_parts:
+        for one in part.gathered:
+            if one.takes_gradient or not backward:
+                kind = OpKind.REDUCE_SCATTER if backward else OpKind.ALL_GATHER
+                op = Op(kind=kind, owner=part.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+                numel = one.elements * step.microbatch_samples
+                by_attention.setdefault(part.before, []).append(op.but(is_exposed=True).sized(numel))
+    found = list(by_attention.get(0, ()))
+    for number in range(layer.num_sliced_attentions):
+        alone = layer.with_attention(number)
+        ops = [*sent(alone, step, after, backward=backward)]
+        found += [*(reversed(ops) if backward else ops), *by_attention.get(number + 1, ())]
+    yield from reversed(found) if backward else found
 
 
 def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
     """Yield the all_to_alls of a layer; backward has those that take a gradient, in reverse order."""
-    exchanges: Iterable[Exchange] = layer.exchanges
+    exchanges: Iterable[Exchange] = layer.sliced_exchanges
     if backward:
-        exchanges = (exchange for exchange in reversed(layer.exchanges) if exchange.takes_gradient)
+        exchanges = (exchange for exchange in reversed(layer.sliced_exchanges) if exchange.takes_gradient)
     for exchange in exchanges:
         heads, queries = (_local_heads(exchange, count, step) for count in (exchange.heads, exchange.query_heads))
         slice_numel_per_head = exchange.elements // exchange.heads // step.layout.cp
@@ -237,8 +275,9 @@ def _shifts(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> I
 
     In the backward two are beside it, which takes at least twice as long as in the forward.
     """
-    degree, calls = step.layout.cp, [layer.exchanges[at : at + 4] for at in range(0, len(layer.exchanges), 4)]
-    attentions = [one for one in layer.products if one.is_attention]
+    degree, sent = step.layout.cp, layer.sliced_exchanges
+    calls = [sent[at : at + 4] for at in range(0, len(sent), 4)]
+    attentions = [one for one in layer.products if one.is_attention and not layer.is_gathered(one.owner)]
     blocks = [replace(one.cut_by(step.layout.tp), columns=-(-one.columns // degree)) for one in attentions]
     per_call: list[tuple[Product, ...]] = [(one,) for one in blocks] if len(blocks) == len(calls) else [()] * len(calls)
     for call, beside in (
@@ -273,5 +312,5 @@ def sum_dtype(dtype: str) -> str:
 @cache_by_model
 def _query_heads(model: ModelSpec, tp: int) -> set[int]:
     """Return the numbers of query heads of the model's attentions on one rank of `tp`."""
-    exchanges = (exchange for layer in model.layers for exchange in layer.exchanges if exchange.role == "query")
+    exchanges = (exchange for layer in model.layers for exchange in layer.sliced_exchanges if exchange.role == "query")
     return {one.query_heads // tp if one.is_cut else one.query_heads for one in exchanges}

@@ -53,6 +53,8 @@ def refusal(step: StepSpec) -> str | None:
 def _refuse_slices(step: StepSpec) -> str | None:
     """Return why the slices of `cp` cannot be cut once more."""
     model, cp, tp = step.model, step.layout.cp, step.layout.tp
+    if cp > 1 and (part := next((part.owner for layer in model.layers for part in layer.gathered_parts), "")):
+        return f"sequence_parallel: {part} computes all tokens on every rank of cp={cp}; tp={tp} alone works, and so does cp=1"
     if cp == 1 or model.length % cp or model.length // cp % tp == 0:
         return None
     return (

@@ -165,6 +165,8 @@ class Inspection:
             where = f" in the arguments of blocks: {places}" if places else ""
             sliced = f"cp is refused, {spec.slice_refusal}" if spec.slice_refusal else f"cp slices them{where}"
             yield f"tokens: {spec.length} a sample; {sliced}"
+            for part in {part.owner: part for layer in spec.layers for part in layer.gathered_parts}.values():
+                yield f"tokens under cp: {part.owner} computes all of them on every rank, since {part.reason}"
             if spec.sequence_refusal:
                 yield f"tokens under sequence_parallel: refused, {spec.sequence_refusal}"
         for module, what in (

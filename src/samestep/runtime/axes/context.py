@@ -33,7 +33,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes import ring_attention
+from samestep.runtime.axes import gathered_parts, ring_attention
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
@@ -78,6 +78,7 @@ class Slicing:
         self._spec, self._layout = program.step.model, program.step.layout
         self._is_ring = exchange_of(self._spec, self._layout) == "ring"
         self._sliced_dims = dict(self._spec.slices)
+        self._gathers = any(layer.gathered_parts for layer in self._spec.layers)
         self.degree, self.index = mesh.size("cp"), mesh.index("cp")
         self.group = mesh.groups["cp"]
         self.length = 0
@@ -94,6 +95,7 @@ class Slicing:
                 block.register_forward_pre_hook(self._entered(layer, begins=begins), with_kwargs=True, prepend=True)
                 if path == layer.modules[-1]:
                     block.register_forward_hook(self._left(layer))
+        gathered_parts.install(model, self._spec, self)
 
     @contextmanager
     def of(self, samples: Any) -> Iterator[None]:
@@ -135,6 +137,20 @@ class Slicing:
     def rows_of(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens of a tensor [B, T, ...] that has a row for each token of the whole sequence."""
         return self._rows(whole, 1, self.length)
+
+    def rows_along(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of a tensor that has a row for each token along a dimension."""
+        return self._rows(whole, dim, self.length)
+
+    def suspend(self) -> tuple[int, str, int]:
+        """Let the code that runs next have whole sequences; return what `resume` is given behind it."""
+        before = self.length, self.block, self.exchanged
+        self.length, self.block = 0, ""
+        return before
+
+    def resume(self, before: tuple[int, str, int]) -> None:
+        """Let the code that runs next have slices again."""
+        self.length, self.block, self.exchanged = before
 
     def placement(self, length: int) -> SlicePlacement:
         """Return which of so many tokens each rank holds."""
@@ -182,10 +198,13 @@ class Slicing:
         if dim < 0 or leaf.shape[dim] != self.length:
             return leaf
         part = self._rows(leaf, dim, self.length)
-        return part.contiguous() if leaf.requires_grad else part  # a saved view would keep the whole tensor alive
+        part = part.contiguous() if leaf.requires_grad else part  # a saved view would keep the whole tensor alive
+        if self._gathers and not leaf.requires_grad:
+            return gathered_parts.with_whole(part, leaf)
+        return part
 
     def _left(self, layer: LayerSpec) -> Callable[..., None]:
-        expected = sum(exchange.role == "query" for exchange in layer.exchanges)
+        expected = layer.num_sliced_attentions
 
         def hook(*_: Any) -> None:
             if self.length and self.exchanged != expected:

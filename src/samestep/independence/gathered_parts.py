@@ -1,0 +1,126 @@
+"""Parts of blocks that context parallelism computes on the whole sequence, since they mix tokens in another way than attention.
+
+Recurrences, convolutions over tokens, scores that code computes by itself, and what counts or looks at tokens are right on all tokens
+alone. If the proof of slices (`token_slices.py`) fails in a child of a block, that child becomes such a part:
+
+    block's own code, other children    a rank's tokens
+    part                                its arguments gathered from all ranks; each rank computes all tokens
+    what it returns                     a rank's tokens
+
+The gradient of what was gathered is summed over ranks, each of which has the part of it that its own tokens' results take. So the
+gradients of a part's weights are sums over ranks as those of all others are. A part's compute is not divided, and the price says so.
+
+Where the proof fails in a block's own code, the whole block is a part; a model all of whose blocks would be parts is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from samestep.models.layer_spec import GatheredPart, LayerSpec
+from samestep.models.spec import is_below
+
+
+def wider_parts(
+    module: nn.Module, blocks: Sequence[str], parts: Collection[str], failed: str, called: Collection[str]
+) -> frozenset[str] | None:
+    """Return the parts with one more in which the proof has failed, in all blocks alike; None if that is in no block, or in a part.
+
+    `called` are the modules that the forward has called.
+    """
+    block = next((path for path in blocks if is_below(failed, path)), None)
+    if block is None or block in parts:
+        return None
+    inside = failed[len(block) + 1 :].split(".") if failed != block else []
+    names = (".".join([block, *inside[:count]]) for count in range(1, len(inside) + 1))
+    child = next((name for name in names if name in called), block)
+    if child in parts:
+        child = block
+    kinds = type(module.get_submodule(block)), type(module.get_submodule(child))
+    relative = child[len(block) :]
+    alike = [
+        f"{path}{relative}"
+        for path in blocks
+        if type(module.get_submodule(path)) is kinds[0] and _type_at(module, f"{path}{relative}") is kinds[1]
+    ]
+    return frozenset(alike) | {one for one in parts if not any(is_below(one, wider) for wider in alike)}
+
+
+def _type_at(module: nn.Module, path: str) -> type | None:
+    try:
+        return type(module.get_submodule(path))
+    except AttributeError:
+        return None
+
+
+@dataclass
+class PartCalls:
+    """The calls of parts in one forward, by the block that makes them, with the attentions around and within them."""
+
+    calls: list[tuple[str, int, GatheredPart]] = field(default_factory=list)
+    """Path of the block, number of its call, and the part."""
+    within: set[tuple[str, int, int]] = field(default_factory=set)
+    """Attentions within parts: path of the block, number of its call, number of the attention."""
+    _blocks: dict[str, int] = field(default_factory=dict)
+    _block: str = ""
+    _attentions: int = 0
+
+    def enter_block(self, path: str) -> None:
+        """Record the call of a block."""
+        self._blocks[path] = self._blocks.get(path, -1) + 1
+        self._block, self._attentions = path, 0
+
+    def attended(self, *, is_within: bool) -> None:
+        """Record an attention."""
+        if is_within:
+            self.within.add((self._block, self._blocks.get(self._block, 0), self._attentions))
+        self._attentions += 1
+
+    def enter(self, part: GatheredPart) -> None:
+        """Record the call of a part with its arguments."""
+        number = self._blocks.get(self._block, 0)
+        before = sum((self._block, number, one) not in self.within for one in range(self._attentions))
+        self.calls.append((self._block, number, replace(part, before=before)))
+
+    def leave(self, returned: Iterable[tuple[str, int]]) -> None:
+        """Record what the last part returns."""
+        *_, (block, number, part) = self.calls
+        self.calls[-1] = block, number, replace(part, returned=tuple(returned))
+
+    @property
+    def shapes(
+        self,
+    ) -> list[tuple[str, int, str, tuple[tuple[str, int, bool, bool], ...], tuple[tuple[str, int], ...]]]:
+        """What must be the same in a slice and in the whole sequence."""
+        return [
+            (block, number, part.owner,
+             tuple((one.place, one.dim, one.is_known, one.takes_gradient) for one in part.given), part.returned)
+            for block, number, part in self.calls
+        ]  # fmt: skip
+
+    def added_to(
+        self, layers: tuple[LayerSpec, ...], scale: tuple[int, int], reasons: Mapping[str, str]
+    ) -> tuple[LayerSpec, ...]:
+        """Return the layers with their parts and the reason of each; elements are those of `scale[1]` tokens, and become those of `scale[0]`."""
+        calls: dict[str, int] = {}
+        found = []
+        for layer in layers:
+            first = layer.repeats or layer.name
+            number = calls[first] = calls.get(first, -1) + 1
+            names = layer.modules if layer.modules and not layer.repeats else layer.again
+            parts = [part for block, call, part in self.calls if block in names and call == number]
+            within = {one for block, call, one in self.within if block in names and call == number}
+            exchanges = tuple(replace(one, is_within=at // 4 in within) for at, one in enumerate(layer.exchanges))
+            sized = [
+                replace(
+                    part,
+                    given=tuple(replace(one, elements=one.elements * scale[0] // scale[1]) for one in part.given),
+                    reason=reasons.get(part.owner, ""),
+                )
+                for part in parts
+            ]
+            found.append(replace(layer, gathered_parts=tuple(sized), exchanges=exchanges))
+        return tuple(found)
