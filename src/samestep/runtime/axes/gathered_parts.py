@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,23 @@ from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import all_gather, reduce_scatter
 from samestep.trees import keystr, tree_flatten_with_path, tree_unflatten
 
-if TYPE_CHECKING:
-    from samestep.runtime.axes.context import Slicing
+
+class _Slices(Protocol):
+    """What the calls of a part need of the slice of every sequence that a rank runs."""
+
+    length: int
+    group: dist.ProcessGroup
+
+    def placement(self, length: int) -> SlicePlacement: ...
+
+    def rows_along(self, whole: Tensor, dim: int) -> Tensor: ...
+
+    def suspend(self) -> tuple[int, str, int]: ...
+
+    def resume(self, before: tuple[int, str, int]) -> None: ...
 
 
-def install(model: nn.Module, spec: ModelSpec, slicing: Slicing) -> None:
+def install(model: nn.Module, spec: ModelSpec, slicing: _Slices) -> None:
     """Give each part all tokens, and the code behind it this rank's.
 
     Collective over `cp` in each forward and backward, see [Note: collective calls].
@@ -50,7 +62,7 @@ def install(model: nn.Module, spec: ModelSpec, slicing: Slicing) -> None:
 class _GatheredCalls:
     """The calls of one part, which do not contain each other."""
 
-    def __init__(self, part: GatheredPart, slicing: Slicing) -> None:
+    def __init__(self, part: GatheredPart, slicing: _Slices) -> None:
         self._part, self._slicing = part, slicing
         self._given = {one.place: one for one in part.given}
         self._returned = dict(part.returned)
