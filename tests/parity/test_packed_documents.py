@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building import model as calls
-from samestep.building import packed_positions
+from samestep.building.attention import DocumentMask
+from samestep.building.attention.by_document import lengths_of
 from samestep.building.model import call_model
-from samestep.building.packed_positions import DocumentMask, lengths_of
 from samestep.datasets.example import example_of
 from samestep.job import Job
 from samestep.layout import Layout
@@ -44,9 +44,9 @@ def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Observ
     """The steps of a run, and in its notes the attentions of single documents."""
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        attend = packed_positions.attend_each
+        attend = by_document.attend_each
         patch.setattr(
-            packed_positions, "attend_each", lambda *given, **how: (seen.append("attended"), attend(*given, **how))[1]
+            by_document, "attend_each", lambda *given, **how: (seen.append("attended"), attend(*given, **how))[1]
         )
         found = follow(make_run(rank, world, model, layout, job, Packed), Packed(), job, record=True)
     return Observed(**{**vars(found), "notes": seen})

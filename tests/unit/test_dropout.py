@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from samestep.building.attention import formula
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.randomness import dropped_attention, row_hashes
+from samestep.randomness import row_hashes
 from samestep.randomness.drawing_modules import named_modules
 from samestep.randomness.masks import (
     MaskSlice,
@@ -461,8 +462,8 @@ def test_blocks_of_queries_compute_what_the_formula_does(name: str, monkeypatch:
 
     expected = run(written_out)
     for least in (1, 2, 16):
-        monkeypatch.setattr(dropped_attention, "LEAST_QUERIES", least)
-        monkeypatch.setattr(dropped_attention, "BLOCK_ELEMENTS", 1)
+        monkeypatch.setattr(formula, "LEAST_QUERIES", least)
+        monkeypatch.setattr(formula, "BLOCK_ELEMENTS", 1)
         for mine, theirs in zip(run(in_blocks), expected, strict=True):
             assert (mine - theirs).abs().max() < 1e-12
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.building.attention import AttentionCall
-from samestep.building.packed_positions import DocumentMask
+from samestep.building.attention import AttentionCall, DocumentMask, formula
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes import ring_attention
+from samestep.runtime.axes.ring_attention import Ring
 from tests.pool import pool
 
 BATCH, HEADS, WIDTH = 2, 4, 6
@@ -78,7 +77,7 @@ def around(rank: int, world: int, may_split: bool, *case: Any) -> list[Tensor]:
     group = dist.group.WORLD
     assert group is not None
     call = call._replace(query=parts[0], key=parts[1], value=parts[2])
-    output = ring_attention.attend(call, placement, rank, group, "block.key_value")
+    output = call.attend(across=Ring(placement, rank, group, "block.key_value"))
     output.backward(gradient[:, :, mine])
     found = [output.detach(), *(one.grad for one in parts)]
     if call.attn_mask is not None and call.attn_mask.requires_grad:
@@ -114,11 +113,12 @@ def test_sums_of_half_precision_are_in_float32(kind: str) -> None:
 
 
 def in_blocks(rank: int, world: int, *case: Any) -> list[Tensor]:
-    before, ring_attention.BLOCK_ELEMENTS = ring_attention.BLOCK_ELEMENTS, 3 * BATCH * HEADS * 4
+    before = formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES
+    formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES = 3 * BATCH * HEADS * 4, 1
     try:
         return around(rank, world, False, *case)
     finally:
-        ring_attention.BLOCK_ELEMENTS = before
+        formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES = before
 
 
 def test_scores_of_some_queries_at_a_time_are_those_of_all() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.attention import DropPart
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 from samestep.independence.samples import Place, RowsOf
 from samestep.models.spec import MaskSpec
 from samestep.randomness.distributions import DRAWS
-from samestep.randomness.dropped_attention import DropPart
 from samestep.randomness.mode import IN_ORDER, Draw, DrawKey, DropoutMode, track_modules
 from samestep.randomness.replacements import HANDLERS
 from samestep.randomness.row_hashes import OF_NO_SAMPLE

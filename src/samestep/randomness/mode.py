@@ -34,11 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from samestep.building.attention import DropPart
 from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness.drawing_modules import DRAWING_NOTHING, named_modules
-from samestep.randomness.dropped_attention import DropPart, MaskSource
+from samestep.randomness.mask_source import MaskSource
 from samestep.randomness.masks import (
     HashedPositions,
     MaskCuts,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.randomness.distributions import DRAWS
-from samestep.randomness.dropped_attention import MaskSource, attend_with_dropout, broadcast
+from samestep.randomness.mask_source import MaskSource, dropped_weights
 
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, which alpha_dropout puts in place of a dropped element
 
@@ -81,18 +81,13 @@ def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
 
 
 def _attention(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Handle `scaled_dot_product_attention`: with dropout, compute the formula in blocks; without, the fused kernel runs."""
+    """Handle `scaled_dot_product_attention`: with dropout, by the formula; without, the fused kernel runs."""
     call = AttentionCall(*args, **kwargs)
     if call.dropout_p == 0.0:
         return call.run(func)
-    query, key = call.query, call.key
     if call.is_causal and call.attn_mask is not None:
         raise mode.refuse("attention with both attn_mask and is_causal; one of them works")
-    of_keys = query.shape[:-2] if call.enable_gqa else key.shape[:-2]
-    shape = torch.Size((*broadcast(query.shape[:-2], of_keys), query.size(-2), key.size(-2)))
-    if call.attn_mask is not None:
-        shape = torch.broadcast_shapes(shape, call.attn_mask.shape)
-    return attend_with_dropout(call, mode.drop_part(query, shape, call.dropout_p, func.__name__))
+    return call.attend(dropped_weights(call, mode, call.key.size(-2)))
 
 
 def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

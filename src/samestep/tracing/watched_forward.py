@@ -3,7 +3,7 @@
 A forward in which attention is computed as the fused kernels do: no matrix of scores is made.
 
 They keep queries, keys, values, output, one log-sum-exp a row and the given mask; of packed documents there is no mask, and only
-pairs within a document are computed (`building/packed_positions.py`). On the meta device torch itself runs plain products instead.
+pairs within a document are computed (`building/attention/`). On the meta device torch itself runs plain products instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.attention import AttentionCall
+from samestep.building.attention import AttentionCall, DocumentMask
+from samestep.building.attention.by_document import lengths_of
 from samestep.building.model import call_model, why_unfit
 from samestep.building.over_samples import keeping, within
-from samestep.building.packed_positions import DocumentMask, lengths_of
 from samestep.building.surface import process_randomness
 from samestep.building.torch_seams import (
     disable_compiler,

@@ -31,8 +31,8 @@ from torch.overrides import (
     TorchFunctionMode,
 )
 
-from samestep.building import packed_positions
-from samestep.building.packed_positions import attend_each
+from samestep.building.attention import by_document
+from samestep.building.attention.by_document import attend_each
 from samestep.building.torch_seams import (
     current_compile_id,
     current_function_mode,
@@ -45,7 +45,7 @@ from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
 from samestep.program.program import Program
-from samestep.randomness.dropped_attention import MaskSource
+from samestep.randomness.mask_source import MaskSource
 
 _ISLAND = "samestep keeps it outside of the graph"
 _CHANGES = 8
@@ -254,7 +254,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     warnings.filterwarnings(
         "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
-    packed_positions.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
+    by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
     blocks = CompiledBlocks(settings.compile_backend)
     model = traced.module
     experts = traced.analysis.experts.counts

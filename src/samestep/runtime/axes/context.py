@@ -24,18 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.attention import AttentionCall, multi_head_attention
+from samestep.building.attention import AttentionCall, DocumentMask, multi_head_attention
 from samestep.building.loss import target_of
-from samestep.building.packed_positions import DocumentMask
 from samestep.errors import LayoutError
 from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes import gathered_parts, ring_attention
+from samestep.randomness.mask_source import dropped_weights
+from samestep.runtime.axes import gathered_parts
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.recompute import Anew
+from samestep.runtime.axes.ring_attention import Ring
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import KEYS_VALUES, exchange_of, num_sent_heads, placement_of
@@ -225,7 +226,8 @@ class Slicing:
         self.exchanged += 1
         if self._is_ring:
             owner = f"{self.block}.{KEYS_VALUES}"
-            return ring_attention.attend(call, self.placement(self.length), self.index, self.group, owner)
+            ring = Ring(self.placement(self.length), self.index, self.group, owner)
+            return call.attend(dropped_weights(call, None, self.length), across=ring)
         heads = call.query.shape[1]
         query, key, value = (
             apply_move(self._repeat_heads(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)

@@ -1,0 +1,16 @@
+"""Attention: its form, the carriers that compute it, and the calls and formulas of code in which it is found."""
+
+from samestep.building.attention.attention_call import AttentionCall, multi_head_attention
+from samestep.building.attention.attention_spec import AttentionSpec, DropPart, DroppedWeights
+from samestep.building.attention.carriers import attend
+from samestep.building.attention.document_mask import DocumentMask
+
+__all__ = [
+    "AttentionCall",
+    "AttentionSpec",
+    "DocumentMask",
+    "DropPart",
+    "DroppedWeights",
+    "attend",
+    "multi_head_attention",
+]

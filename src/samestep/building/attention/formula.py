@@ -1,0 +1,473 @@
+"""Attention by the formula of `attention_spec.py`, for some queries and keys at a time: every form, with its gradients.
+
+    dV = (P * D)' dO      dP = (dO V') * D      dS = P (dP - sum over features of dO O)      dsink = - sum of exp(sink - L) dO O
+    dS = dS (1 - tanh^2)  where scores are capped
+    dQ = scale dS K       dK = scale dS' Q
+
+A block of queries needs the rows of P and D that are its own, so [B, A, queries of a block, S] is all that exists at a time, as in
+the tiles of FlashAttention (Dao et al. 2022, arXiv:2205.14135), and the backward computes it again. In a causal attention a block
+computes the keys that its last query sees, with a window those that its first one sees too. A small attention keeps its weights.
+
+Sums are in float32 at least. Scale and 1 / (1 - p) are factors of the products, so they cost nothing.
+
+Legend: as in `attention_spec.py`; b: a block's part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from samestep.building.attention.attention_spec import AttentionSpec
+from samestep.building.torch_seams import disable_current_modes
+
+BLOCK_ELEMENTS = 2**24
+"""Elements of the weights of a block, of all samples and heads."""
+LEAST_QUERIES = 16
+"""The least number of queries in a block: fewer give products that are too narrow."""
+KEPT_ELEMENTS = 2**16
+"""Elements of the weights of a whole call that are kept for the backward with their mask: so few take longer to compute again than
+their memory is worth."""
+
+Runs = tuple[range, ...]
+"""Tokens in increasing order."""
+
+
+class Pairs(NamedTuple):
+    """The tokens whose queries and whose keys are here."""
+
+    queries: Runs
+    keys: Runs
+
+    @classmethod
+    def of_all(cls, num_queries: int, num_keys: int) -> Pairs:
+        """Return all pairs of so many tokens."""
+        return cls((range(num_queries),), (range(num_keys),))
+
+
+class AttentionTile(NamedTuple):
+    """The positions of the queries and keys of a block among those that are here."""
+
+    rows: slice
+    keys: slice
+
+    @property
+    def num_rows(self) -> int:
+        """Number of queries."""
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys."""
+        return int(self.keys.stop - self.keys.start)
+
+
+def blocks(spec: AttentionSpec, pairs: Pairs, rows: slice, each_row: int) -> Iterator[AttentionTile]:
+    """Yield the blocks of some queries, each with the keys that its queries may see, or one that they do not see.
+
+    `each_row` elements are computed for a query.
+    """
+    num_keys = sum(map(len, pairs.keys))
+    size = max(BLOCK_ELEMENTS // max(each_row, 1), LEAST_QUERIES)
+    for start in range(rows.start, rows.stop, size):
+        some = slice(start, min(start + size, rows.stop))
+        tokens = cut(pairs.queries, some)
+        low, high = 0, pairs.keys[-1].stop
+        if spec.window is not None:
+            low = tokens[0].start - spec.window + 1
+            high = min(high, tokens[-1].stop - 1 + spec.window)
+        if spec.causal:
+            high = min(high, tokens[-1].stop)
+        first, last = (sum(min(max(bound - run.start, 0), len(run)) for run in pairs.keys) for bound in (low, high))
+        first = min(first, num_keys - 1)
+        yield AttentionTile(some, slice(first, max(last, first + 1)))
+
+
+# -- the formula of one block ----------------------------------------------------------------------
+
+
+def scores_of(
+    spec: AttentionSpec, scale: float, pairs: Pairs, block: AttentionTile, query: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of a block [B, A, b, b], -inf for pairs that do not see each other, and the tangents of capped scores."""
+    tanh: Tensor | None = None
+    rows = query[:, :, block.rows].to(key.dtype)
+    keys = key[:, :, block.keys]
+    if spec.softcap is None:
+        scores = by_features(rows, keys, scale)
+    else:
+        tanh = by_features(rows, keys, scale / spec.softcap).tanh_()
+        scores = tanh * spec.softcap
+    if spec.bounds_keys:
+        hidden = _hidden(spec, pairs, block, query.device)
+        scores = scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
+    if spec.mask is not None:
+        part = _mask_part(spec.mask, pairs, block)
+        scores = scores.masked_fill_(~part, -math.inf) if part.dtype is torch.bool else scores.add_(part)
+    return scores, tanh
+
+
+def weights_of(
+    spec: AttentionSpec, scores: Tensor, *, needs_lse: bool, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of keys and, where it is needed, the log-sum-exp of each query [B, A, b].
+
+    A query that sees nothing has zeros, forward and backward, as in torch.
+    """
+    weights = scores.softmax(-1)
+    if (
+        not needs_lse
+        and sinks is None
+        and not (spec.mask is not None or spec.window is not None or spec.documents is not None)
+    ):
+        return weights, None
+    top = scores.amax(-1)
+    is_blind = top == -math.inf
+    weights = weights.masked_fill_(is_blind.unsqueeze(-1), 0.0)
+    log_sum_exp = (top - weights.amax(-1).log()).masked_fill_(is_blind, -math.inf)
+    if sinks is not None:
+        with_sinks = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
+        weights = weights.mul_((log_sum_exp - with_sinks).exp_().unsqueeze(-1))
+        log_sum_exp = with_sinks
+    return weights, log_sum_exp
+
+
+def weights_given(scores: Tensor, log_sum_exp: Tensor) -> Tensor:
+    """Return the weights of some keys, of the log-sum-exp over all keys [B, A, b]."""
+    finite = log_sum_exp.masked_fill(log_sum_exp == -math.inf, 0.0)
+    return scores.sub_(finite.unsqueeze(-1)).exp_()
+
+
+def dropped_of(spec: AttentionSpec, pairs: Pairs, block: AttentionTile) -> Tensor | None:
+    """Return which weights of a block are dropped; None where none are."""
+    if spec.dropout is None:
+        return None
+    (tokens,) = cut(pairs.keys, block.keys)  # models that drop have contiguous slices
+    drop = spec.dropout.part(block.rows.start, block.rows.stop, tokens.stop)
+    return drop[..., tokens.start :] if tokens.start else drop
+
+
+def output_of(spec: AttentionSpec, weights: Tensor, drop: Tensor | None, value: Tensor) -> Tensor:
+    """Return the output of a block [B, A, b, D], of its weights and the values of its keys."""
+    if drop is None or spec.dropout is None:
+        return by_keys(weights, value)
+    return by_keys(weights.masked_fill(drop, 0.0), value, spec.dropout.scale)
+
+
+class Gradients:
+    """The gradients of an attention in the dtype of its sums, to which blocks add theirs."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
+        """Begin sums for tensors like these; mask and sinks are None where they take no gradient."""
+        self.of_queries = Sum(query)
+        self.of_keys, self.of_values = Sum(key), Sum(value)
+        self.of_mask = None if mask is None else torch.zeros_like(mask)
+        self.of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide(sinks))
+
+
+def add_gradients(
+    spec: AttentionSpec,
+    scale: float,
+    pairs: Pairs,
+    block: AttentionTile,
+    given: tuple[Tensor, Tensor, Tensor],
+    computed: tuple[Tensor, Tensor | None, Tensor | None],
+    gradient: Tensor,
+    sums: Tensor | None,
+    into: Gradients,
+) -> None:
+    """Add the gradients that a block gives to its queries, keys, values and mask.
+
+    `given` are the tensors of all queries, keys and values that are here, `computed` the block's weights, dropped weights and
+    tangents, `gradient` that of its output, and `sums` of its products with the output [B, A, b, 1]; None where the keys of the
+    block are all that its queries see.
+    """
+    query, key, value = given
+    weights, drop, tanh = computed
+    times = 1.0 if spec.dropout is None else spec.dropout.scale
+    kept = weights if drop is None else weights.masked_fill(drop, 0.0)
+    into.of_values.add(block.keys, by_queries(kept, gradient, value, times))
+    found = by_features(gradient, value[:, :, block.keys], times)
+    if drop is not None:
+        found = found.masked_fill_(drop, 0.0)
+    if sums is None:
+        found = torch.ops.aten._softmax_backward_data(found, weights, -1, weights.dtype)
+    else:
+        found = found.sub_(sums).mul_(weights)
+    if into.of_mask is not None:
+        _add_to_mask(pairs, block, into.of_mask, found)
+    if tanh is not None:
+        found = found.mul_(1.0 - tanh * tanh)
+    into.of_queries.add(block.rows, by_keys(found, key[:, :, block.keys], scale))
+    into.of_keys.add(block.keys, by_queries(found, query[:, :, block.rows].to(found.dtype), key, scale))
+
+
+def add_to_sinks(into: Gradients, sinks: Tensor, log_sum_exp: Tensor, products: Tensor) -> None:
+    """Add the gradient of sinks, of queries with these log-sum-exps and these sums of gradient times output [B, A, L]."""
+    if into.of_sinks is not None:
+        into.of_sinks.sub_((products * (sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp).exp()).sum((0, 2)))
+
+
+# -- all keys on one device ------------------------------------------------------------------------
+
+
+class _How(NamedTuple):
+    """The form of an attention, without the tensors that take gradients."""
+
+    spec: AttentionSpec
+    scale: float
+    needs_lse: bool
+
+
+def attend_by_formula(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, needs_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L], of no elements where none is needed."""
+    how = _How(spec.but(mask=None, sinks=None), scale_of(spec, query), needs_lse)
+    found: tuple[Tensor, Tensor] = _Formula.apply(query, key, value, spec.mask, spec.sinks, how)
+    return found
+
+
+class _Formula(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, how: _How
+    ) -> tuple[Tensor, Tensor]:
+        ctx.how = how
+        kept: tuple[Tensor | None, ...] = ()
+        ctx.set_materialize_grads(False)
+        spec, pairs = how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
+        needs_lse = how.needs_lse or ctx.needs_input_grad[4]
+        with disable_current_modes():  # selective recompute would keep the products of all blocks
+            keys, values = widen(key), widen(value)
+            outputs, sums = Sum(query, value.shape[-1]), Sum(query, 0)
+            for block in blocks(spec, pairs, slice(0, query.shape[2]), query.shape[0] * query.shape[1] * key.shape[2]):
+                scores, tanh = scores_of(spec, how.scale, pairs, block, query, keys)
+                weights, lse = weights_of(spec, scores, needs_lse=needs_lse, sinks=sinks)
+                drop = dropped_of(spec, pairs, block)
+                outputs.add(block.rows, output_of(spec, weights, drop, values[:, :, block.keys]))
+                if lse is not None:
+                    sums.add(block.rows, lse)
+                if weights.numel() <= KEPT_ELEMENTS and block.num_rows == query.shape[2]:
+                    kept = weights, drop, tanh
+            output = outputs.value.to(query.dtype)
+            log_sum_exp = sums.value if needs_lse else output.new_empty(0)
+        ctx.save_for_backward(query, key, value, mask, sinks, output if sinks is not None else None, log_sum_exp, *kept)
+        ctx.mark_non_differentiable(log_sum_exp)
+        return output, log_sum_exp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, mask, sinks, output, log_sum_exp, *kept = ctx.saved_tensors
+        how: _How = ctx.how
+        spec, pairs = how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
+        needs = ctx.needs_input_grad
+        keys, values = widen(key), widen(value)
+        into = Gradients(query, keys, values, mask if needs[3] else None, sinks if needs[4] else None)
+        for block in blocks(spec, pairs, slice(0, query.shape[2]), query.shape[0] * query.shape[1] * key.shape[2]):
+            if kept:
+                weights, drop, tanh = kept
+            else:
+                scores, tanh = scores_of(spec, how.scale, pairs, block, query, keys)
+                weights, _ = weights_of(spec, scores, needs_lse=False, sinks=sinks)
+                drop = dropped_of(spec, pairs, block)
+            given = widen(gradients[0][:, :, block.rows])
+            add_gradients(
+                spec, how.scale, pairs, block, (query, keys, values), (weights, drop, tanh), given, None, into
+            )
+        if needs[4]:
+            add_to_sinks(into, sinks, log_sum_exp, (widen(gradients[0]) * widen(output)).sum(-1))
+        of_three = (into.of_queries.like(query), into.of_keys.like(key), into.of_values.like(value))
+        return *of_three, into.of_mask, None if into.of_sinks is None else into.of_sinks.to(sinks.dtype), None
+
+
+class Sum:
+    """The sum of what blocks give to some rows of a tensor [B, A, T, D]."""
+
+    def __init__(self, like: Tensor, width: int | None = None) -> None:
+        """Begin with zeros of this shape, with so many features."""
+        self._like = like
+        self._shape = like.shape if width is None else (*like.shape[:-1], width) if width else like.shape[:-1]
+        self._sum: Tensor | None = None
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """Add a part to some rows."""
+        if self._sum is None and part.shape == self._shape:
+            self._sum = part
+            return
+        if self._sum is None:
+            self._sum = part.new_zeros(self._shape)
+        self._sum[:, :, rows].add_(part)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._sum is None
+
+    @property
+    def value(self) -> Tensor:
+        """The sum, in the dtype of its parts."""
+        return self._like.new_zeros(self._shape) if self._sum is None else self._sum
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return the sum in the dtype of a tensor."""
+        return self.value.to(tensor.dtype)
+
+
+# -- which pairs see each other --------------------------------------------------------------------
+
+
+def cut(runs: Runs, some: slice) -> Runs:
+    """Return the tokens at some positions of what is here."""
+    found, start = [], 0
+    for run in runs:
+        low, high = max(some.start - start, 0), min(some.stop - start, len(run))
+        if low < high:
+            found.append(run[low:high])
+        start += len(run)
+    return tuple(found)
+
+
+def taken(tensor: Tensor, dim: int, runs: Runs) -> Tensor:
+    """Return the elements of a tensor for some tokens."""
+    if len(runs) == 1 and len(runs[0]) == tensor.shape[dim]:
+        return tensor
+    parts = [tensor.narrow(dim, one.start, len(one)) for one in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _hidden(spec: AttentionSpec, pairs: Pairs, block: AttentionTile, device: torch.device) -> Tensor | None:
+    """Return which keys of a block causality, window and documents hide from a query, bool [..., b, b]; None where they hide none."""
+    queries, keys = cut(pairs.queries, block.rows), cut(pairs.keys, block.keys)
+    first, last, window = queries[0].start, queries[-1].stop - 1, spec.window
+    hidden: Tensor | None = None
+    if spec.causal and keys[-1].stop - 1 > first:
+        hidden = _future(queries, keys, device)
+    if window is not None and max(last - keys[0].start, 0 if spec.causal else keys[-1].stop - 1 - first) >= window:
+        distance = _positions(queries, device)[:, None] - _positions(keys, device)
+        far = distance >= window if spec.causal else distance.abs() >= window
+        hidden = far if hidden is None else hidden | far
+    if spec.documents is not None:
+        mine, theirs = taken(spec.documents, 1, queries), taken(spec.documents, 1, keys)
+        others = mine[:, None, :, None] != theirs[:, None, None, :]
+        hidden = others if hidden is None else hidden | others
+    return hidden
+
+
+def hides_all(spec: AttentionSpec, pairs: Pairs, block: AttentionTile) -> bool:
+    """Return whether masks or documents on the host hide all keys of a block from all its queries."""
+    if spec.mask is not None and spec.mask.dtype is torch.bool and spec.mask.device.type == "cpu":
+        return not _mask_part(spec.mask, pairs, block).any()
+    if spec.documents is not None and spec.documents.device.type == "cpu":
+        mine, theirs = (taken(spec.documents, 1, cut(*one)) for one in zip(pairs, block, strict=True))
+        return not (mine[:, :, None] == theirs[:, None]).any()
+    return False
+
+
+def _positions(runs: Runs, device: torch.device) -> Tensor:
+    parts = [torch.arange(one.start, one.stop, device=device) for one in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _future(queries: Runs, keys: Runs, device: torch.device) -> Tensor:
+    """Return which keys come after each query, bool [b, b]."""
+    key = (queries, keys, device)
+    if key in _FUTURES:
+        return _FUTURES[key]
+    future = _positions(queries, device)[:, None] < _positions(keys, device)
+    if future.numel() <= KEPT_ELEMENTS and device.type != "meta" and len(_FUTURES) < 256:
+        _FUTURES[key] = future
+    return future
+
+
+_FUTURES: dict[tuple[Runs, Runs, torch.device], Tensor] = {}
+"""Small causal masks that were made before."""
+
+
+def _mask_part(mask: Tensor, pairs: Pairs, block: AttentionTile) -> Tensor:
+    """Return the part of a whole mask [..., T or 1, T or 1] for a block."""
+    if mask.dim() > 1 and mask.shape[-2] > 1:
+        mask = taken(mask, -2, cut(pairs.queries, block.rows))
+    return taken(mask, -1, cut(pairs.keys, block.keys)) if mask.shape[-1] > 1 else mask
+
+
+def _add_to_mask(pairs: Pairs, block: AttentionTile, of_mask: Tensor, found: Tensor) -> None:
+    """Add the gradient of scores to that of the mask that was added to them."""
+    mine, theirs = cut(pairs.queries, block.rows), cut(pairs.keys, block.keys)
+    by_query, by_key = of_mask.dim() > 1 and of_mask.shape[-2] > 1, of_mask.shape[-1] > 1
+    for queries, part in zip(mine, found.split([len(one) for one in mine], -2), strict=True):
+        for keys, each in zip(theirs, part.split([len(one) for one in theirs], -1), strict=True):
+            window = of_mask.narrow(-2, queries.start, len(queries)) if by_query else of_mask
+            window = window.narrow(-1, keys.start, len(keys)) if by_key else window
+            window.add_(_fit(each, window.shape))
+
+
+def _fit(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor summed over the dimensions along which one of this shape was broadcast."""
+    return x if x.shape == shape else x.sum_to_size(shape)
+
+
+# -- products of heads that share keys -------------------------------------------------------------
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of sums of a tensor."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype of its sums."""
+    return tensor if tensor.dtype in _WIDE else tensor.to(wide(tensor))
+
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def scale_of(spec: AttentionSpec, query: Tensor) -> float:
+    """Return the number by which products of queries and keys are multiplied."""
+    return float(query.shape[-1] ** -0.5) if spec.scale is None else spec.scale
+
+
+def by_features(query: Tensor, key: Tensor, times: float = 1.0) -> Tensor:
+    """Return products over features [B, A, L, S], of queries [B, A, L, D] and keys [B, K, S, D]."""
+    found = _multiplied(_by_key_heads(query, key), key.flatten(0, 1).transpose(1, 2), times)
+    return found.view(*query.shape[:-1], key.shape[-2])
+
+
+def by_keys(weights: Tensor, value: Tensor, times: float = 1.0) -> Tensor:
+    """Return sums over keys [B, A, L, D], of weights [B, A, L, S] and values [B, K, S, D]."""
+    found = _multiplied(_by_key_heads(weights, value), value.flatten(0, 1), times)
+    return found.view(*weights.shape[:-1], value.shape[-1])
+
+
+def by_queries(weights: Tensor, query: Tensor, key: Tensor, times: float = 1.0) -> Tensor:
+    """Return sums over queries [B, K, S, D], of weights [B, A, L, S] and queries [B, A, L, D] that share keys [B, K, S, D]."""
+    found = _multiplied(_by_key_heads(weights, key).transpose(1, 2), _by_key_heads(query, key), times)
+    return found.view(*key.shape[:2], *found.shape[1:])
+
+
+def _by_key_heads(tensor: Tensor, key: Tensor) -> Tensor:
+    """Return [B, A, L, D] as [B K, L A / K, D]: the rows of all heads that share keys one after another."""
+    if tensor.shape[1] == key.shape[1]:
+        return tensor.flatten(0, 1)
+    return tensor.reshape(key.shape[0] * key.shape[1], -1, tensor.shape[-1])
+
+
+def _multiplied(first: Tensor, second: Tensor, times: float) -> Tensor:
+    """Return products of matrices times a number."""
+    if times == 1.0:
+        return torch.bmm(first, second)
+    key = (first.dtype, first.device)
+    if key not in _NOTHING:
+        _NOTHING[key] = first.new_zeros(1)
+    return torch.baddbmm(_NOTHING[key], first, second, beta=0, alpha=times)
+
+
+_NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+"""A zero to which products are added, by dtype and device."""

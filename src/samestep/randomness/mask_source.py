@@ -1,0 +1,59 @@
+"""The interface by which all replacements of torch's random functions get hashed bits and masks; `mode.DropoutMode` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samestep.building.attention import AttentionCall, DropPart, DroppedWeights
+from samestep.building.torch_seams import current_function_modes
+from samestep.errors import ModelError
+
+
+def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: int) -> DroppedWeights | None:
+    """Return what makes the masks of dropped weights of the queries of a call and so many keys; None where none are dropped.
+
+    The mask source is the one of the function modes that are active where none is given.
+    """
+    if not call.dropout_p:
+        return None
+    if source is None:
+        source = next((mode for mode in reversed(current_function_modes()) if isinstance(mode, MaskSource)), None)
+    assert source is not None, "a training forward that may drop weights runs under a mode"
+    shape = torch.Size((*call.heads, call.query.size(-2), num_keys))
+    part = source.drop_part(call.query, shape, call.dropout_p, "scaled_dot_product_attention")
+    return DroppedWeights(call.dropout_p, part)
+
+
+class MaskSource(TorchFunctionMode):
+    """A function mode that computes the masks and random numbers of one forward; `mode.DropoutMode` implements it."""
+
+    sees_all = False
+    """Whether it must see every function of the model, those of compiled blocks too."""
+    allows_random = False
+    """Whether numbers that it does not compute are drawn from the process's generators instead of being refused."""
+
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+        """Return a mask for x of this shape, bool, True where an element is dropped."""
+        raise NotImplementedError
+
+    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
+        """Return a function that makes parts of such a mask, at any time."""
+        raise NotImplementedError
+
+    def hashes(
+        self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
+    ) -> Tensor:
+        """Return hashed bits of random numbers, int32 [shape].
+
+        `like` is the tensor whose samples are at the same places as those of the result; without one the shape decides.
+        Shared numbers are refused where there are some for each sample.
+        """
+        raise NotImplementedError
+
+    def refuse(self, reason: str) -> ModelError:
+        """Return the error that refuses an operation of the innermost module."""
+        raise NotImplementedError

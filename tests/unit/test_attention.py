@@ -1,0 +1,128 @@
+"""Every carrier of `attend` is the float64 formula: outputs, log-sum-exps and gradients, for generated forms, heads, lengths and dtypes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from samestep.building.attention import AttentionSpec, DroppedWeights, attend, formula
+from samestep.building.attention.carriers import CARRIERS, Asked
+
+LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 6e-2}
+P = 0.3
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """The formula with all scores, in float64, by torch's own autograd."""
+    times, length, num_keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    assert times
+    scores = query @ key.transpose(-2, -1) * (spec.scale if spec.scale is not None else query.shape[-1] ** -0.5)
+    if spec.softcap is not None:
+        scores = (scores / spec.softcap).tanh() * spec.softcap
+    if spec.mask is not None and spec.mask.dtype is not torch.bool:
+        scores = scores + spec.mask
+    distance = torch.arange(length)[:, None] - torch.arange(num_keys)
+    seen = torch.ones(1, 1, length, num_keys, dtype=torch.bool)
+    if spec.causal:
+        seen = seen & (distance >= 0)
+    if spec.window is not None:
+        seen = seen & (distance.abs() < spec.window)
+    if spec.documents is not None:
+        seen = seen & (spec.documents[:, None, :, None] == spec.documents[:, None, None, :])
+    if spec.mask is not None and spec.mask.dtype is torch.bool:
+        seen = seen & spec.mask
+    scores = scores.masked_fill(~seen, -math.inf)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
+    lse = scores.logsumexp(-1)
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)[..., :num_keys]
+    if spec.dropout is not None:
+        weights = weights.masked_fill(spec.dropout.part(0, length, num_keys), 0.0) / (1 - spec.dropout.p)
+    return weights @ value, lse.detach()
+
+
+@st.composite
+def forms(draw: Any) -> tuple[list[Tensor], AttentionSpec]:
+    samples, heads, times = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3]))
+    length, width = draw(st.integers(1, 9)), draw(st.sampled_from([2, 8]))
+    is_square = draw(st.booleans())
+    num_keys = length if is_square else draw(st.integers(1, 9))
+    wide = draw(st.sampled_from([width, 4]))
+    shapes = [(heads * times, length, width), (heads, num_keys, width), (heads, num_keys, wide)]
+    tensors = [drawn(samples, *shape, seed=index) for index, shape in enumerate(shapes)]
+    documents = None
+    if is_square and draw(st.booleans()):
+        documents = torch.tensor([[token // draw(st.integers(1, 4)) for token in range(length)]]).cummax(1).values
+        documents = documents.expand(samples, -1).contiguous()
+    mask = draw(st.sampled_from(["", "", "bool", "bias", "keys"]))
+    kinds = {
+        "bool": drawn(samples, 1, length, num_keys, seed=5) > -0.5,
+        "bias": drawn(heads * times, length, num_keys, seed=6),
+        "keys": drawn(samples, 1, 1, num_keys, seed=7) > -0.5,
+    }
+    drop = drawn(samples, heads * times, length, num_keys, seed=8) > 0.5
+    dropout = DroppedWeights(P, lambda start, stop, count: drop[..., start:stop, :count])
+    return tensors, AttentionSpec(
+        causal=draw(st.booleans()),
+        window=draw(st.sampled_from([None, None, 1, 3])),
+        documents=documents,
+        softcap=draw(st.sampled_from([None, None, 2.0])),
+        sinks=drawn(heads * times, seed=9) if draw(st.booleans()) else None,
+        scale=draw(st.sampled_from([None, 0.3])),
+        dropout=dropout if draw(st.booleans()) else None,
+        mask=kinds.get(mask),
+    )
+
+
+def with_gradients(function: Any, tensors: list[Tensor], spec: AttentionSpec, dtype: torch.dtype) -> list[Tensor]:
+    """Output and log-sum-exp, and the gradients of all that takes any."""
+    leaves = [one.detach().clone().to(dtype).requires_grad_() for one in tensors]
+    extra: dict[str, Tensor] = {}
+    for name in ("sinks", "mask"):
+        one = getattr(spec, name)
+        if one is not None and one.is_floating_point():
+            extra[name] = one.detach().clone().to(dtype).requires_grad_()
+    output, lse = function(*leaves, spec.but(**extra))
+    weights = drawn(*output.shape, seed=11)
+    (output.double() * weights).sum().backward()
+    return [output.detach(), lse, *(one.grad for one in (*leaves, *extra.values()))]
+
+
+def compare(mine: list[Tensor], theirs: list[Tensor], limit: float) -> None:
+    for ours, other in zip(mine, theirs, strict=True):
+        if ours.numel():
+            torch.testing.assert_close(ours.double(), other, rtol=limit, atol=limit)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(forms(), st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16]), st.booleans())
+def test_every_carrier_is_the_formula(form: Any, dtype: torch.dtype, few: bool) -> None:
+    tensors, spec = form
+    before = formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES, formula.KEPT_ELEMENTS
+    if few:
+        formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES, formula.KEPT_ELEMENTS = 1, 2, 0
+    try:
+        compare(
+            with_gradients(attend, tensors, spec, dtype),
+            with_gradients(written_out, tensors, spec, torch.float64),
+            LIMITS[dtype],
+        )
+        for carrier in CARRIERS:
+            asked = Asked(*tensors, spec, needs_lse=False)
+            if dtype is torch.float64 and carrier.fits(asked):
+                run = lambda *of, carrier=carrier: carrier.run(Asked(*of, needs_lse=False))  # noqa: E731
+                found = with_gradients(lambda *of, run=run: (run(*of)[0], torch.empty(0)), tensors, spec, dtype)
+                compare(found, with_gradients(written_out, tensors, spec, dtype), 1e-9)
+    finally:
+        formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES, formula.KEPT_ELEMENTS = before
