@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building import model as calls
-from samestep.building.attention import DocumentMask
+from samestep.building.attention import DocumentMask, by_document
 from samestep.building.attention.by_document import lengths_of
 from samestep.building.model import call_model
 from samestep.datasets.example import example_of
