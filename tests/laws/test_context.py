@@ -43,7 +43,7 @@ def program(layout: str, kv_heads: int = 2) -> Program:
     rest=st.sampled_from(["", "dp=2", "dp=2 zero=3", "tp=2", "recompute=full", "recompute=selective", "microbatch=2"]),
     kv_heads=st.sampled_from([1, 2, 4, 8]),
 )
-def test_every_attention_exchanges_four_tensors_each_way(cp: int, rest: str, kv_heads: int) -> None:
+def test_every_attention_exchanges_four_tensors_in_two_messages_each_way(cp: int, rest: str, kv_heads: int) -> None:
     if "tp" in rest and (kv_heads == 1 or cp == 8):
         return
     made = program(f"cp={cp} {rest}", kv_heads)
@@ -51,14 +51,15 @@ def test_every_attention_exchanges_four_tensors_each_way(cp: int, rest: str, kv_
     tp = step.layout.tp
     repeats = 3 if "recompute" in rest else 2
     sent = [op for _, op in made.ops() if op.kind is OpKind.ALL_TO_ALL]
-    assert len(sent) == repeats * 4 * 3 * step.num_microbatches
+    assert len(sent) == repeats * 2 * 3 * step.num_microbatches
     tokens = step.microbatch_samples * LENGTH // cp
     for op in sent:
         assert op.axis == "cp"
         whole = HEADS // tp
-        heads = whole if op.owner.endswith(("query", "output")) else num_sent_heads(kv_heads // tp, whole, cp)
+        of_keys = num_sent_heads(kv_heads // tp, whole, cp)
+        heads = whole if op.owner.endswith("output") else whole + 2 * of_keys
         assert op.size_bytes == tokens * heads * WIDTH * BYTES_OF["bfloat16"]
-        assert heads % cp == 0
+        assert whole % cp == of_keys % cp == 0
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])

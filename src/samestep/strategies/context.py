@@ -3,7 +3,7 @@
 Operations on single tokens work on a slice unchanged. Attention needs all tokens. `exchange=ring` passes keys and values from
 rank to rank (`program/ring_visits.py`), in N - 1 shifts forward; backward they pass once more, with N shifts of their gradients.
 
-`exchange=heads` is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): attention needs one head at a time, so four all_to_alls (of queries, keys, values and the output)
+`exchange=heads` is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): attention needs one head at a time, so two all_to_alls (of queries, keys and values, and of the output)
 exchange tokens for heads. With N ranks, T tokens and A heads of size D:
 
 ```
@@ -11,7 +11,7 @@ exchange tokens for heads. With N ranks, T tokens and A heads of size D:
     rank 0    [ q k v of slice 0 ]  ── all_to_all ──►  [ q k v of heads 0 1 ]  attention
     rank 1    [ q k v of slice 1 ]  ◄── all_to_all ──  [ q k v of heads 2 3 ]  attention
 ```
-Each moves T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same four in the other
+Of each tensor they move T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same two in the other
 direction. Every rank has all rows of a causal mask for its heads, so the work is balanced. Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code
 computes embeddings, positions and masks of the whole sequence on every rank; slicing starts at the first block and ends
 in the loss, a sum over tokens. Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
@@ -22,7 +22,7 @@ more data axis (`Layout`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -36,6 +36,8 @@ from samestep.program.ring_visits import SlicePlacement
 from samestep.program.step import StepSpec
 
 AXIS = "cp"
+GIVEN = "query_key_value"
+"""What follows the name of a layer in the name of the all_to_all of what its attention is given."""
 KEYS_VALUES, OF_GRADIENTS = "key_value", "_gradient"
 """What follows the name of a layer in the name of its shifts, and the name of those of gradients."""
 RING_BUFFERS = 5
@@ -252,17 +254,24 @@ def _with_gathers(
 
 
 def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
-    """Yield the all_to_alls of a layer; backward has those that take a gradient, in reverse order."""
-    exchanges: Iterable[Exchange] = layer.sliced_exchanges
-    if backward:
-        exchanges = (exchange for exchange in reversed(layer.sliced_exchanges) if exchange.takes_gradient)
-    for exchange in exchanges:
-        heads, queries = (_local_heads(exchange, count, step) for count in (exchange.heads, exchange.query_heads))
-        slice_numel_per_head = exchange.elements // exchange.heads // step.layout.cp
-        numel = slice_numel_per_head * num_sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
-        owner = f"{layer.repeats or layer.name}.{exchange.role}"
+    """Yield the all_to_alls of a layer, two of each attention; backward has those that take a gradient, in reverse order."""
+    sent = layer.sliced_exchanges
+    calls = [sent[at : at + 4] for at in range(0, len(sent), 4)]
+    pairs = [(role, parts) for *given, output in calls for role, parts in ((GIVEN, given), (output.role, [output]))]
+    for role, parts in reversed(pairs) if backward else pairs:
+        if backward and not any(one.takes_gradient for one in parts):
+            continue
+        numel = sum(_sent_elements(one, step) for one in parts) * step.microbatch_samples
+        owner = f"{layer.repeats or layer.name}.{role}"
         op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
         yield op.but(is_exposed=True).sized(numel)
+
+
+def _sent_elements(exchange: Exchange, step: StepSpec) -> int:
+    """Return the elements of one sample that a rank sends of a tensor."""
+    heads, queries = (_local_heads(exchange, count, step) for count in (exchange.heads, exchange.query_heads))
+    per_head = exchange.elements // exchange.heads // step.layout.cp
+    return per_head * num_sent_heads(heads, queries, step.layout.cp)
 
 
 def _local_heads(exchange: Exchange, heads: int, step: StepSpec) -> int:

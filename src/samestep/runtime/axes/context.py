@@ -14,7 +14,7 @@ Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -39,7 +39,7 @@ from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.ring_attention import Ring
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.strategies.context import KEYS_VALUES, exchange_of, num_sent_heads, placement_of
+from samestep.strategies.context import GIVEN, KEYS_VALUES, exchange_of, num_sent_heads, placement_of
 from samestep.tracing.checkpointed import Contexts
 from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
@@ -229,10 +229,8 @@ class Slicing:
             ring = Ring(self.placement(self.length), self.index, self.group, owner)
             return call.attend(dropped_weights(call, None, self.length), across=ring)
         heads = call.query.shape[1]
-        query, key, value = (
-            apply_move(self._repeat_heads(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)
-            for part, role in ((call.query, "query"), (call.key, "key"), (call.value, "value"))
-        )
+        given = [call.query, *(self._repeat_heads(part, heads) for part in (call.key, call.value))]
+        query, key, value = _all_to_heads(given, self.group, f"{self.block}.{GIVEN}")
         mask = call.attn_mask
         if mask is not None and mask.dim() == 3:  # for each head
             mask = mask.unsqueeze(0)
@@ -302,6 +300,31 @@ class _Exchanging(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _all_to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup, owner: str) -> list[Tensor]:
+    """Exchange tokens for heads in one message of several tensors: each [B, A, T/N, D] -> [B, A/N, T, D].
+
+    Collective over `group`, in the backward too, see [Note: collective calls].
+    """
+    degree = dist.get_world_size(group)
+    sizes = [(part.shape[1] // degree, part.shape[3]) for part in parts]
+    # [N, B, T/N, A/N D] of each, one behind the other in the last dimension
+    sent = torch.cat([part.unflatten(1, (degree, -1)).permute(1, 0, 3, 2, 4).flatten(3) for part in parts], -1)
+    received = apply_move(sent, group, owner, _swapped, _swapped)
+    found = received.split([heads * width for heads, width in sizes], -1)
+    return [
+        one.unflatten(-1, size).permute(1, 3, 0, 2, 4).flatten(2, 3) for one, size in zip(found, sizes, strict=True)
+    ]
+
+
+def _swapped(sent: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Send each rank its part along dimension 0; return those of all ranks."""
+    sent = sent.contiguous()
+    received = torch.empty_like(sent)
+    with owned(owner):
+        dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
 def _to_heads(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Exchange tokens for heads: [B, A, T/N, D] -> [B, A/N, T, D]."""
     return _all_to_all(part, 1, group, owner).movedim(0, 2).flatten(2, 3)
@@ -316,8 +339,4 @@ def _to_tokens(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 def _all_to_all(part: Tensor, dim: int, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Send each rank its part along `dim`; return the parts of all ranks, [N, B, A/N, T/N, D]."""
-    sent = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()
-    received = torch.empty_like(sent)
-    with owned(owner):
-        dist.all_to_all_single(received, sent, group=group)
-    return received
+    return _swapped(part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0), group, owner)
