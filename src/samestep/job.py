@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from samestep.errors import JobError, LayoutError, did_you_mean, short_repr
 from samestep.job_keys import JobKeys
+from samestep.job_rules import mistake_of_held_out_sets, mistake_of_replicas
 from samestep.job_tables import (
     HELD_OUT,
     PRESET,
@@ -90,7 +91,8 @@ class Job(Table):
         if not self.train.evaluate_every and (self.train.patience or self.checkpoint.keep_best):
             key = "train.patience" if self.train.patience else "checkpoint.keep_best"
             raise ValueError(f"{key} needs evaluations while the run trains: train.evaluate_every = 100 works")
-        if mistake := self._mistake_of_held_out_sets():
+        has_sets = self.data.held_out_sets or self.train.judged_by
+        if has_sets and (mistake := mistake_of_held_out_sets(self.data, self.train)):
             raise ValueError(mistake)
         if self.numerics.on_spike == "rollback" and not self.checkpoint.every:
             raise ValueError(
@@ -109,7 +111,14 @@ class Job(Table):
                 f"schedule.decay_steps = {self.schedule.decay_steps} is more than the "
                 f"{self.train.steps - self.schedule.warmup_steps} steps after warm-up; that many work, or fewer"
             )
-        if mistake := self._mistake_of_replicas():
+        numerics = self.numerics
+        is_plain = (
+            numerics.compression == "none"
+            and numerics.replicas == numerics.exchange_every == numerics.exchange_parts == 1
+        )
+        if not (is_plain and not numerics.exchange_delay) and (
+            mistake := mistake_of_replicas(numerics, self.train.global_batch)
+        ):
             raise ValueError(mistake)
         coupled, batch = self.numerics.coupled_samples, self.train.global_batch
         if coupled is not None and batch % coupled:
@@ -153,74 +162,6 @@ class Job(Table):
     def judge(self) -> str | None:
         """The one of `evaluated_sets` whose loss is the run's; None where nothing is evaluated."""
         return self.train.judged_by or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
-
-    def _mistake_of_held_out_sets(self) -> str | None:
-        """Return the mistake in the names of held-out sets, with names that work; None if there is none."""
-        sets, judge = self.data.held_out_sets, self.train.judged_by
-        if HELD_OUT in sets:
-            return f"data.held_out_sets.{HELD_OUT}: this is the name of the part of the data that is held out; another name works"
-        if judge and judge not in (*sets, HELD_OUT):
-            names = ", ".join(sets) if sets else "there are none"
-            return f"train.judged_by = {judge!r} is no set of data.held_out_sets ({names}){did_you_mean(judge, list(sets))}"
-        if judge == HELD_OUT and not self.data.held_out:
-            return f'train.judged_by = "{HELD_OUT}" is the part of the data that is held out: data.held_out = 0.1 works'
-        return None
-
-    def _mistake_of_replicas(self) -> str | None:
-        """Return why gradients cannot be compressed, or replicas cannot be trained independently, and what works; None if they can."""
-        kind, replicas, batch = self.numerics.compression, self.numerics.replicas, self.train.global_batch
-        every, states = self.numerics.exchange_every, self.numerics.optimizer_states
-        if kind == "none" and every == 1 and replicas > 1:
-            return (
-                f"numerics.replicas = {replicas} says how many gradients are compressed, and none is: replicas = 1 works, "
-                'and so does numerics.compression = "int8", or numerics.exchange_every = 20'
-            )
-        if every > 1 and replicas == 1:
-            return (
-                f"numerics.exchange_every = {every} is the number of steps that numerics.replicas take apart from each other: "
-                "replicas = 2 or more works, as many as the links are slow between"
-            )
-        if mistake := self._mistake_of_exchange_times():
-            return mistake
-        if every > 1 and states != "float32":
-            return f'numerics.optimizer_states = "{states}" is not proven with numerics.exchange_every = {every}: "float32" works'
-        if kind != "none" and replicas == 1:
-            return (
-                f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch: '
-                "replicas = 2 or more works, as many as the links are slow between"
-            )
-        if replicas > 1 and self.numerics.coupled_samples is not None:
-            return (
-                f"numerics.coupled_samples = {self.numerics.coupled_samples} and numerics.replicas = {replicas} both say which "
-                "samples belong together: one of them alone works"
-            )
-        if batch % replicas:
-            return (
-                f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "
-                f"global_batch = {-(-batch // replicas) * replicas} works"
-            )
-        return None
-
-    def _mistake_of_exchange_times(self) -> str | None:
-        """Return why replicas cannot exchange parts of their weights, or later than they begin to, and what works."""
-        every, parts, delay = (getattr(self.numerics, f"exchange_{word}") for word in ("every", "parts", "delay"))
-        if every == 1 and (parts > 1 or delay):
-            key = f"exchange_parts = {parts}" if parts > 1 else f"exchange_delay = {delay}"
-            return (
-                f"numerics.{key} says how replicas exchange what their weights have moved by, and numerics.exchange_every = 1 "
-                "trains none apart: exchange_every = 20 works"
-            )
-        if parts > every:
-            return (
-                f"numerics.exchange_parts = {parts} parts cannot be exchanged at different steps of "
-                f"numerics.exchange_every = {every}: exchange_parts = {every} works, or fewer"
-            )
-        if delay > every // parts:
-            return (
-                f"numerics.exchange_delay = {delay} is longer than the {every // parts} steps between the exchanges of two of "
-                f"numerics.exchange_parts = {parts} parts in numerics.exchange_every = {every}: exchange_delay = {every // parts} works"
-            )
-        return None
 
     def with_stages(self, stages: Sequence[str] | None) -> Job:
         """Return the job with other names of modules with which stages may begin; None leaves them as they are.

@@ -210,7 +210,9 @@ def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict
 def _options_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Return the options of each weight in the optimizer, and in each of those that this one reaches."""
     names = {id(weight): name for name, weight in weights.items()}
-    first, *inner = optimizers_in(optimizer)
+    # The step of torch's own class reaches no other optimizer.
+    reached = [optimizer] if type(optimizer) in _OF_TORCH and is_torchs_own(optimizer) else optimizers_in(optimizer)
+    first, *inner = reached
     found = _options_in(first, names)
     for key, member in zip(getattr(optimizer, "names", ()), members_of(optimizer), strict=False):
         for name in _options_in(member, names):

@@ -18,12 +18,11 @@ limit (`run.timeout_s`); `hang_watch.py` names the rank that is missing. Some ar
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from samestep import schedules
 from samestep.errors import LayoutError
@@ -65,19 +64,6 @@ class Mesh:
     def group_of(self, axis: str) -> str:
         """Return the name of an axis' group: its ranks, followed by the axis where it serves no other one."""
         return _join_ranks(self.members(axis)) + (f" {axis}" if axis in OWN_GROUPS else "")
-
-    def for_shards(self, axis: str, sums_over: Collection[str]) -> DeviceMesh:
-        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after a `dp_replicate` that it sums over."""
-        replicas = self.members("dp_replicate") if "dp_replicate" in sums_over else (self.rank,)
-        rows = [self.ranks.group(rank, axis) for rank in replicas]
-        axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
-        groups = [self.groups[axis] for axis in axes]
-        return DeviceMesh.from_group(
-            groups if len(groups) > 1 else groups[0],
-            self.device.type,
-            mesh=torch.tensor(positions),
-            mesh_dim_names=tuple(axes),
-        )
 
 
 def check_world(layout: Layout) -> None:

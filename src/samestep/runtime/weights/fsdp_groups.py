@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from samestep.errors import LayoutError
@@ -38,7 +40,7 @@ def make_groups(
     axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
     # Shards that are encoded between replicas are summed by us.
     sums_over = () if program.step.contributions else ("dp_replicate",)
-    meshes = {axis: mesh.for_shards(axis, sums_over) for axis in sorted(axes)}
+    meshes = {axis: _mesh_of_shards(mesh, axis, sums_over) for axis in sorted(axes)}
     everything = set(model.parameters())
     away = {one.unit for one in program.host_modules}
     by_name = {running.unit.name: running for running in units}
@@ -139,3 +141,17 @@ def _view_inputs(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
 
 def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.clone() if t._is_view() and t.requires_grad else t, outputs)
+
+
+def _mesh_of_shards(mesh: Mesh, axis: str, sums_over: Collection[str]) -> DeviceMesh:
+    """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after a `dp_replicate` that it sums over."""
+    replicas = mesh.members("dp_replicate") if "dp_replicate" in sums_over else (mesh.rank,)
+    rows = [mesh.ranks.group(rank, axis) for rank in replicas]
+    axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
+    groups = [mesh.groups[axis] for axis in axes]
+    return DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0],
+        mesh.device.type,
+        mesh=torch.tensor(positions),
+        mesh_dim_names=tuple(axes),
+    )
