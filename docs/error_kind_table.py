@@ -26,6 +26,7 @@ CLASSES = {
 REASONS = {
     "strategies": "LayoutError",
     "job.py": "JobError",
+    "job_rules.py": "JobError",
     "job_tables.py": "JobError",
     "optimizer_tables.py": "JobError",
 }
