@@ -287,6 +287,10 @@ TECHNIQUES = (
         "strategies/chunked_loss.py runtime/axes/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py",
     ),
     ("offload of the optimizer", "runtime/optimizers/offload.py runtime/host_copies.py"),
+    (
+        "host weights (frozen models offloaded between uses)",
+        "strategies/host_weights.py runtime/axes/host_weights.py program/host_modules.py",
+    ),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/loss_scale.py"),
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py independence/tensor_plan.py"),
     ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py independence/sequence_boundaries.py"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
@@ -18,10 +19,12 @@ from samestep.datasets import batches
 from samestep.errors import JobError
 from samestep.examination.examine import Source
 from samestep.layout import Layout
+from samestep.runtime.ledger import Ledger
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, job_of
+from tests.models import MODELS, Tokens
 from tests.parity.whole_batch import BATCH, CASES, Views, job, plain
 from tests.pool import pool
 
@@ -142,3 +145,59 @@ def test_words_of_other_samples_are_refused_where_the_loss_reads_them(loss: Any,
         for batch in samestep.batches(Named(), job):
             run.step(batch)
     assert run.steps_taken == (0 if is_refused else 2)
+
+
+# -- slices of sequences ---------------------------------------------------------------------------
+
+LONG = job_of("float64", 3, optimizer={"clip_norm": 0.5}, train={"watch_every": 0, "global_batch": 6})
+
+
+def of_sequences(outputs: Any, batch: dict[str, Tensor]) -> Any:
+    """A loss that compares samples, and for which the order of tokens matters."""
+    logits = getattr(outputs, "logits", outputs)
+    weights = torch.linspace(0.5, 2.0, logits.shape[1], dtype=logits.dtype)
+    features = F.normalize((logits * weights[:, None]).mean(1), dim=-1)
+    own = torch.arange(len(features))
+    tokens = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").sum()
+    contrast = F.cross_entropy(5 * features @ features.T, own)
+    return {"contrast": (contrast, 1), "tokens": (tokens, len(own))}, {"spread": (logits.std(), 1)}
+
+
+def sequences(rank: int, world: int, model: str, layout: str) -> tuple[list[float], dict[str, Tensor], float, float]:
+    """Take three steps, of which the last one sends what the program lists."""
+    run = samestep.parallelize(
+        MODELS[model], samestep.whole_batch(of_sequences), lambda p: torch.optim.Adam(p, 0.01), layout=layout, job=LONG
+    )
+    losses = []
+    for batch in batches(Tokens(), LONG):
+        with Ledger() as ledger:
+            report = run.step(batch)
+        losses.append(report.loss)
+    assert ledger.rows == run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
+    held_out = run.evaluate(next(batches(Tokens(), LONG)))["loss"]
+    return losses, run.state_dict(on_every_rank=True), held_out, report.values["spread"]
+
+
+@functools.cache
+def whole_sequences(model: str) -> tuple[list[float], dict[str, Tensor], float, float]:
+    return pool(1).run(sequences, model, "dp=1")[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("cp=2", "attentive"),
+        ("cp=2 exchange=ring microbatch=2", "llama"),
+        ("dp=2 cp=2 exchange=ring zero=3 microbatch=2", "attentive"),
+        pytest.param("dp=2 cp=2 microbatch=1 recompute=full", "llama", marks=pytest.mark.nightly),
+        pytest.param("pp=2 cp=2 microbatch=3", "llama", marks=pytest.mark.nightly),
+        pytest.param("tp=2 cp=2", "llama", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_loss_is_given_whole_sequences(layout: str, model: str) -> None:
+    losses, weights, held_out, spread = whole_sequences(model)
+    for found, ours, mean, deviation in pool(Layout.parse(layout).world_size).run(sequences, model, layout):
+        assert found == pytest.approx(losses, rel=TOLERANCE)
+        assert (mean, deviation) == pytest.approx((held_out, spread), rel=TOLERANCE)
+        for key, value in weights.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-7, atol=1e-9)

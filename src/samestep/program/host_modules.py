@@ -45,8 +45,6 @@ def is_named(step: StepSpec, param: ParamSpec) -> bool:
 
 def host_modules(step: StepSpec, units: Sequence[Unit], chunks: tuple[range, ...]) -> Iterator[HostModule]:
     """Yield the modules of a rank whose weights are on the host; without units they are those that units would have."""
-    if not step.offload:
-        return
     params = {param.name: param for param in step.model.params}
     for unit in units or make_units(step.hold(lambda _, held: held.zero_sharded(SHARDS, 1)), chunks):
         mine = [params[name] for name in unit.params]

@@ -118,7 +118,8 @@ class Interpreter:
             if not parallel.stage.is_last(task.chunk):
                 return None
             microbatches.keep(task.microbatch, outputs)
-            given, part = precision.for_loss(outputs), parallel.slicing.part(samples)
+            given = precision.for_loss(outputs)
+            part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
             mine = part, len(microbatches.indices(task.microbatch))
             with self._trying("the loss"), parallel.batch_norms.values.of_step(task.microbatch):
                 found = objective.sums.result(task.microbatch, given, part, objective.loss)

@@ -78,6 +78,7 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     shard: lambda step: step.layout.zero > 0 or step.layout.accumulate != "sharded",
     compress: lambda step: step.contributions is not None,
     whole_update: lambda step: any(param.is_updated_whole for param in step.model.params),
+    host_weights: lambda step: bool(step.offload),
     whole_batch: lambda step: step.loss_over_batch,
 }
 """Whether a step asks for a strategy; the others have something to write in every step."""

@@ -70,10 +70,10 @@ def refusal(step: StepSpec) -> str | None:
         return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:
         return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
-    if not step.cuts_loss:
+    if not (step.cuts_loss or step.loss_over_batch):
         return (
             f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "
-            "train.loss = 'cross_entropy' works, and so does cp=1"
+            "train.loss = 'cross_entropy' works, and so do samestep.whole_batch(loss) and cp=1"
         )
     return _refuse_degree(model, step.layout)
 

@@ -29,16 +29,14 @@ from samestep.schedules import TaskKind
 
 AXIS = "dp"
 """The ranks that read different samples; their group serves nothing else, since compute waits for it."""
+TOKENS = "cp"
+"""The ranks that have other tokens of the same samples."""
 SIZES = 8
 """Sizes of a tensor that ranks compare before they gather it."""
 
 
 def refusal(step: StepSpec) -> str | None:
     """Return why a layout cannot give a loss the outputs of all samples."""
-    if step.layout.cp > 1:
-        return (
-            f"cp={step.layout.cp} slices sequences, and a loss over the whole batch is given whole outputs: cp=1 works"
-        )
     if step.trains_apart:
         return (
             f"numerics.exchange_every = {step.exchange_every} trains replicas apart, each on samples of its own, and the loss is one "
@@ -57,9 +55,9 @@ def reads_of(step: StepSpec) -> tuple[LossTensor, ...]:
 def apply(program: Program) -> Program:
     """Return the program with the gathers before the loss, and with the forwards for outputs alone in front of all others."""
     step = program.step
-    axes = {**program.axes, **({AXIS: step.layout.dp} if step.layout.dp > 1 else {})}
+    axes = {**program.axes, **{axis: size for axis, size in _degrees(step).items() if size > 1}}
     last_chunk = _last_chunk(program)
-    gathers = tuple(_gathers(step)) if step.layout.dp > 1 else ()
+    gathers = tuple(op for op in _gathers(step) if op.axis in axes)
     kind = TaskKind.OUTPUTS if step.runs_outputs_first else TaskKind.FORWARD
     bodies: dict[BodyKey, Ops] = {}
     tasks: tuple[Task, ...] = ()
@@ -71,6 +69,10 @@ def apply(program: Program) -> Program:
         if key.kind is kind and ends_step(key) and last_chunk is not None and key.chunk == last_chunk[0]:
             bodies[key] = (*ops, *(op.but(after=(_last_compute(ops),)) for op in gathers))
     return replace(program, bodies=bodies, tasks=(*tasks, *program.tasks), axes=axes)
+
+
+def _degrees(step: StepSpec) -> dict[str, int]:
+    return {AXIS: step.layout.dp, TOKENS: step.layout.cp}
 
 
 def _outputs_task(task: Task) -> Task:
@@ -97,16 +99,20 @@ def _last_compute(ops: Ops) -> str:
 
 
 def _gathers(step: StepSpec) -> Iterator[Op]:
-    """Yield the all_gathers of the tensors' sizes, and of each tensor's samples, as many places on each rank as the largest has."""
+    """Yield the all_gathers of the tensors' sizes, of each tensor's samples, as many places on each rank as the largest has, and of
+    the tokens of outputs.
+    """
     tensors = [one for one in reads_of(step) if one.is_gathered]
     if not tensors:
         return
     sizes = Op(kind=OpKind.ALL_GATHER, owner="loss.sizes", axis=AXIS, dtype="int64", is_exposed=True)
     yield sizes.sized(step.layout.dp * SIZES * len(tensors))
     for one in tensors:
-        op = Op(
-            kind=OpKind.ALL_GATHER, owner=one.name, axis=AXIS, dtype=one.dtype or step.master_dtype, is_exposed=True
-        )
-        op = op.sized(step.layout.dp * step.rank_samples * one.elements)
-        buffer = Buffer(f"samples of {one.name}", "buffers", op.size_bytes)
-        yield op.but(allocates=(buffer,), frees=(buffer.name,))
+        dtype, cuts = one.dtype or step.master_dtype, step.layout.cp if one.of == "outputs" else 1
+        gathered = {AXIS: step.layout.dp * step.rank_samples * one.elements // cuts}
+        if cuts > 1:
+            gathered[TOKENS] = step.global_batch * one.elements
+        for axis, numel in gathered.items():
+            op = Op(kind=OpKind.ALL_GATHER, owner=one.name, axis=axis, dtype=dtype, is_exposed=True).sized(numel)
+            buffer = Buffer(f"samples of {one.name} over {axis}", "buffers", op.size_bytes)
+            yield op.but(allocates=(buffer,), frees=(buffer.name,))

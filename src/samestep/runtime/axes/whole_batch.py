@@ -39,6 +39,8 @@ from samestep.runtime.axes.batch_values import order_of
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.loss_terms import Indices, Shares
+from samestep.runtime.axes.whole_tokens import DIM as TOKENS
+from samestep.runtime.axes.whole_tokens import TokenRanks
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import TaskKind
@@ -119,6 +121,11 @@ class WholeBatch:
         """Make it for a rank; `keeps_state` is whether forwards change anything that later ones read."""
         step = program.step
         self._ranks, self._pad, self._keeps_state = DataRanks(mesh, step.layout.dp), asked.pad, keeps_state
+        self._tokens = TokenRanks(program, mesh)
+        self._is_alone = not (self._ranks.send or self._tokens.send)
+        self._is_first = self._ranks.index == self._tokens.index == 0
+        self._sliced: int | None = None
+        """The index of the output of which this rank has the rows of some tokens."""
         self._reads = {(one.of, one.index): one for one in reads_of(step)}
         self._is_known = all(one.rows is not None for one in self._reads.values())
         self._batch, self._num_microbatches = step.global_batch, step.num_microbatches
@@ -180,12 +187,12 @@ class WholeBatch:
 
         Collective over `dp`, see [Note: collective calls].
         """
-        if not self._num_alone and not self._ranks.send:
+        if not self._num_alone and self._is_alone:
             return self._plain(outputs, part, loss)
         if not self._num_alone:
             self.keep(microbatch, outputs, part, loss)
         assert self._result is not None, "all micro-batches have given their outputs"
-        result, is_first = self._result, self._ranks.index == 0 and microbatch == 0
+        result, is_first = self._result, self._is_first and microbatch == 0
         given = list(zip(tensors_in(outputs), self._places, result.gradients, strict=True))
         taken = [one for one in given if one[0].requires_grad]
         gradients = [self._slice(microbatch, *one, is_first=is_first) for one in taken]
@@ -261,6 +268,7 @@ class WholeBatch:
         """Return the loss on the outputs and the batch of all samples, and its gradient by this rank's outputs."""
         tries = self._num_computed & (self._num_computed - 1) == 0  # the same on all ranks
         self._num_computed += 1
+        self._sliced = self._tokens.sliced(self._kept[0].outputs)
         tensors = [*self._tensors("outputs"), *self._tensors("batch")]
         self._places = [one.place for one in tensors if one.of == "outputs"]
         if tries:
@@ -288,8 +296,8 @@ class WholeBatch:
         found = iter(torch.autograd.grad(total, roots, allow_unused=True))
         gradients = [next(found) if one.requires_grad else None for one in outputs]
         mine = [
-            self._own_part(one, place) if one is not None and place.dim >= 0 else one
-            for one, place in zip(gradients, self._places, strict=True)
+            self._own_part(one, place, is_sliced=index == self._sliced) if one is not None and place.dim >= 0 else one
+            for index, (one, place) in enumerate(zip(gradients, self._places, strict=True))
         ]
         return _Result(result, (total.detach(), number[1]), mine)
 
@@ -309,7 +317,7 @@ class WholeBatch:
         columns = zip(*(tensors_in(one.outputs if of == "outputs" else one.batch) for one in kept), strict=True)
         for index, parts in enumerate(columns):
             known = self._reads.get((of, index))
-            is_read = known is not None or not self._is_known or not self._ranks.send
+            is_read = known is not None or not self._is_known or self._is_alone
             place = RowsPlace(*known.rows) if known is not None and known.rows is not None else self._place(parts[0])
             yield _Tensor(of, list(parts), place, is_read)
 
@@ -354,10 +362,14 @@ class WholeBatch:
         sizes = dict(zip(parts, largest, strict=True))
         found = []
         for index, one in enumerate(tensors):
+            is_sliced = index == self._sliced
+            if self._tokens.send and index in parts and one.of == "outputs" and not is_sliced:
+                self._tokens.check(index, one.parts[0])
             if index in parts:
                 name = f"loss.{one.of}.{index - (0 if one.of == 'outputs' else len(self._places))}"
                 rows = torch.cat([self._padded(part, sizes[index]) for part in parts[index]])
                 value = joined(_from_numbers(self._all_rows(rows, name), one.parts[0]), one.place)
+                value = self._tokens.whole(value, name) if is_sliced else value
             elif one.is_read:
                 value = one.parts[0]
             else:
@@ -396,7 +408,9 @@ class WholeBatch:
             differ = [any(of_rank[index][-1] for of_rank in numbers) for index in range(len(parts))]
         found = [_largest([of_rank[index] for of_rank in everything]) for index in range(len(parts))]
         for index, sizes in enumerate(found):
-            if self._pad is None and (differ[index] or any(of_rank[index] != sizes for of_rank in everything)):
+            if (self._pad is None or self._tokens.send) and (
+                differ[index] or any(of_rank[index] != sizes for of_rank in everything)
+            ):
                 least = tuple(map(min, *(of_rank[index] for of_rank in everything), *shapes[index]))
                 some = (
                     f"sizes {list(least[1:])} and {list(sizes[1:])}"
@@ -420,8 +434,9 @@ class WholeBatch:
         mine = self._ranks.gather_rows(mine, [sum(of_rank) for of_rank in self._sizes], owner)
         return mine if self._order is None else mine[self._order.to(mine.device)]
 
-    def _own_part(self, gradient: Tensor, place: RowsPlace) -> Tensor:
-        """Return this rank's samples of a gradient of all, as `by_sample` has them."""
+    def _own_part(self, gradient: Tensor, place: RowsPlace, *, is_sliced: bool) -> Tensor:
+        """Return this rank's samples, and tokens, of a gradient of all, as `by_sample` has them."""
+        gradient = self._tokens.own(gradient, TOKENS) if is_sliced else gradient
         rows = by_sample(gradient, place, sum(map(sum, self._sizes)))
         start = sum(map(sum, self._sizes[: self._ranks.index]))
         if self._order is None:

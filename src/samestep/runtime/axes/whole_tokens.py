@@ -1,0 +1,83 @@
+"""Whole sequences of what a model predicts, under context parallelism, for a loss over all samples of the step.
+
+Each rank of `cp` has the rows of its own tokens, and a loss over the whole batch is given those of all, in their order. It is computed
+by every rank, which goes back through the rows of its own tokens; what a step does anyway, to sum the gradients of the ranks of `cp`,
+gives the gradient of all. What has no rows of tokens is the same on all of them, and its gradient enters with the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.building.loss import prediction_of
+from samestep.errors import JobError
+from samestep.program.program import Program
+from samestep.program.ring_visits import SlicePlacement
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh, all_gather
+from samestep.strategies.context import placement_of
+from samestep.trees import tensors_in
+
+DIM = 1
+"""The dimension of tokens in a prediction."""
+
+
+class TokenRanks:
+    """The ranks that have other tokens of the same samples."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self._step, self._degree = program.step, program.step.layout.cp
+        self._group = mesh.groups.get("cp") if self._degree > 1 else None
+        self.index = mesh.index("cp") if self._degree > 1 else 0
+
+    @property
+    def send(self) -> bool:
+        """Whether there are several."""
+        return self._degree > 1
+
+    def sliced(self, outputs: Any) -> int | None:
+        """Return the index of the tensor of which this rank has the rows of its tokens; None where each rank has whole sequences."""
+        if not self.send:
+            return None
+        prediction = prediction_of(outputs)
+        return next(index for index, one in enumerate(tensors_in(outputs)) if one is prediction)
+
+    def check(self, index: int, tensor: Tensor) -> None:
+        """Refuse a tensor with a row for each sample that is not the prediction: which of its tokens a rank has is not known.
+
+        Raises:
+            JobError: always; all ranks raise it.
+        """
+        raise JobError(
+            f"cp={self._degree} gathers the rows of tokens of the prediction, and the loss over the whole batch also reads output "
+            f"{index} {list(tensor.shape)}: cp=1 works"
+        )
+
+    def whole(self, mine: Tensor, owner: str) -> Tensor:
+        """Return the rows of all tokens [B, T, ...] from those of this rank's [B, T/N, ...].
+
+        Collective over `cp`, see [Note: collective calls].
+        """
+        rows = mine.movedim(DIM, 0).contiguous()
+        everything = rows.new_empty((self._degree * len(rows), *rows.shape[1:]))
+        with owned(owner):
+            all_gather(everything, rows, group=self._group)
+        return (
+            torch.empty_like(everything).index_copy_(0, self._order(len(everything), rows), everything).movedim(0, DIM)
+        )
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the rows of this rank's tokens along a dimension."""
+        runs = self._placement(whole.shape[dim]).runs(self.index)
+        return torch.cat([whole.narrow(dim, run.start, len(run)) for run in runs], dim)
+
+    def _order(self, length: int, like: Tensor) -> Tensor:
+        placement = self._placement(length)
+        tokens = [token for rank in range(self._degree) for run in placement.runs(rank) for token in run]
+        return torch.tensor(tokens, device=like.device)
+
+    def _placement(self, length: int) -> SlicePlacement:
+        return placement_of(self._step.model, self._step.layout, length)
