@@ -285,6 +285,8 @@ class RunKeys(TypedDict, total=False):
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str
     """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
+    attention: Literal["auto", "flash", "cudnn", "math", "efficient"]
+    """Kernel of attention, by torch's own switches: auto lets torch choose, another word takes that one or fails; CPUs have flash and math."""
     allow: (
         list[
             Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]

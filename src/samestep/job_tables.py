@@ -386,6 +386,8 @@ class RunTable(Table):
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str = "inductor"
     """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
+    attention: Literal["auto", "flash", "cudnn", "math", "efficient"] = "auto"
+    """Kernel of attention, by torch's own switches: auto lets torch choose, another word takes that one or fails; CPUs have flash and math."""
     allow: tuple[Waiver | MayChange, ...] = ()
     """Refusals that are waived, by the word at the end of their text, and keys that a resume may change; summaries list them."""
     report: tuple[str, ...] = ()

@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep.datasets import Batch
@@ -93,3 +95,68 @@ def test_a_rank_runs_on_the_cores_near_its_gpu(tmp_path: Path, monkeypatch: pyte
     (folder / "local_cpulist").write_text("16-31\n")  # a launcher has chosen others
     this_host.bind_near(torch.device("cuda", 0), tmp_path)
     assert bound == [{1, 2}]
+
+
+class Attentive(nn.Module):
+    """Attends as told, and says which kernels of torch have run."""
+
+    def __init__(self, of_heads: bool = True, **how: Any) -> None:
+        super().__init__()
+        self.linear, self.of_heads, self.how = nn.Linear(2, 12), of_heads, how
+
+    def forward(self, input: Tensor) -> Tensor:
+        one = (1, 1) if self.of_heads else (1,)
+        q, k, v = self.linear(input).view(-1, 3, 4).unbind(1)
+        given = (x.view(-1, *one, 4) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*given, **self.how)
+
+
+class Kernels(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__.startswith(("_scaled_dot_product", "_safe_softmax.")):
+            self.calls.append((func.__name__, args[3:5], kwargs.get("attn_mask")))
+        return func(*args, **kwargs)
+
+
+def _attending(word: str, **how: Any) -> list[tuple[str, Any, Any]]:
+    job = Job(train={"global_batch": 4}, run={"device": "cpu", "attention": word})
+    run = samestep.parallelize(lambda: Attentive(**how), _loss, lambda params: torch.optim.SGD(params, lr=0.1), job=job)
+    run.step(Batch(0, np.arange(4), Rows()))
+    with Kernels() as seen:
+        run.step(Batch(1, np.arange(4), Rows()))
+    return seen.calls
+
+
+def test_a_causal_attention_reaches_its_kernel_without_a_mask_and_without_dropout() -> None:
+    calls = _attending("auto", is_causal=True)
+    assert {name.partition(".")[0] for name, *_ in calls} == {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    }
+    assert [(given, mask) for name, given, mask in calls if "backward" not in name] == [((0.0, True), None)]
+
+
+def test_the_kernel_of_attention_is_chosen_within_a_step_alone() -> None:
+    assert {name.partition(".")[0] for name, *_ in _attending("flash")} == {
+        name.partition(".")[0] for name, *_ in _attending("auto")
+    }
+    assert {name.partition(".")[0] for name, *_ in _attending("math")} == {"_safe_softmax"}
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_a_kernel_that_is_not_there_is_refused_in_one_line() -> None:
+    for word in ("cudnn", "efficient"):
+        with pytest.raises(
+            JobError,
+            match=rf"^run.attention = '{word}': torch has no such kernel on CPUs; 'flash', 'math' and 'auto' work$",
+        ):
+            _attending(word)
+    with pytest.raises(
+        JobError, match=r"^run.attention = 'flash': this kernel does not compute the attention.*'auto' works$"
+    ):
+        _attending("flash", of_heads=False)  # flash takes four dimensions

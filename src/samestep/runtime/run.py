@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.checkpoints.run_state import Lent, RunState
-from samestep.runtime.guards import deterministic
+from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import Replicas
@@ -92,10 +92,7 @@ class Run:
         self.job, self.place = job, place
         self.changes: tuple[str, ...] = ()
         """What resumes have changed of the job and its layout, and after which steps."""
-        self._kernels: Callable[[], AbstractContextManager[None]] = nullcontext
-        if job.numerics.deterministic:
-            deterministic.reserve_workspace()
-            self._kernels = functools.partial(deterministic.kernels, place.device)
+        self._kernels = chosen_kernels.of_job(job, place.device)
         self.receivers: list[Callable[[StepReport], StepReport]] = []
         """What is given the report of each step, and returns what the loop is given: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place, averages)
