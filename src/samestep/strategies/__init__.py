@@ -66,6 +66,7 @@ STACK: tuple[ModuleType, ...] = (
     whole_batch,
 )
 _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
+    precision: lambda step: step.product_dtype != "float32",
     chunked_loss: lambda step: step.layout.loss_chunk is not None,
     context: lambda step: step.layout.cp > 1,
     tensor: lambda step: step.layout.tp > 1,
@@ -75,13 +76,14 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     batch_norm: lambda step: step.sample_groups is not None,
     pipeline: lambda step: step.layout.pp > 1 or step.layout.virtual_stages > 1,
     batch_values: lambda step: step.model.uses_batch_values or any(layer.kept for layer in step.model.layers),
+    loss_terms: lambda step: len(step.model.loss_names.terms) > 1,
     shard: lambda step: step.layout.zero > 0 or step.layout.accumulate != "sharded",
     compress: lambda step: step.contributions is not None,
     whole_update: lambda step: any(param.is_updated_whole for param in step.model.params),
     host_weights: lambda step: bool(step.offload),
     whole_batch: lambda step: step.loss_over_batch,
 }
-"""Whether a step asks for a strategy; the others have something to write in every step."""
+"""Whether a step asks for a strategy; `data` has something to write in every step."""
 
 
 def program_of(
