@@ -5,11 +5,13 @@
     every other row           moves by less than 5 % of a step without the delay
     the verdict               is of the right kind; a delay in one step of nine is no straggler
 
-Steps with and without a delay alternate in one run (`planted_delays.py`), and medians over the steps are compared.
+Steps with and without a delay alternate in one run (`planted_delays.py`), and medians over the steps are compared. The noise that
+stands with a row is the standard error of such a difference, from how far steps of one kind are from each other.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,7 +111,7 @@ SCENARIOS = (
     ),
     Scenario(
         layout="tp=2",
-        cases=(Case(name="busy work in a block", delay=Delay(place="block", ranks=(1,)), row="compute", cause=_FORWARD, kinds=STRAGGLER),),
+        cases=(Case(name="busy work in a block", delay=Delay(place="block", ranks=(1,), pairs=24), row="compute", cause=_FORWARD, kinds=STRAGGLER),),
     ),
     Scenario(
         layout="pp=2 microbatch=24 schedule=1f1b",
@@ -136,8 +138,8 @@ class Found:
     """By how much its row moved on the ranks with the delay, the mean."""
     waits_s: float | None
     """By how much the others wait longer; None where there are none."""
-    other: tuple[str, float]
-    """The row that moved most besides, and by how much."""
+    other: tuple[str, float, float]
+    """The row that moved most besides, by how much, and the noise of that."""
     charge: tuple[int, str, float] | None
     """The rank for which others waited most, what it was doing, and the seconds of a step."""
     kind: str
@@ -171,19 +173,28 @@ def delays(only: str = "") -> Iterator[Found]:
 def _trained(scenario: Scenario, plan: Plan, out: Path) -> dict[int, RankRecord]:
     planted_delays.begin(plan)
     ranks = samestep.Layout.parse(scenario.layout).world_size
-    with planted_delays.slow_system(), planted_delays.quietly():
+    with planted_delays.companions(), planted_delays.slow_system(), planted_delays.quietly():
         samestep.train(job_of(plan, scenario.settings), layout=scenario.layout, ranks=ranks, out=out)
     return read_run(out)[1]
 
 
-def medians(records: Mapping[int, RankRecord], steps: Sequence[int]) -> tuple[Rows, float]:
-    """Return the median of each row on each rank, and of the seconds of a step."""
+def medians(records: Mapping[int, RankRecord], steps: Sequence[int]) -> tuple[Rows, Rows, float]:
+    """Return the median of each row on each rank, the standard error of that, and the median of the seconds of a step."""
     each = [measured_steps(records, [number]) for number in steps]
     keys = {key for one in each for rows in one.rows.values() for key in rows}
-    rows = {
-        rank: {key: statistics.median(one.rows[rank].get(key, 0.0) for one in each) for key in keys} for rank in records
-    }
-    return rows, statistics.median(one.step_s for one in each)
+    seen = {rank: {key: [one.rows[rank].get(key, 0.0) for one in each] for key in keys} for rank in records}
+    middle, error = (
+        {rank: {key: of(values) for key, values in rows.items()} for rank, rows in seen.items()}
+        for of in (statistics.median, error_of_median)
+    )
+    return middle, error, statistics.median(one.step_s for one in each)
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """Return the standard error of a median, from the median distance to it: of normal values 1.4826 of that is one deviation."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return deviation * math.sqrt(math.pi / 2 / len(values))
 
 
 def _found(
@@ -196,11 +207,14 @@ def _found(
     judged: Sequence[int],
 ) -> Found:
     """Hold the rows of the steps with a delay against those of the steps without, and take the verdict on some of them."""
-    (after, planted_s), (before, step_s) = medians(records, on), medians(records, off)
+    (after, error, planted_s), (before, error_before, step_s) = medians(records, on), medians(records, off)
     moved = {
         rank: {key: seconds - before[rank].get(key, 0.0) for key, seconds in rows.items()}
         for rank, rows in after.items()
     }
+    if len(on) == 1:  # it is as far off as one of the others, and not as their median
+        alone = math.sqrt(len(off) * 2 / math.pi)
+        error = {rank: {key: alone * each for key, each in rows.items()} for rank, rows in error_before.items()}
     truth_s = _truth_s(case, records, folder, on, off)
     if case.row == "data":  # a step goes by while the next samples are read
         truth_s -= step_s
@@ -213,11 +227,15 @@ def _found(
         for rank in records
         if rank not in late
     ]
-    others = [("", 0.0)]
+    others = [("", 0.0, 0.0)]
     for rank, rows in moved.items():
         mean = own if rank in late else WAITING
         others += [
-            (f"{name} {axis or ''}".strip() + f" of rank {rank}", seconds)
+            (
+                f"{name} {axis or ''}".strip() + f" of rank {rank}",
+                seconds,
+                math.hypot(*(found[rank].get((name, axis), 0.0) for found in (error, error_before))),
+            )
             for (name, axis), seconds in rows.items()
             if name not in mean
         ]
@@ -262,7 +280,7 @@ def _faults(
     truth_s: float,
     moved_s: float,
     waits_s: float | None,
-    other: tuple[str, float],
+    other: tuple[str, float, float],
     charge: tuple[int, str, float] | None,
     kind: str,
 ) -> Iterator[str]:

@@ -36,7 +36,8 @@ def planted() -> str:
         late = one["charge"]
         # Where all ranks are late alike, or the row is a wait of its own, nobody is charged.
         charged = f"rank {late[0]}, `{late[1]}`" if late and one["waits_s"] is not None else ""
-        other = f"{_ms(one['other'][1], '+')} ({one['other'][0]})"
+        row, moved_s, *noise = one["other"]
+        other = f"{_ms(moved_s, '+')}{''.join(f' ± {_ms(noise_s)}' for noise_s in noise)} ({row})"
         cells.append(
             [
                 one["name"],

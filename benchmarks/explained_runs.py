@@ -301,10 +301,10 @@ def _told(found: dict[str, list[Any]]) -> dict[str, Any]:
         each = [medians(run.found.records, run.found.steps) for run in runs]
         last = runs[-1]
         rank = last.found.busiest
-        keys = {key for rows, _ in each for key in rows[rank]}
-        rows = {key: statistics.fmean(rows[rank].get(key, 0.0) for rows, _ in each) for key in keys}
+        keys = {key for rows, *_ in each for key in rows[rank]}
+        rows = {key: statistics.fmean(rows[rank].get(key, 0.0) for rows, *_ in each) for key in keys}
         said[kind] = {
-            "step_s": statistics.fmean(step_s for _, step_s in each),
+            "step_s": statistics.fmean(step_s for *_, step_s in each),
             # The fast link is as fast as this machine, which no profile says.
             "predicted_step_s": None if kind == "fast" or last.predicted is None else last.predicted.step_s,
             "rows": [[*key, seconds] for key, seconds in rows.items() if seconds > 0],

@@ -7,6 +7,9 @@
 The code of this file is that of a user: nothing of samestep is called to plant a delay, and nothing of samestep knows of it. What a
 delay really took is written by the place itself, into a file of each rank: it is the truth against which `explain.py` holds the rows.
 The places are those at which code of a user, the system or the network stands: `PLACES` says which.
+
+A core computes some 5 % faster while its neighbours are idle, so a rank that sleeps or waits makes the others faster: an effect of the
+machine that is as large as what is looked for. Hence `companions` computes the same model on every core while no rank wants it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import io
 import mmap
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +45,8 @@ HELD_OUT = 0.1
 """Part of the data that is evaluated."""
 MORE_FLOATS = 12_500_000
 """Numbers of 50 MB in float32: by so much more a collective sends."""
+COMPANION_SAMPLES = 48
+"""Samples of a companion's step: as many as a rank of two has at a time."""
 PLACES = {
     "block": "the forward of one block's MLP",
     "backward": "a hook on the gradient of one block's MLP",
@@ -307,6 +313,40 @@ def quietly() -> Iterator[None]:
         raise
 
 
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def companions() -> Iterator[None]:
+    """Keep every core as busy as the job does: a process of the idle class computes steps of its model where no rank wants the core."""
+    if not hasattr(os, "SCHED_IDLE"):
+        yield
+        return
+    commands = ((sys.executable, __file__, str(core)) for core in sorted(os.sched_getaffinity(0)))
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for command in commands]
+    try:
+        for one in running:
+            assert one.stdout is not None
+            one.stdout.readline()  # it has built its model
+        yield
+    finally:
+        for one in running:
+            one.kill()
+            one.communicate()
+
+
+def _accompany(core: int) -> None:
+    """Compute steps of the default job's model on one core, with the lowest priority, until the parent ends."""
+    parent = os.getppid()
+    model = llama()
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    tokens = torch.zeros(COMPANION_SAMPLES, jobs.default().data.sequence_length, dtype=torch.long)
+    print("ready", flush=True)
+    while os.getppid() == parent:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+
 # -- what is not the job's code ----------------------------------------------------------------------------------------
 
 
@@ -364,3 +404,7 @@ class _Timed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+if __name__ == "__main__":
+    _accompany(int(sys.argv[1]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import statistics
 import sys
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def test_what_is_not_as_it_should_be_is_named() -> None:
         "truth_s": 0.2,
         "moved_s": 0.19,
         "waits_s": 0.21,
-        "other": ("host of rank 0", 0.004),
+        "other": ("host of rank 0", 0.004, 0.001),
         "charge": (1, case.cause, 0.2),
         "kind": "straggler",
     }
@@ -53,7 +55,7 @@ def test_what_is_not_as_it_should_be_is_named() -> None:
     harmed = {
         "row": {"moved_s": 0.15},
         "waits": {"waits_s": 0.25},
-        "elsewhere": {"other": ("data of rank 1", -0.006)},
+        "elsewhere": {"other": ("data of rank 1", -0.006, 0.001)},
         "cause": {"charge": (0, case.cause, 0.2)},
         "verdict": {"kind": "link"},
     }
@@ -63,6 +65,15 @@ def test_what_is_not_as_it_should_be_is_named() -> None:
     assert not [
         *explain_delays._faults(dataclasses.replace(case, cause=""), 0.1, once=False, **{**right, "charge": None})
     ]
+
+
+def test_the_noise_of_a_median_is_that_of_samples_of_a_normal_distribution() -> None:
+    draw = random.Random(0)
+    samples = [[draw.gauss(100, 5) for _ in range(25)] for _ in range(400)]
+    seen = statistics.stdev(statistics.median(values) for values in samples)
+    said = statistics.fmean(explain_delays.error_of_median(values) for values in samples)
+    assert said == pytest.approx(seen, rel=0.1)
+    assert explain_delays.error_of_median([3.0]) == 0
 
 
 @pytest.mark.parametrize("part", ["planted", "clean_runs", "layout_rows", "recorder_cost", "slower_with_more_machines"])
