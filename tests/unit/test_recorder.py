@@ -457,6 +457,26 @@ def test_a_record_takes_a_few_calls_and_what_follows_from_it_is_linear() -> None
     assert (ten - one) / 9 <= 80
 
 
+def test_an_op_of_a_window_takes_a_few_calls_its_memory_and_its_line_included(tmp_path: Path) -> None:
+    run = make_run(0, 1, "deep_llama", "dp=1", job_of("float32", 12, train={"watch_every": 0}))
+    stream = batches_of(run.job)
+
+    def step() -> None:
+        run.step(next(stream))
+
+    python_calls(step, 2)
+    plain = python_calls(step, 2)
+    window = range(8, 12)
+    run.record("8:11", tmp_path)
+    step()
+    recorded = python_calls(step, 2)
+    run.recorder.close()
+    events = read_record(path_of(tmp_path, window, 0)).steps[10].events
+    assert len(events) >= 19  # four layers, embeddings and head, forward and backward
+    assert recorded > plain
+    assert (recorded - plain) / len(events) <= 26
+
+
 def test_waits_are_taken_out_of_the_task_that_they_are_in() -> None:
     ms = 1_000_000
     events = [["task", f"F{index}", index * 10 * ms, (index * 10 + 8) * ms] for index in range(4)]

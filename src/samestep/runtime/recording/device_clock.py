@@ -7,6 +7,7 @@ without any value that the host would wait for.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +25,9 @@ class HostClock:
         """Return whether the time of a stamp can be read without a wait."""
         return True
 
-    def ns(self, stamp: Stamp, base: tuple[int, Stamp]) -> int:
-        """Return the time of a stamp in nanoseconds."""
-        found: int = stamp
-        return found
+    def ns(self, stamps: Sequence[Stamp], base: tuple[int, Stamp]) -> Sequence[int]:
+        """Return the times of stamps in nanoseconds."""
+        return stamps
 
 
 class DeviceClock:
@@ -43,10 +43,10 @@ class DeviceClock:
         """Return whether the device has passed an event."""
         return bool(stamp.query())
 
-    def ns(self, stamp: Stamp, base: tuple[int, Stamp]) -> int:
-        """Return the time of an event, from that of the step's begin."""
+    def ns(self, stamps: Sequence[Stamp], base: tuple[int, Stamp]) -> Sequence[int]:
+        """Return the times of events, from that of the step's begin."""
         began_ns, first = base
-        return began_ns + round(first.elapsed_time(stamp) * 1e6)
+        return [began_ns + round(first.elapsed_time(stamp) * 1e6) for stamp in stamps]
 
 
 def clock_of(device: torch.device) -> HostClock | DeviceClock:

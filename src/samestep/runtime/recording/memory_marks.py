@@ -9,6 +9,10 @@ memory of the process is all that a recorder can know: libraries are part of it,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
 from samestep.runtime.recording.system_files import SystemFile
@@ -16,22 +20,28 @@ from samestep.runtime.recording.system_files import SystemFile
 _PAGE = 4096
 
 
+Sample = Any
+"""What was sampled, as the system or the allocator says it: it is read after the step."""
+
+
 class MemorySampler:
-    """Samples the memory of one device; `begin` and `name` keep the op that is being done."""
+    """Samples the memory of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._resident = device, SystemFile("/proc/self/statm")
-        self._doing = ""
+        self._is_counted = device.type == "cuda"
+        self.sample: Callable[[], Sample] = (
+            partial(_allocated, device) if self._is_counted else SystemFile("/proc/self/statm").text
+        )
+        """Returns what is in use now, for `read`."""
 
-    def begin(self, op: str) -> None:
-        """Note the op that begins."""
-        self._doing = op
+    def read(self, samples: Sequence[Sample]) -> Sequence[tuple[int, int, int]]:
+        """Return the bytes in use, those reserved, and the most in use since the step began, of each sample."""
+        if self._is_counted:
+            return samples
+        return [(int(sample.split()[1]) * _PAGE if sample else 0, 0, 0) for sample in samples]
 
-    def sample(self) -> tuple[int, int, int, str]:
-        """Return the bytes in use, those reserved, the most in use since the step began, and the op that has ended."""
-        if self._device.type != "cuda":
-            pages = self._resident.read()
-            return int(pages[1]) * _PAGE if pages else 0, 0, 0, self._doing
-        found = torch.cuda.memory_stats_as_nested_dict(self._device)
-        allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
-        return allocated["current"], reserved["current"], allocated["peak"], self._doing
+
+def _allocated(device: torch.device) -> tuple[int, int, int]:
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+    return allocated["current"], reserved["current"], allocated["peak"]

@@ -10,33 +10,29 @@ no node to a graph: layers are marked by hooks on modules and on the gradients o
 
 from __future__ import annotations
 
-import gc
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
-from samestep.models.spec_json import to_json
-from samestep.output.output_file import write_whole
 from samestep.program import recorded, recorded_kernels
 from samestep.program.bodies import Task
 from samestep.program.program import Program
-from samestep.program.recorded import MemoryMark, RecordedStep, RecordHead, SentOp
+from samestep.program.recorded import MemoryMark, RecordedStep
 from samestep.runtime.recording import marks
 from samestep.runtime.recording.device_clock import Stamp, clock_of
 from samestep.runtime.recording.kernel_profile import KernelProfile
-from samestep.runtime.recording.layer_marks import mark_layers
-from samestep.runtime.recording.memory_marks import MemorySampler
+from samestep.runtime.recording.layer_marks import LayerEvent
+from samestep.runtime.recording.memory_marks import MemorySampler, Sample
+from samestep.runtime.recording.record_window import RecordWindow, head_of, sent_ops
 from samestep.runtime.recording.sums import StepSums, sums_of
 from samestep.runtime.recording.system_files import ProcessorTime
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
@@ -61,11 +57,11 @@ class _OpenStep:
     """The host's time at its begin, and the stamp of that."""
     processor: tuple[int, int | None]
     """What the thread had of a processor, and was queued for one; until its end, since the thread began."""
-    window: _Window | None
+    window: RecordWindow | None
     """The window that it is in."""
     events: list[list[Any]] = field(default_factory=list)
-    memory: list[tuple[Any, ...]] = field(default_factory=list)
-    """A stamp, and the sample of then."""
+    memory: list[tuple[Stamp, Sample, str]] = field(default_factory=list)
+    """A stamp, what was sampled then, and the op that had ended."""
     held: Mapping[str, int] = field(default_factory=dict)
     begun: list[tuple[int, Stamp]] = field(default_factory=list)
     """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
@@ -73,12 +69,8 @@ class _OpenStep:
     host_events: list[list[Any]] = field(default_factory=list)
     """The events with times of the host, where kernels are recorded and the device is another clock."""
     end: Stamp = None
+    """Until it has a value ops belong to the step: after its end those of evaluations come, of which there may be any number."""
     until: Stamp = None
-
-    @property
-    def hears(self) -> bool:
-        """Whether ops belong to it: after its end those of evaluations come, of which there may be any number."""
-        return self.end is None
 
 
 def _since_begin(events: Sequence[Sequence[Any]], step: RecordedStep) -> list[list[Any]]:
@@ -151,15 +143,17 @@ class StepRecorder(StepObserver):
         self.now: Callable[[], Stamp] = self._clock.now
         self._open: _OpenStep | None = None
         self._unread: deque[_OpenStep] = deque()
-        self._windows: list[_Window] = []
+        self._windows: list[RecordWindow] = []
         """The windows that are not over, in the order of their steps, of which no two overlap."""
-        self._left: list[_Window] = []
+        self._left: list[RecordWindow] = []
         """Windows that are over, while steps of theirs are not yet read."""
         self.folder = Path(recorded.FOLDER)
         """The folder of windows that a signal asks for."""
         self._axes: dict[str, str] | None = None
         """The axis of each collective of the program, by owner, from the first step on."""
-        self.memory = MemorySampler(device)
+        self._memory = MemorySampler(device)
+        self._doing = ""
+        """The op that is being done."""
         self._processor = ProcessorTime()
         self.sums = StepSums()
         """The sums of the newest step whose times are known."""
@@ -176,7 +170,7 @@ class StepRecorder(StepObserver):
         path = recorded.path_of(folder, steps, self.rank)
         profile = KernelProfile(recorded_kernels.path_beside(path), self._device, self.rank) if kernels else None
         self._windows = sorted(
-            [*self._windows, _Window(steps, path, self._job, profile)], key=lambda one: one.steps.start
+            [*self._windows, RecordWindow(steps, path, self._job, profile)], key=lambda one: one.steps.start
         )
 
     def asked_to_record(self, step: int) -> str:
@@ -253,13 +247,13 @@ class StepRecorder(StepObserver):
         if self._device.type == "cuda":
             opened.begun.append((time.perf_counter_ns(), event[2]))
         if opened.window is not None:
-            self.memory.begin(_AROUND_LAYERS.get(task.kind.value, "host"))
+            self._doing = _AROUND_LAYERS.get(task.kind.value, "host")
         return event, end
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
         opened = self._open
-        return _Issued(self, owner, kind, opened if opened is not None and opened.hears else _unheard())
+        return _Issued(self, owner, kind, opened if opened is not None and opened.end is None else _unheard())
 
     def begin(self, region: str) -> Callable[[], None]:
         """Note that the host does something outside of tasks."""
@@ -267,12 +261,7 @@ class StepRecorder(StepObserver):
 
     def add(self, event: list[Any]) -> Callable[[], None]:
         """Add an event that has begun; return a function that ends it."""
-        twin = None
-        if self._open is not None and (self._open.hears or event[0] == "region"):
-            self._open.events.append(event)
-            if self._open.window is not None and self._open.window.profile is not None and self._device.type == "cuda":
-                twin = [*event[:2], time.perf_counter_ns(), None, *event[4:]]
-                self._open.host_events.append(twin)
+        twin = self._append(event)
 
         def end() -> None:
             event[3] = self.now()
@@ -281,10 +270,44 @@ class StepRecorder(StepObserver):
 
         return end
 
+    def _append(self, event: list[Any]) -> list[Any] | None:
+        """Add an event to the step, if it is heard; return its twin with times of the host, where kernels of a GPU are recorded."""
+        opened = self._open
+        if opened is None or (opened.end is not None and event[0] != "region"):
+            return None
+        opened.events.append(event)
+        if opened.window is None or opened.window.profile is None or self._device.type != "cuda":
+            return None
+        twin = [*event[:2], time.perf_counter_ns(), None if event[3] is None else time.perf_counter_ns(), *event[4:]]
+        opened.host_events.append(twin)
+        return twin
+
+    def begin_layer(self, name: str, op: str) -> LayerEvent:
+        """Note that the forward of a layer begins."""
+        event = ["layer", name, self.now(), None]
+        self._doing = op
+        return event, self._append(event)
+
+    def end_layer(self, begun: LayerEvent) -> None:
+        """Note that the forward of a layer ends."""
+        event, twin = begun
+        event[3] = self.now()
+        if twin is not None:
+            twin[3] = time.perf_counter_ns()
+        self.sample(event[3])
+
+    def begin_backward(self, name: str, op: str) -> None:
+        """Note that the gradient of a layer's output is known."""
+        now = self.now()
+        self._append(["backward", name, now, now])
+        self.sample(now)
+        self._doing = op
+
     def sample(self, stamp: Stamp) -> None:
         """Note the memory at the end of an op of a step in a window."""
-        if self._open is not None and self._open.window is not None and self._open.hears:
-            self._open.memory.append((stamp, *self.memory.sample()))
+        opened = self._open
+        if opened is not None and opened.window is not None and opened.end is None:
+            opened.memory.append((stamp, self._memory.sample(), self._doing))
 
     # -- steps and windows -------------------------------------------------------------------------
 
@@ -294,7 +317,7 @@ class StepRecorder(StepObserver):
             self._leave(one)
         window = next((one for one in self._windows if step in one.steps), None)
         if window is not None and not window.is_open:
-            window.open(self, program, module, spec, self.rank, self._device)
+            window.open(self, head_of(program, spec, self.rank, self._device), module, spec)
         if window is not None and window.profile is not None:
             window.profile.begin_step(step)
         if self._axes is None:
@@ -327,31 +350,33 @@ class StepRecorder(StepObserver):
     def _closed(self, one: _OpenStep) -> RecordedStep:
         """Return a step with its times in nanoseconds."""
         base, clock = one.base, self._clock
-        begin = clock.ns(base[1], base)
+        (begin,) = clock.ns([base[1]], base)
 
-        def since(stamp: Stamp) -> int:
-            return clock.ns(stamp, base) - begin
+        def since(stamps: Sequence[Stamp]) -> list[int]:
+            return [time - begin for time in clock.ns(stamps, base)]
 
-        until = since(one.until)
-        events = [
-            [form, name, since(start), until if stop is None else since(stop), *more]
-            for form, name, start, stop, *more in one.events
-        ]
-        ahead = [clock.ns(stamp, base) - host for host, stamp in one.begun]
+        end, until = since([one.end, one.until])
+        begins = since([event[2] for event in one.events])
+        ends = since([one.until if event[3] is None else event[3] for event in one.events])
+        times = zip(one.events, begins, ends, strict=True)
+        sampled = zip(
+            since([mark[0] for mark in one.memory]), self._memory.read([mark[1] for mark in one.memory]), strict=True
+        )
+        ahead = clock.ns([stamp for _, stamp in one.begun], base)
         return RecordedStep(
             step=one.step,
             begin_ns=begin,
-            end_ns=begin + since(one.end),
+            end_ns=begin + end,
             until_ns=begin + until,
             cpu_ns=one.processor[0],
             queued_ns=one.processor[1],
-            ahead_ns=max(0, *ahead) if ahead else 0,
-            events=events,
-            memory=[MemoryMark(since(stamp), *sampled) for stamp, *sampled in one.memory],
+            ahead_ns=max([0, *(time - host for time, (host, _) in zip(ahead, one.begun, strict=True))]),
+            events=[[*event[:2], start, stop, *event[4:]] for event, start, stop in times],
+            memory=[MemoryMark(at, *used, mark[2]) for (at, used), mark in zip(sampled, one.memory, strict=True)],
             held=one.held,
         )
 
-    def _leave(self, window: _Window) -> None:
+    def _leave(self, window: RecordWindow) -> None:
         """End a window: its marks are removed now, and its file is closed once its last step is written."""
         self._windows.remove(window)
         window.leave()
@@ -362,136 +387,3 @@ class StepRecorder(StepObserver):
         for one in [one for one in self._left if all(step.window is not one for step in self._unread)]:
             self._left.remove(one)
             one.close()
-
-
-class _Window:
-    """The steps that are recorded op by op, and the file that holds them."""
-
-    def __init__(self, steps: range, path: Path, job: Job, profile: KernelProfile | None) -> None:
-        self.steps, self._path, self._job, self.profile = steps, path, job, profile
-        self.held: Mapping[str, int] = {}
-        self._file: IO[str] | None = None
-        self._handles: list[RemovableHandle] = []
-        self._collecting: Callable[[str, Mapping[str, int]], None] | None = None
-
-    def overlaps(self, steps: range) -> bool:
-        """Return whether it has one of some steps."""
-        return self.steps.start < steps.stop and steps.start < self.steps.stop
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step of it has begun."""
-        return self._file is not None
-
-    def open(
-        self,
-        recorder: StepRecorder,
-        program: Program,
-        module: nn.Module,
-        spec: ModelSpec,
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        """Mark the layers and begin the file."""
-        folder = self._path.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            write_whole(folder / recorded.MODEL, to_json(spec))
-            write_whole(folder / recorded.JOB, self._job.to_toml(with_folder=True))
-        self._file = self._path.open("w", encoding="utf-8")
-        self._file.write(recorded.head_line(_head(program, spec, rank, device)))
-        self._file.flush()
-
-        def forward(name: str) -> Callable[[], None]:
-            event = ["layer", name, recorder.now(), None]
-            end_of_event = recorder.add(event)
-            recorder.memory.begin(f"forward:{name}")
-
-            def end() -> None:
-                end_of_event()
-                recorder.sample(event[3])
-
-            return end
-
-        def backward(name: str) -> None:
-            event = ["backward", name, recorder.now(), None]
-            recorder.add(event)()
-            recorder.sample(event[3])
-            recorder.memory.begin(f"backward:{name}")
-
-        self._handles = mark_layers(module, spec, forward, backward)
-        ends: list[Callable[[], None]] = []
-
-        def collecting(phase: str, _: Mapping[str, int]) -> None:
-            if phase == "start":
-                ends.append(recorder.begin("host:gc"))
-            elif ends:
-                ends.pop()()
-
-        self._collecting = collecting
-        gc.callbacks.append(collecting)
-        if self.profile is not None:
-            self.profile.start()
-
-    def write(self, step: RecordedStep, host_events: Sequence[Sequence[Any]]) -> None:
-        """Append a step; `host_events` are what a profile needs besides."""
-        if self._file is not None:
-            self._file.write(recorded.step_line(step))
-            self._file.flush()
-            if self.profile is not None:
-                self.profile.add(step, host_events)
-
-    def leave(self) -> None:
-        """Remove the marks."""
-        for handle in self._handles:
-            handle.remove()
-        if self._collecting is not None:
-            gc.callbacks.remove(self._collecting)
-        self._handles, self._collecting = [], None
-        if self.profile is not None:
-            self.profile.stop()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            if self.profile is not None:
-                self.profile.write()
-        self._file = None
-
-
-def sent_ops(program: Program) -> list[SentOp]:
-    """Return the collectives and messages of a step, in the order of the program, followed by those of exchanges."""
-    found = [
-        SentOp(op.owner, str(op.kind), op.axis, op.size_bytes, f"{task.kind}{task.microbatch}")
-        for task, op in program.ops()
-        if op.axis is not None
-    ]
-    exchanged = [op for phases in program.exchanges for ops in phases.values() for op in ops if op.axis is not None]
-    last = f"{program.tasks[-1].kind}{program.tasks[-1].microbatch}"
-    return found + [SentOp(op.owner, str(op.kind), str(op.axis), op.size_bytes, last) for op in exchanged]
-
-
-def _head(program: Program, spec: ModelSpec, rank: int, device: torch.device) -> RecordHead:
-    step = program.step
-    ops = sent_ops(program)
-    return RecordHead(
-        rank=rank,
-        world_size=step.layout.world_size,
-        host=socket.gethostname(),
-        clock=_clock_identity(),
-        layout=str(step.layout),
-        stage=step.stage,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        groups={axis: list(step.ranks.group(rank, axis)) for axis in dict.fromkeys(op.axis for op in ops)},
-        ops=ops,
-        layers=[layer.name for layer in spec.layers],
-    )
-
-
-def _clock_identity() -> str:
-    """Return a word that is equal for processes with the same monotonic clock: that of the boot, and the host's name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()

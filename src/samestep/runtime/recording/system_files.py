@@ -18,21 +18,25 @@ class SystemFile:
     """A file of numbers below /proc/self or /proc/thread-self; other threads and forked processes may read the same object."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path, self._is_of_thread = path, "thread-self" in path
         self._owner = (0, 0)
         self._file = -1
 
     def read(self) -> list[bytes]:
         """Return the words of the file now; none where there is no such file."""
-        owner = (os.getpid(), threading.get_ident())
+        return self.text().split()
+
+    def text(self) -> bytes:
+        """Return the file now; nothing where there is no such file."""
+        owner = (os.getpid(), threading.get_ident() if self._is_of_thread else 0)
         if owner != self._owner:
             self.close()
             self._owner = owner
             try:
                 self._file = os.open(self._path, os.O_RDONLY) if hasattr(os, "pread") else -1
             except OSError:
-                return []
-        return os.pread(self._file, 256, 0).split() if self._file >= 0 else []
+                return b""
+        return os.pread(self._file, 256, 0) if self._file >= 0 else b""
 
     def close(self) -> None:
         """Close the file."""
