@@ -17,9 +17,11 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, get_args, get_type_hints
 
 from samestep.errors import LayoutError, did_you_mean, short_repr
+from samestep.records import changed
 from samestep.schedules import DEFAULT, SCHEDULES
 
 Recompute = Literal["none", "selective", "full"]
@@ -49,7 +51,7 @@ def model_axis() -> int:
     return field(default=1, metadata={"is_degree": True, "is_model_axis": True})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Degrees and switches of an arrangement of ranks: they change where and when a step is computed, never its result.
 
@@ -143,7 +145,7 @@ class Layout:
         """Degrees of the axes whose ranks may hold different parts of a weight, whatever ZeRO does."""
         return {**self.model_axes, "ep": self.ep}
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[int | str | None, ...]:
         """Degrees and switches that determine the part of a layer that a rank computes, and how the head computes it."""
         return *self.model_axes.values(), self.sequence_parallel, self.cp, self.exchange, self.ep, self.loss_chunk
@@ -162,6 +164,10 @@ class Layout:
     def world_size(self) -> int:
         """Total number of ranks."""
         return self.dp * self.cp * self.model_ranks * self.pp
+
+    def but(self, **words: Any) -> Layout:
+        """Return this layout with some words changed to values that are known to be right, which `replace` would check."""
+        return changed(self, **words)
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -15,6 +15,7 @@ whatever the rest is. Thinning leaves out what cannot be faster than something t
     reduce       root sends the whole gradient N-1 times through one link, where a ring sends 2 (N-1)/N of it;
                  hierarchical in one node, or with one data rank on each, is a ring's bytes in no fewer collectives
     accumulate   full, where there is one micro-batch: there is nothing to add up
+    loss_chunk   where the layout fits without: chunks save memory alone (the search finds that out)
 
 `tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Four things are left
 out although they may be faster, or fit where nothing else does:
@@ -30,7 +31,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, get_args
 
 from samestep.hardware import Hardware
@@ -112,17 +112,17 @@ def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> 
                 ranks = devices // tp // pp // cp
                 plain = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks)
                 exchanges = (plain, *ring_of(plain, model)) if thin else (plain,)
-                for base in (replace(one, sequence_parallel=is_cut) for is_cut in cuts_sequence for one in exchanges):
+                for base in (one.but(sequence_parallel=is_cut) for is_cut in cuts_sequence for one in exchanges):
                     yield base
                     for ep in _divisors(ranks * cp)[1:] if experts else ():
                         if not thin or experts % ep == 0:
-                            yield replace(base, ep=ep)
+                            yield base.but(ep=ep)
 
 
 def ring_of(split: Layout, model: ModelSpec) -> tuple[Layout, ...]:
     """Return the layout with a ring in the place of exchanged heads; none where it is a ring already."""
     may_differ = split.cp > 1 and exchange_of(model, split) == "heads"
-    return (replace(split, exchange="ring"),) if may_differ else ()
+    return (split.but(exchange="ring"),) if may_differ else ()
 
 
 def splits(degrees: Layout) -> Iterator[Layout]:
@@ -131,7 +131,7 @@ def splits(degrees: Layout) -> Iterator[Layout]:
     yield degrees
     for shard in _divisors(dp):
         for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard * degrees.cp % degrees.ep == 0 else ():
-            yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+            yield degrees.but(dp_replicate=dp // shard, dp_shard=shard, zero=zero)
 
 
 def _divisors(number: int) -> list[int]:
@@ -143,9 +143,9 @@ def reductions(split: Layout, hardware: Hardware) -> Iterator[Layout]:
     yield split
     inside = hardware.devices_per_node // split.tp
     if split.zero >= 2:
-        yield replace(split, accumulate="full")
+        yield split.but(accumulate="full")
     elif split.zero == 0 and 1 < inside < split.dp_cp_size:
-        yield replace(split, reduce="hierarchical")
+        yield split.but(reduce="hierarchical")
 
 
 # -- switches --------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def vary_switches(split: Layout, model: ModelSpec, job: Job, *, thin: Hardware |
     for summed in reductions(split, thin) if thin else (split,):
         for one in vary_microbatches(summed, job, thin=thin):
             for words in every:
-                yield replace(one, **words)
+                yield one.but(**words)
 
 
 def vary_microbatches(split: Layout, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
@@ -168,9 +168,9 @@ def vary_microbatches(split: Layout, job: Job, *, thin: Hardware | None = None) 
     share = -(-job.train.global_batch // split.dp)
     for microbatch in MICROBATCHES if thin else range(1, share):
         if microbatch < share <= microbatch * (MOST_PLANNED if thin else MOST_MICROBATCHES):
-            yield replace(split, microbatch=microbatch)
+            yield split.but(microbatch=microbatch)
     if split.accumulate == _DEFAULT.accumulate:
-        yield replace(split, microbatch=None)
+        yield split.but(microbatch=None)
 
 
 def _schedules(split: Layout, model: ModelSpec) -> Iterator[Words]:
@@ -208,7 +208,7 @@ def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
 def vary_schedules(split: Layout, model: ModelSpec) -> Iterator[Layout]:
     """Yield a split under every schedule of the thinned list."""
     for words in _schedules(split, model):
-        yield replace(split, **words)
+        yield split.but(**words)
 
 
 def _choices(split: Layout, model: ModelSpec) -> Iterator[tuple[Words, ...]]:
@@ -232,10 +232,10 @@ def _choices(split: Layout, model: ModelSpec) -> Iterator[tuple[Words, ...]]:
 
 def _one_by_one(split: Layout, model: ModelSpec) -> Iterator[Layout]:
     """Yield a split with one switch at another value than its default; what is about several micro-batches, with such."""
-    yield replace(split, microbatch=1)
+    yield split.but(microbatch=1)
     for words in itertools.chain.from_iterable(_choices(split, model)):
         microbatch = 1 if words.keys() & {"schedule", "accumulate"} else None
-        yield replace(split, microbatch=microbatch, **words)
+        yield split.but(microbatch=microbatch, **words)
 
 
 def _combinations(split: Layout, model: ModelSpec) -> Iterator[Words]:

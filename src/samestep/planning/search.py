@@ -5,6 +5,7 @@ Three tiers, so that tens of thousands of layouts take a second or two:
     rules       the strategies' own refusals, once for each combination of degrees and schedule
     bounds      least memory (`planning/bounds/least_memory.py`) and least step time (`planning/bounds/step_time.py`), both in closed form:
                 first for all layouts with these degrees and this micro-batch, then for all ways to split the data axis, then for each
+                by its states alone, then for each
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
 
 so the best layouts are found, unless the search ends after `MOST_PLAYED` played layouts; then it says so.
@@ -21,7 +22,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,9 +37,10 @@ from samestep.output.byte_sizes import gib
 from samestep.output.page.page import in_notebook
 from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.least_memory import Need, Needs
+from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.other_numerics import Saving
+from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, labels, memory_of, predict_programs
 from samestep.strategies import ProgramBuilder, refusal_of
@@ -89,14 +91,13 @@ class CandidateGroup(NamedTuple):
     @property
     def base(self) -> Layout:
         """The layout of their common words, with an unsplit data axis; most groups fall out before it is needed."""
-        return replace(self.sized, **self.words)
+        return self.sized.but(**self.words)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of them."""
         base = self.base
-        words = {field.name: getattr(base, field.name) for field in fields(Layout)}
         for split in self.splits:
-            yield Layout(**{**words, **split._asdict()})
+            yield base.but(**split._asdict())
 
 
 class _Family(NamedTuple):
@@ -106,19 +107,33 @@ class _Family(NamedTuple):
     groups: tuple[CandidateGroup, ...]
 
 
-class _Chain(NamedTuple):
-    """Candidate groups that differ only in `recompute`, fastest first; the bound of the first holds for all."""
+class _Schedule(NamedTuple):
+    """Groups of a family that have the same schedule."""
 
     groups: tuple[CandidateGroup, ...]
 
 
-_Open = _Family | _Chain | Layout
+class _Chain(NamedTuple):
+    """Candidate groups that differ only in `recompute`, fastest first; the bound of the first holds for all."""
+
+    groups: tuple[CandidateGroup, ...]
+    step: StepSpec
+    """The step of the first group, with an unsplit data axis."""
+    stages: tuple[StageHeld, ...]
+    """What its stages hold in any split."""
+
+
+_Open = _Family | _Schedule | _Chain | Layout
 """Entries of the search's queue, which is ordered by bounds."""
 
 
-def _chain_of(group: CandidateGroup) -> tuple[str, int, int | None]:
-    """Return the words that all groups of a chain have in common."""
-    return group.words["schedule"], group.words.get("virtual_stages", 1), group.words["loss_chunk"]
+def _schedule_of(group: CandidateGroup) -> tuple[str, int]:
+    return group.words["schedule"], group.words.get("virtual_stages", 1)
+
+
+def _chunk_of(group: CandidateGroup) -> int | None:
+    chunk: int | None = group.words["loss_chunk"]
+    return chunk
 
 
 def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
@@ -195,6 +210,8 @@ class _Search:
         self.fallen: list[Fallen] = []
         self._too_large: dict[tuple[Layout, object], tuple[str, float]] = {}
         """The reason and the bytes of layouts of which a stage without a head does not fit, by their other words."""
+        self._whole_losses: dict[tuple[Layout, bool], float] = {}
+        """Seconds of a step of layouts that fit without chunks of the loss."""
         self.considered = self.played = 0
         self._open: list[tuple[float, int, _Open]] = []
         self._number = itertools.count()
@@ -207,7 +224,7 @@ class _Search:
                 reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
                 self._throw_out(degrees, "refused", reason)
                 continue
-            degrees = replace(degrees, offload=offload)
+            degrees = degrees.but(offload=offload)
             refusals = self._refusals(degrees)
             for sized in candidates.vary_microbatches(degrees, self.job, thin=self.hardware) if refusals else ():
                 groups = tuple(
@@ -259,16 +276,23 @@ class _Search:
 
     def _open_family(self, family: _Family) -> None:
         chunks = candidates.loss_chunks(family.sized, self.model)
-        steps = [self.builder.step(replace(family.sized, loss_chunk=chunk)) for chunk in chunks]
+        steps = [self.builder.step(family.sized.but(loss_chunk=chunk)) for chunk in chunks]
         if self._fits(min(map(self.needs.least_bytes, steps)), *family.groups):
             self._put(min(map(self.bounds.least_s, steps)), family)
+
+    def _open_schedule(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
+        if groups[0].sized.pp > 1:  # without stages a family has one schedule, and its bound
+            firsts = [next(chunk) for _, chunk in itertools.groupby(groups, _chunk_of)]
+            bound_s = max(bound_s, self.bounds.schedule_s([self.builder.step(group.base) for group in firsts]))
+        self._put(bound_s, _Schedule(groups))
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
         """Bound the first group that fits; the later ones take longer."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
-            if self._fits(self.needs.group_bytes(step), group):
-                self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:]))
+            stages = self.needs.stages(step)
+            if self._fits(self.needs.stages_bytes(step, stages), group):
+                self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:], step, stages))
                 return
 
     def _fits(self, needed: float, *groups: CandidateGroup) -> bool:
@@ -277,42 +301,66 @@ class _Search:
             return True
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
         self.fallen += [
-            Fallen(group, "memory", f"{reason}{_whole_batch(group.base, self.job)}", needed) for group in groups
+            Fallen(group, "memory", f"{reason}{_whole_batch(group.sized, self.job)}", needed) for group in groups
         ]
         return False
 
-    def _open_layout(self, layout: Layout, bound_s: float) -> None:
-        step = self.builder.step(layout)
-        if reason := refusal_of(step):
-            self._throw_out(layout, "refused", reason)
-            return
-        need = self.needs.need(step)
-        needed = need.total + self.hardware.reserved_bytes
-        if needed > self.hardware.room_bytes:
-            self._throw_out(
-                layout, "memory", f"{_at_least(need, needed, self.hardware)}{_whole_batch(layout, self.job)}", needed
+    def _open_splits(self, chain: _Chain, bound_s: float) -> None:
+        """Bound each layout of a chain's first group whose states leave room."""
+        group, layout = chain.groups[0], chain.step.layout
+        for split in group.splits:
+            shards = split.dp_shard * layout.cp if split.zero else 1
+            experts = max(1, (shards if shards > 1 else layout.dp_cp_size) // layout.ep)
+            is_whole = split.accumulate == "full" and chain.step.num_microbatches > 1
+            need = self.needs.split_need(
+                chain.step, chain.stages, split.zero, shards, experts, whole_gradients=is_whole
             )
-        else:
-            self._put(max(bound_s, self.bounds.step_s(step)), layout)
+            one = group._replace(splits=(split,))
+            if self._leaves_room(need, one):
+                self._open_layout(one, bound_s)
+
+    def _open_layout(self, group: CandidateGroup, bound_s: float) -> None:
+        layout = next(group.layouts())
+        step = self.builder.step(layout)
+        if not self._leaves_room(self.needs.need(step), group):
+            return
+        if reason := refusal_of(step):
+            self.fallen.append(Fallen(group, "refused", reason))
+            return
+        self._put(max(bound_s, self.bounds.step_s(step)), layout)
+
+    def _leaves_room(self, need: Need, group: CandidateGroup) -> bool:
+        needed = need.total + self.hardware.reserved_bytes
+        if needed <= self.hardware.room_bytes:
+            return True
+        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(group.sized, self.job)}"
+        self.fallen.append(Fallen(group, "memory", reason, needed))
+        return False
 
     def _put(self, bound_s: float, what: _Open) -> None:
         heapq.heappush(self._open, (bound_s, next(self._number), what))
 
     def _look(self, bound_s: float, _: int, what: _Open) -> None:
-        """Bound the parts of a family or chain, or play a layout."""
+        """Bound the parts of what was bounded as a whole, or play a layout."""
         if isinstance(what, _Family):
-            for _words, groups in itertools.groupby(what.groups, _chain_of):
+            for _words, groups in itertools.groupby(what.groups, _schedule_of):
+                self._open_schedule(tuple(groups), bound_s)
+        elif isinstance(what, _Schedule):
+            for _chunk, groups in itertools.groupby(what.groups, _chunk_of):
                 self._open_chain(tuple(groups), bound_s)
         elif isinstance(what, _Chain):
-            for layout in what.groups[0].layouts():
-                self._open_layout(layout, bound_s)
+            self._open_splits(what, bound_s)
             self._open_chain(what.groups[1:], bound_s)
         else:
             self._play(what)
 
     def _play(self, layout: Layout) -> None:
+        step = self.builder.step(layout)
+        if (whole_s := self._whole_losses.get(_without_chunks(step))) is not None and layout.loss_chunk:
+            self._throw_out(layout, "slower", f"fits in {whole_s:.4g} s a step without chunks of the loss")
+            return
         # The stages without a head hold the same with chunks of the loss and without.
-        rest = (replace(layout, loss_chunk=None), self.prices.runs(self.builder.step(layout)).counts)
+        rest = (layout.but(loss_chunk=None), self.prices.runs(step).counts)
         if (known := self._too_large.get(rest)) is not None:
             self._throw_out(layout, "memory", *known)
             return
@@ -331,6 +379,8 @@ class _Search:
             self._throw_out(layout, "memory", *known)
             return
         found = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
+        if not layout.loss_chunk:
+            self._whole_losses[_without_chunks(step)] = found.step_s
         self.best = sorted([*self.best, found], key=lambda one: one.step_s)
         for left in self.best[self.top :]:
             self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
@@ -343,6 +393,11 @@ class _Search:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
             self.fallen += [Fallen(group, rule, reason) for group in _groups_of(what)]
+
+
+def _without_chunks(step: StepSpec) -> tuple[Layout, bool]:
+    """Return the key of steps that differ in chunks of the loss alone, which then only save memory."""
+    return step.layout.but(loss_chunk=None), step.cuts_loss
 
 
 def plan(

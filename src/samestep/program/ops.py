@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from samestep.job_tables import Precision
 from samestep.models.layer_spec import Product
+from samestep.records import changed
 
 TF32 = "tfloat32"
 """The format in which GPUs may multiply float32 factors: 8 bits of exponent and 10 of mantissa, in four bytes."""
@@ -168,12 +169,8 @@ class Op:
         return self.but(size_bytes=numel * BYTES_OF[self.dtype])
 
     def but(self, **changes: Any) -> Op:
-        """Return this op with some fields changed, as `dataclasses.replace` does, in a sixth of the time."""
-        assert changes.keys() <= self.__dict__.keys(), (
-            f"an op has no {', '.join(changes.keys() - self.__dict__.keys())}"
-        )
-        found = object.__new__(Op)
-        found.__dict__.update(self.__dict__, **changes)
+        """Return this op with some fields changed."""
+        found = changed(self, **changes)
         if "kind" in changes or "owner" in changes:
             found.__post_init__()
         return found

@@ -113,7 +113,7 @@ class Prices:
         layout = step.layout
         key = layout.cuts
         if key not in self._known_cuts:
-            one = step.but(model=self.few, samples=1, layout=replace(layout, recompute="none"))
+            one = step.but(model=self.few, samples=1, layout=layout.but(recompute="none"))
             local = self._builder.before_stages(one).step
             layers = local.model.layers
             blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
@@ -241,7 +241,7 @@ class Prices:
         layout = step.layout
         key = layout.cuts
         if key not in self._known_whole:
-            steps = (step.but(layout=replace(layout, recompute=policy)) for policy in get_args(Recompute))
+            steps = (step.but(layout=layout.but(recompute=policy)) for policy in get_args(Recompute))
             self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
         return self._known_whole[key]
 

@@ -55,6 +55,12 @@ class Sizes(NamedTuple):
     expert_apart: float = 0.0
     block_trained: float = 0.0
     """Elements that are trained and belong to blocks."""
+    in_units: float = 0.0
+    """Bytes of weights that ZeRO-2 and ZeRO-3 gather with their layer, of which several ranks have a part each."""
+    expert_in_units: float = 0.0
+    units_trained: float = 0.0
+    """Elements of their gradients."""
+    expert_units_trained: float = 0.0
 
 
 class Units(NamedTuple):
@@ -123,7 +129,19 @@ def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
         apart(trained),
         apart(of_experts),
         sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
+        *_in_units(step, params),
     )
+
+
+def _in_units(step: StepSpec, params: Sequence[ParamSpec]) -> tuple[float, ...]:
+    """Return the bytes of the weights that are gathered with their layer, and of the expert-sharded ones; and their trained elements."""
+    unit_bytes, trained = [0.0, 0.0], [0.0, 0.0]
+    for param in params:
+        if _is_in_unit(step, param):
+            sharded = step.holding(param).is_expert_sharded
+            unit_bytes[sharded] += step.weight_bytes(param)
+            trained[sharded] += param.numel * param.trainable
+    return *unit_bytes, *trained
 
 
 def units(step: StepSpec, layer: int) -> Units:
@@ -136,14 +154,16 @@ def units(step: StepSpec, layer: int) -> Units:
         numel = padded_rows(param, parts)
         held += param.bytes_of(numel, BYTES_OF[step.master_dtype]) / parts
         held_trained += numel / parts * param.trainable
-        if parts > 1 and not param.shared and not param.read_outside and _has_module(step, param):
+        if parts > 1 and _is_in_unit(step, param):
             sizes[2 * sharded] += step.weight_bytes(param, numel)
             sizes[2 * sharded + 1] += numel * param.trainable
     return Units._make((*sizes, held, held_trained))
 
 
-def _has_module(step: StepSpec, param: ParamSpec) -> bool:
-    """Whether a module of its layer owns a weight, so that it is gathered with the layer and not with the root."""
+def _is_in_unit(step: StepSpec, param: ParamSpec) -> bool:
+    """Whether a weight is gathered with its layer, a module of which owns it, and not with the root."""
+    if param.shared or param.read_outside:
+        return False
     return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].called)
 
 

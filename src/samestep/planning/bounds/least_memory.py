@@ -1,7 +1,7 @@
 """Lower bounds of the memory of layouts: bytes of a rank, in closed form, without building their programs.
 
 A bound never exceeds what `simulation/memory.py` finds. It is taken first for all layouts with these degrees and this micro-batch,
-then for all ways to split the data axis, then for each layout. It adds up the states, each divided by the axes that shard it; the
+then for all ways to split the data axis, then for each of these by its states alone, then for each layout. It adds up the states, each divided by the axes that shard it; the
 activations of as many micro-batches as the schedule has in flight, and the recomputed ones of one backward; and the gathered weights
 and gradients of one layer with those reduced just before, or under zero=2 all weights. Gradients that are in no bucket may be
 allocated only when the activations are freed.
@@ -36,6 +36,14 @@ class Need:
     def total(self) -> float:
         """Bytes at the peak."""
         return max(self.states, self.states - self.gradients + self.activations + self.gathered)
+
+
+class StageHeld(NamedTuple):
+    """Sizes of a stage that depend neither on how the data axis is split nor on the ZeRO stage."""
+
+    sizes: Sizes
+    kept: float
+    """Least bytes of activations at its peak."""
 
 
 class _AtBackward(NamedTuple):
@@ -80,13 +88,62 @@ class Needs:
 
     def group_bytes(self, step: StepSpec) -> float:
         """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
-        step, needed = smallest(step), 0.0
-        for stage in self.prices.runs(step).unlike:
-            mine = self.prices.stage_sizes(step, stage)
-            kept, _ = self._activations(step, stage, None)
+        return self.stages_bytes(step, self.stages(step))
+
+    def stages(self, step: StepSpec) -> tuple[StageHeld, ...]:
+        """Return the sizes of each stage that is unlike the others, in any split of the data axis."""
+        step = smallest(step)
+        return tuple(
+            StageHeld(self.prices.stage_sizes(step, stage), self._activations(step, stage, None)[0])
+            for stage in self.prices.runs(step).unlike
+        )
+
+    def stages_bytes(self, step: StepSpec, stages: Sequence[StageHeld]) -> float:
+        """Bound the memory, in bytes, of all layouts whose stages have these sizes."""
+        needed = 0.0
+        for mine, kept in stages:
             states, gradients = self._least_states(step, mine, least_updated(step, mine))
             needed = max(needed, states, states - gradients + kept)
         return max(0.0, needed - self._on_host(step))
+
+    def split_need(
+        self,
+        step: StepSpec,
+        stages: Sequence[StageHeld],
+        zero: int,
+        shards: int,
+        experts: int,
+        *,
+        whole_gradients: bool,
+    ) -> Need:
+        """Bound the memory of stages of these sizes by activations and states, whose pieces are not padded.
+
+        Args:
+            step: any step of their group, under zero=0.
+            stages: their sizes.
+            zero: the ZeRO stage.
+            shards: number of ranks that share the weights and states of ZeRO.
+            experts: number of ranks that share those that are expert-sharded.
+            whole_gradients: whether several micro-batches add up whole gradients, which are then scattered.
+        """
+        words = zero, shards, experts, whole_gradients
+        return max((self._split_need(step, one, *words) for one in stages), key=lambda need: need.total)
+
+    def _split_need(
+        self, step: StepSpec, stage: StageHeld, zero: int, shards: int, experts: int, whole_gradients: bool
+    ) -> Need:
+        mine, master = stage.sizes, BYTES_OF[step.master_dtype]
+        if zero < 2:
+            states = self._whole_states(step, mine, zero, shards, experts)
+            return Need(states, stage.kept, 0.0, mine.trained * master)
+        updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained / experts
+        states, gradients = self._least_states(step, mine, updated)
+        gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if zero == 2 else 0.0
+        need = Need(states, stage.kept, gathered, gradients)
+        if not whole_gradients:
+            return need
+        whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
+        return max(need, Need(states - gradients + whole * master, 0.0, gathered, 0.0), key=lambda one: one.total)
 
     def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
         """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
@@ -195,14 +252,22 @@ class Needs:
         return [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
 
     def _states(self, step: StepSpec, mine: Sizes, whole: Units) -> float:
-        master, states = BYTES_OF[step.master_dtype], step.states.least_number(self.states_per_param)
         if step.zero >= 2:
+            master, states = BYTES_OF[step.master_dtype], step.states.least_number(self.states_per_param)
             held = 0 if step.layout.offload else states * step.states.least_bytes
             return whole.held + whole.held_trained * (master + held)
-        each, copy = step.states.least_bytes, step.master_copy_bytes
+        return self._whole_states(step, mine, step.zero, step.layout.num_shards, step.ranks.size("dp_expert"))
+
+    def _whole_states(self, step: StepSpec, mine: Sizes, zero: int, shards: int, experts: int) -> float:
+        """Bytes of whole weights and gradients, and of states that are shared by the ranks of a shard under zero=1."""
+        states, each, copy = (
+            step.states.least_number(self.states_per_param),
+            step.states.least_bytes,
+            step.master_copy_bytes,
+        )
         kept = mine.trained * states * each + mine.apart * copy
-        if step.zero == 1:
-            shards = step.layout.num_shards
+        if zero == 1:
             of_experts = mine.expert_trained * states * each + mine.expert_apart * copy
-            kept = (kept - of_experts) / shards + of_experts / step.ranks.size("dp_expert")
-        return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)
+            kept = (kept - of_experts) / shards + of_experts / experts
+        gradients = mine.trained * BYTES_OF[step.master_dtype]
+        return mine.weights + gradients + (0.0 if step.layout.offload else kept)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
@@ -117,13 +116,32 @@ class Bounds:
         """
         step = smallest(step)
         if step.layout.recompute != "none" or step.splits_backward:
-            step = step.but(layout=replace(step.layout, recompute="none", schedule=DEFAULT))
+            step = step.but(layout=step.layout.but(recompute="none", schedule=DEFAULT))
         pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
         more = self.prices.whole_seconds(larger) if rest else whole
         busy_s = rest * (more.forward_s + more.backward_s)
         busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
         trained = self.prices.whole_sizes(step).trained
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
+
+    def schedule_s(self, steps: Sequence[StepSpec]) -> float:
+        """Bound the step time, in seconds, of all layouts that differ only in the data axis, recompute and the chunks of the loss.
+
+        Args:
+            steps: one of them with each chunk of the loss, the first with none. A chunk of which no layer is quicker has the first's bound.
+        """
+        plain, *chunked = (smallest(step.but(layout=step.layout.but(recompute="none"))) for step in steps)
+        bounded = [plain, *(step for step in chunked if self._may_be_quicker(step, plain))]
+        return min(max(self._times(step).ends_s) for step in bounded)
+
+    def _may_be_quicker(self, step: StepSpec, other: StepSpec) -> bool:
+        """Return whether a layer takes less time in one of two steps of the same schedule, or a stage has others."""
+        twins = (step, other), (larger_twin(step)[0], larger_twin(other)[0])
+        return self.prices.runs(step).counts != self.prices.runs(other).counts or any(
+            mine.forward_s < its.forward_s or mine.backward_s < its.backward_s or mine.weight_s < its.weight_s
+            for one, another in twins
+            for mine, its in zip(self.prices.seconds(one), self.prices.seconds(another), strict=True)
+        )
 
     def group_s(self, step: StepSpec) -> float:
         """Bound the step time, in seconds, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
