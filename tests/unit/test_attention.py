@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.building.attention import AttentionSpec, DroppedWeights, attend, formula
-from samestep.building.attention.carriers import CARRIERS, Asked
+from samestep.building.attention import AttentionSpec, DroppedWeights, attend, by_document, carriers, formula
+from samestep.building.attention.carriers import CARRIERS, Asked, carrier_of
+from samestep.randomness.mode import Draw, DropoutMode
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 6e-2}
 P = 0.3
@@ -126,3 +132,86 @@ def test_every_carrier_is_the_formula(form: Any, dtype: torch.dtype, few: bool) 
                 compare(found, with_gradients(written_out, tensors, spec, dtype), 1e-9)
     finally:
         formula.BLOCK_ELEMENTS, formula.LEAST_QUERIES, formula.KEPT_ELEMENTS = before
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations of torch that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Layers(nn.Module):
+    """Attentions one after another; torch's own dropout where no mode computes masks."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        for _ in range(8):
+            query = F.scaled_dot_product_attention(query, key, value, dropout_p=P, is_causal=True)
+        return query
+
+
+def test_dropout_of_a_small_attention_calls_no_more_operations_than_torchs_own() -> None:
+    tensors = [drawn(1, 2, 8, 4, seed=index).float().requires_grad_() for index in range(3)]
+    model = Layers()
+
+    def calls(mode: AbstractContextManager[Any]) -> int:
+        with Calls() as seen:
+            with mode:
+                output = model(*tensors)
+            output.sum().backward()
+        return seen.count
+
+    def ours() -> int:
+        return calls(DropoutMode(model, Draw(1, 0, torch.zeros(1, dtype=torch.int64))))
+
+    ours()  # what later steps find ready is made
+    assert ours() <= calls(nullcontext())
+
+
+def test_documents_on_gpus_of_variable_length_have_their_offsets_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: Any) -> Any:
+        """The formula in place of torch's kernel, which CPUs do not have."""
+        seen.append((offsets.tolist(), longest, window))
+        documents = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())[None]
+        spec = AttentionSpec(window[1] == 0, None if window[0] < 0 else window[0] + 1, documents, scale=scale)
+        output, lse = attend(*(one.transpose(0, 1)[None] for one in (q, k, v)), spec)
+        return output[0].transpose(0, 1), lse[0]
+
+    monkeypatch.setattr(by_document, "variable_length", kernel)
+    tensors = [drawn(2, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
+    for window in (None, 2):
+        spec = AttentionSpec(True, window, documents, lengths=[[3, 2, 2], [1, 6]])
+        found = with_gradients(by_document.attend_by_length, tensors, spec, torch.float64)
+        compare(found, with_gradients(written_out, tensors, spec, torch.float64), 1e-9)
+    offsets = [0, 3, 5, 7, 8, 14]
+    assert seen == [(offsets, 6, (-1, 0)), (offsets, 6, (1, 0))]
+
+
+def test_documents_of_gpus_take_one_kernel_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(device: str, dtype: torch.dtype, **form: Any) -> str:
+        fields = {
+            "is_cuda": device == "cuda",
+            "device": torch.device(device),
+            "dtype": dtype,
+            "shape": torch.Size((2, 4, 7, 8)),
+        }
+        query: Any = SimpleNamespace(**fields)
+        spec = AttentionSpec(True, documents=documents, **form)
+        return carrier_of(Asked(query, query, query, spec, needs_lse=False)).name
+
+    documents, lengths = torch.zeros(2, 7, dtype=torch.int64), [[7], [7]]
+    for has, found in ((True, "variable length"), (False, "by documents")):
+        monkeypatch.setattr(carriers, "has_variable_length", lambda has=has: has)
+        assert name("cuda", torch.bfloat16, lengths=lengths) == found
+        assert name("cuda", torch.float32, lengths=lengths) == "by documents"
+        assert name("cuda", torch.bfloat16) == "torch"  # with the dense mask, since the host knows no lengths
+        assert name("cpu", torch.bfloat16) == "by documents"
+        assert name("cuda", torch.bfloat16, lengths=lengths, softcap=2.0) == "formula"

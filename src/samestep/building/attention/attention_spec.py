@@ -67,13 +67,10 @@ class AttentionSpec:
         """Whether causality, a window or documents hide keys."""
         return self.causal or self.window is not None or self.documents is not None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's fused kernels compute it, with a mask or without."""
-        return (
-            self.window is None
-            and self.documents is None
-            and self.softcap is None
-            and self.sinks is None
-            and self.dropout is None
-        )
+    def has_only(self, *names: str) -> bool:
+        """Return whether, mask and causality aside, nothing is asked for but these fields: torch's fused kernels compute the rest."""
+        return all(getattr(self, name) is None or name in names for name in _BEYOND_TORCH)
+
+
+_BEYOND_TORCH = ("window", "documents", "softcap", "sinks", "dropout")
+"""Fields that `scaled_dot_product_attention` does not know, or computes with masks of its own."""

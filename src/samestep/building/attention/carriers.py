@@ -6,6 +6,7 @@
     by documents      documents                                                CPUs, GPUs of other dtypes where lengths are known
     torch             masks or causality, no log-sum-exp                       every device: torch chooses its kernel
     flash             causality, sinks, the log-sum-exp                        CPUs; GPUs in half precision
+    small             dropout, causality, by operations of torch               CPUs, few tokens
     formula           everything: windows, caps, sinks, dropout, documents     every device
 
 Each is the formula of `attention_spec.py`. A kernel is given `is_causal` in place of a mask, and drops nothing.
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from samestep.building.attention import by_document
 from samestep.building.attention.attention_spec import AttentionSpec
-from samestep.building.attention.formula import attend_by_formula
+from samestep.building.attention.formula import attend_by_formula, attend_small, is_small
 from samestep.building.attention.fused import attend_by_flash, fits_flash, has_variable_length
 
 _Found = tuple[Tensor, Tensor | None]
@@ -81,7 +82,7 @@ def carrier_of(asked: Asked) -> Carrier:
 
 def _has_documents_alone(asked: Asked) -> bool:
     spec = asked.spec
-    return spec.documents is not None and spec.but(documents=None, window=None).is_plain and spec.mask is None
+    return spec.documents is not None and spec.has_only("documents", "window") and spec.mask is None
 
 
 def _fits_variable_length(asked: Asked) -> bool:
@@ -112,12 +113,17 @@ def _fits_torch(asked: Asked) -> bool:
     spec = asked.spec
     if asked.needs_lse or (spec.causal and spec.mask is not None):
         return False
-    return spec.is_plain or (_has_documents_alone(asked) and spec.window is None)
+    return spec.has_only() or (_has_documents_alone(asked) and spec.window is None)
 
 
 def _fits_flash(asked: Asked) -> bool:
     is_square = not asked.spec.causal or asked.query.shape[2] == asked.key.shape[2]
     return is_square and fits_flash(asked.query, asked.value, asked.spec)
+
+
+def _fits_small(asked: Asked) -> bool:
+    is_dropped = asked.spec.dropout is not None and not asked.needs_lse and asked.query.device.type == "cpu"
+    return is_dropped and is_small(*asked[:4])
 
 
 def _by_torch(asked: Asked) -> _Found:
@@ -142,6 +148,7 @@ CARRIERS = (
     Carrier("by documents", _fits_documents, lambda asked: (by_document.attend_each(*asked[:4]), None)),
     Carrier("torch", _fits_torch, _by_torch),
     Carrier("flash", _fits_flash, lambda asked: attend_by_flash(*asked[:4])),
+    Carrier("small", _fits_small, lambda asked: (attend_small(*asked[:4]), None)),
     Carrier("formula", lambda asked: True, lambda asked: attend_by_formula(*asked[:4], needs_lse=asked.needs_lse)),
 )
 """The carriers, the first that fits before those after it."""

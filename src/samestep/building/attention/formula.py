@@ -233,6 +233,37 @@ def attend_by_formula(
     return found
 
 
+def is_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+    """Return whether the weights of an attention with dropout are few enough to be kept, and torch's own operations are all it needs."""
+    few = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= KEPT_ELEMENTS
+    return (
+        few
+        and query.dtype in _WIDE
+        and spec.mask is None
+        and spec.has_only("dropout")
+        and key.shape[:2] == query.shape[:2]
+    )
+
+
+def attend_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the output of a small attention by torch's own operations and gradients, which keep its weights."""
+    drop = spec.dropout
+    assert drop is not None, "it is for dropout"
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    hidden = _future_scores(num_queries, num_keys, query) if spec.causal else _nothing(query)
+    scores = torch.baddbmm(
+        hidden,
+        query.flatten(0, 1),
+        key.flatten(0, 1).transpose(1, 2),
+        beta=int(spec.causal),
+        alpha=scale_of(spec, query),
+    )
+    dropped = drop.part(0, num_queries, num_keys)
+    weights = scores.softmax(-1).view(*query.shape[:2], num_queries, num_keys).masked_fill(dropped, 0.0)
+    output = torch.baddbmm(_nothing(query), weights.flatten(0, 1), value.flatten(0, 1), beta=0, alpha=drop.scale)
+    return output.view(*query.shape[:3], value.shape[-1])
+
+
 class _Formula(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -241,7 +272,7 @@ class _Formula(torch.autograd.Function):
         ctx.how = how
         kept: tuple[Tensor | None, ...] = ()
         ctx.set_materialize_grads(False)
-        spec, pairs = how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
+        spec, pairs = how.spec if mask is None else how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
         needs_lse = how.needs_lse or ctx.needs_input_grad[4]
         with disable_current_modes():  # selective recompute would keep the products of all blocks
             keys, values = widen(key), widen(value)
@@ -266,7 +297,7 @@ class _Formula(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, key, value, mask, sinks, output, log_sum_exp, *kept = ctx.saved_tensors
         how: _How = ctx.how
-        spec, pairs = how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
+        spec, pairs = how.spec if mask is None else how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
         needs = ctx.needs_input_grad
         keys, values = widen(key), widen(value)
         into = Gradients(query, keys, values, mask if needs[3] else None, sinks if needs[4] else None)
@@ -381,13 +412,29 @@ def _future(queries: Runs, keys: Runs, device: torch.device) -> Tensor:
     if key in _FUTURES:
         return _FUTURES[key]
     future = _positions(queries, device)[:, None] < _positions(keys, device)
-    if future.numel() <= KEPT_ELEMENTS and device.type != "meta" and len(_FUTURES) < 256:
+    if future.numel() <= KEPT_ELEMENTS and device.type != "meta" and len(_FUTURES) < _MOST_MASKS:
         _FUTURES[key] = future
     return future
 
 
 _FUTURES: dict[tuple[Runs, Runs, torch.device], Tensor] = {}
 """Small causal masks that were made before."""
+
+
+def _future_scores(num_queries: int, num_keys: int, like: Tensor) -> Tensor:
+    """Return scores of which those of later keys are -inf and the others 0, in the dtype of a tensor."""
+    key = (num_queries, num_keys, like.dtype, like.device)
+    if key not in _FUTURE_SCORES:
+        if len(_FUTURE_SCORES) >= _MOST_MASKS:
+            _FUTURE_SCORES.clear()
+        hidden = torch.full((num_queries, num_keys), -math.inf, dtype=like.dtype, device=like.device)
+        _FUTURE_SCORES[key] = hidden.triu(1)
+    return _FUTURE_SCORES[key]
+
+
+_FUTURE_SCORES: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+"""The same that are added to scores."""
+_MOST_MASKS = 256
 
 
 def _mask_part(mask: Tensor, pairs: Pairs, block: AttentionTile) -> Tensor:
@@ -463,10 +510,15 @@ def _multiplied(first: Tensor, second: Tensor, times: float) -> Tensor:
     """Return products of matrices times a number."""
     if times == 1.0:
         return torch.bmm(first, second)
-    key = (first.dtype, first.device)
+    return torch.baddbmm(_nothing(first), first, second, beta=0, alpha=times)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Return a zero to which products are added."""
+    key = (like.dtype, like.device)
     if key not in _NOTHING:
-        _NOTHING[key] = first.new_zeros(1)
-    return torch.baddbmm(_NOTHING[key], first, second, beta=0, alpha=times)
+        _NOTHING[key] = torch.zeros(1, dtype=like.dtype, device=like.device)
+    return _NOTHING[key]
 
 
 _NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}

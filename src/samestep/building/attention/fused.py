@@ -29,7 +29,7 @@ WIDEST_FLASH = 256
 
 def fits_flash(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
     """Return whether the flash kernel computes an attention, its sinks aside."""
-    if not spec.but(sinks=None).is_plain or spec.mask is not None or query.shape[-1] != value.shape[-1]:
+    if not spec.has_only("sinks") or spec.mask is not None or query.shape[-1] != value.shape[-1]:
         return False
     if not torch.backends.cuda.flash_sdp_enabled():  # torch's switch, of CPUs too
         return False
