@@ -95,6 +95,18 @@ class Link:
             collective_s=max(self.collective_s, other.collective_s),
         )
 
+    def delayed(self, *, transfer: float, collective: float = 1.0, latency: float = 1.0) -> Link:
+        """Return a link whose transfers, latencies of collectives, and latencies take so many times as long."""
+        return replace(
+            self,
+            latency_s=self.latency_s * latency,
+            ll128_latency_s=self.ll128_latency_s and self.ll128_latency_s * latency,
+            collective_s=self.collective_s * collective,
+            bytes_per_s=self.bytes_per_s / transfer,
+            all_reduce_bytes_per_s=self.all_reduce_bytes_per_s and self.all_reduce_bytes_per_s / transfer,
+            by_ranks={ranks: rate / transfer for ranks, rate in self.by_ranks.items()},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:

@@ -29,7 +29,7 @@ import tomli_w
 from samestep import hardware
 from samestep.datasets import batches
 from samestep.errors import InputError, LayoutError
-from samestep.hardware import Hardware, Link
+from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.output_file import write_whole
@@ -240,18 +240,6 @@ def is_possible(machine: Hardware, candidate: Hardware, compute: float, links: f
 
 def slower(machine: Hardware, compute: float, links: float) -> Hardware:
     """Return a machine on which compute and links take the given multiples of the time."""
-
-    def link(one: Link) -> Link:
-        return replace(
-            one,
-            latency_s=one.latency_s * links,
-            collective_s=one.collective_s * links,
-            ll128_latency_s=one.ll128_latency_s and one.ll128_latency_s * links,
-            bytes_per_s=one.bytes_per_s / links,
-            all_reduce_bytes_per_s=one.all_reduce_bytes_per_s and one.all_reduce_bytes_per_s / links,
-            by_ranks={ranks: rate / links for ranks, rate in one.by_ranks.items()},
-        )
-
     return replace(
         machine,
         name=f"{machine.name} {compute:.6g} {links:.6g}",  # a name of its own, since prices are cached by machine
@@ -260,8 +248,8 @@ def slower(machine: Hardware, compute: float, links: float) -> Hardware:
         kernel_s=machine.kernel_s * compute,
         kernel_launch_s=machine.kernel_launch_s * compute,
         host_step_s=machine.host_step_s * compute,
-        intra=link(machine.intra),
-        inter=link(machine.inter),
+        intra=machine.intra.delayed(transfer=links, collective=links, latency=links),
+        inter=machine.inter.delayed(transfer=links, collective=links, latency=links),
     )
 
 

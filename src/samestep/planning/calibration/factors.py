@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from samestep.hardware import Hardware, Link
+from samestep.hardware import Hardware
 
 FACTORS = ("products", "attention", "memory", "launches", "host", "collectives", "links")
 Factors = Mapping[str, float]
@@ -39,16 +39,6 @@ _RATES = ("bytes_per_s", "all_reduce_bytes_per_s", "by_ranks")
 def scaled(machine: Hardware, factors: Factors) -> Hardware:
     """Return a machine on which each kind of work takes `factors` times as long; no efficiency is larger than 1."""
     of = {name: factors.get(name, 1.0) for name in FACTORS}
-
-    def link(one: Link) -> Link:
-        return replace(
-            one,
-            collective_s=one.collective_s * of["collectives"],
-            bytes_per_s=one.bytes_per_s / of["links"],
-            all_reduce_bytes_per_s=one.all_reduce_bytes_per_s and one.all_reduce_bytes_per_s / of["links"],
-            by_ranks={ranks: rate / of["links"] for ranks, rate in one.by_ranks.items()},
-        )
-
     return replace(
         machine,
         name=f"{machine.name} {' '.join(f'{of[name]:.6g}' for name in FACTORS)}",  # prices are cached by the name
@@ -63,8 +53,8 @@ def scaled(machine: Hardware, factors: Factors) -> Hardware:
         memory_efficiency=min(1.0, machine.memory_efficiency / of["memory"]),
         kernel_launch_s=machine.kernel_launch_s * of["launches"],
         host_step_s=machine.host_step_s * of["host"],
-        intra=link(machine.intra),
-        inter=link(machine.inter),
+        intra=machine.intra.delayed(transfer=of["links"], collective=of["collectives"]),
+        inter=machine.inter.delayed(transfer=of["links"], collective=of["collectives"]),
     )
 
 
