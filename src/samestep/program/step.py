@@ -197,11 +197,6 @@ class StepSpec:
         return SampleGroups.of(self.global_batch, self.coupled_samples, self.layout.dp, self.num_microbatches)
 
     @property
-    def runs_outputs_first(self) -> bool:
-        """Whether every micro-batch runs forward once for its outputs alone, since the loss needs those of all."""
-        return self.loss_over_batch and self.num_microbatches > 1
-
-    @property
     def compute_dtype(self) -> str:
         """Dtype of the weights and activations in the forward."""
         return COMPUTE_DTYPE[self.precision]
@@ -215,11 +210,6 @@ class StepSpec:
     def master_dtype(self) -> str:
         """Dtype of master weights, accumulated gradients and optimizer state."""
         return _master_dtype(self.precision)
-
-    @property
-    def sums_plainly(self) -> bool:
-        """Whether the gradients of a step are summed as they are, over all ranks at once, and nothing of them is kept."""
-        return self.contributions is None
 
     @cached_property
     def contributions(self) -> Contributions | None:
@@ -281,11 +271,6 @@ class StepSpec:
         return self.compression_rank > 0 and is_factored(param.shape, self.compression_rank)
 
     @property
-    def least_reduced_bytes(self) -> int:
-        """The fewest bytes that an element of a gradient is sent as over any data axis; 0 where codecs share it with others."""
-        return BYTES_OF[self.master_dtype] if self.contributions is None else 0
-
-    @property
     def is_mixed(self) -> bool:
         """Whether weights and activations have another dtype than master weights."""
         return self.compute_dtype != self.master_dtype
@@ -304,22 +289,9 @@ class StepSpec:
         return self.precision == "bf16" and self.zero < 2 and self.updates_in_chunks and not self.layout.offload
 
     @property
-    def master_copy_bytes(self) -> int:
-        """Bytes that one element of a master adds to a weight of another dtype."""
-        return 2 if self.splits_masters else BYTES_OF[self.master_dtype]
-
-    @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes weight gradients in separate tasks."""
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
-
-    @property
-    def separable(self) -> tuple[str, ...]:
-        """The linear modules whose weights' gradients are computed while the gradient of their input is summed."""
-        if self.splits_backward:
-            return ()
-        sums = (part for layer in self.model.layers for part in layer.backward_sums)
-        return tuple(dict.fromkeys(path for part in sums for path in part.beside))
 
     def ends_gradients(self, body: BodyKey) -> bool:
         """Return whether the body leaves the last gradients of the step."""

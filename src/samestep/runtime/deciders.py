@@ -68,7 +68,7 @@ class HostDecides:
             decision = self.decide(sums)
             self.updater.send_unless(decision.held_back, decision.factor)
             held_back = decision.held_back.double()
-        return torch.stack([held_back, self.updater.was_written(sums.device)])
+        return torch.stack([held_back, self.updater.live.was_written(sums.device)])
 
 
 @dataclass(slots=True)

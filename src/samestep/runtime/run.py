@@ -164,7 +164,7 @@ class Run:
             for reason in self.assembly.model.replaced.take_over(inside=False):
                 self.job.run.waived("state", reason)
         self.assembly.weights.store.watch.take_back()
-        self.assembly.weights.updater.reread()
+        self.assembly.weights.updater.live.reread()
         return self.assembly.weights.updater
 
     def prepare(self, example: Any) -> None:

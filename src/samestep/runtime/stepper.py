@@ -212,7 +212,7 @@ class Stepper:
                 else:
                     factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
                     if opened.was_written or are_apart:
-                        updater.reread()
+                        updater.live.reread()
                     part = with_closure(ALL, self, opened, numbers)
                     self.update(
                         assembly, functools.partial(updater.step, factor, was_held_back=opened.was_held_back, part=part)

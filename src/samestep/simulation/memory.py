@@ -206,7 +206,7 @@ def _copy_bytes(step: StepSpec, piece: _Updated) -> int:
     """Return the bytes that masters add to their weights on the device; offloaded states have separate masters on the host."""
     if step.layout.offload or piece.is_own_copy:
         return piece.numel * BYTES_OF[step.master_dtype]
-    return piece.numel * step.master_copy_bytes if piece.dtype != step.master_dtype else 0
+    return piece.numel * master_copy_bytes(step) if piece.dtype != step.master_dtype else 0
 
 
 def _updated_pieces(program: Program, rank: int) -> list[_Updated]:
@@ -433,3 +433,8 @@ def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
     shard = step.ranks.coordinate(rank, holding.data_axis)
     each = -(-param.rows // holding.num_shards)
     return _chunk_numel(param.rows, each, shard) * param.row_numel
+
+
+def master_copy_bytes(step: StepSpec) -> int:
+    """Return the bytes that one element of a master adds to a weight of another dtype."""
+    return 2 if step.splits_masters else BYTES_OF[step.master_dtype]

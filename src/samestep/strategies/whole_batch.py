@@ -58,10 +58,10 @@ def apply(program: Program) -> Program:
     axes = {**program.axes, **{axis: size for axis, size in _degrees(step).items() if size > 1}}
     last_chunk = _last_chunk(program)
     gathers = tuple(op for op in _gathers(step) if op.axis in axes)
-    kind = TaskKind.OUTPUTS if step.runs_outputs_first else TaskKind.FORWARD
+    kind = TaskKind.OUTPUTS if _runs_outputs_first(step) else TaskKind.FORWARD
     bodies: dict[BodyKey, Ops] = {}
     tasks: tuple[Task, ...] = ()
-    if step.runs_outputs_first:
+    if _runs_outputs_first(step):
         tasks = tuple(_outputs_task(task) for task in program.tasks if task.kind is TaskKind.FORWARD)
         bodies = {key._replace(kind=kind): ops for key, ops in program.bodies.items() if key.kind is TaskKind.FORWARD}
     bodies |= {key: _with_held_units(key, ops, step) for key, ops in program.bodies.items()}
@@ -89,7 +89,7 @@ def _last_chunk(program: Program) -> tuple[int | None] | None:
 
 def _with_held_units(key: BodyKey, ops: Ops, step: StepSpec) -> Ops:
     """Return the ops of a body without the gathers of units that zero=2 holds since the forwards for outputs."""
-    if not (step.zero == 2 and step.runs_outputs_first and key.kind is TaskKind.FORWARD and starts_step(key)):
+    if not (step.zero == 2 and _runs_outputs_first(step) and key.kind is TaskKind.FORWARD and starts_step(key)):
         return ops
     return tuple(op for op in ops if not (op.implied and op.kind is OpKind.ALL_GATHER))
 
@@ -116,3 +116,8 @@ def _gathers(step: StepSpec) -> Iterator[Op]:
             op = Op(kind=OpKind.ALL_GATHER, owner=one.name, axis=axis, dtype=dtype, is_exposed=True).sized(numel)
             buffer = Buffer(f"samples of {one.name} over {axis}", "buffers", op.size_bytes)
             yield op.but(allocates=(buffer,), frees=(buffer.name,))
+
+
+def _runs_outputs_first(step: StepSpec) -> bool:
+    """Return whether every micro-batch runs forward once for its outputs alone, since the loss needs those of all."""
+    return step.loss_over_batch and step.num_microbatches > 1

@@ -19,6 +19,7 @@ from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
 from samestep.program.host_modules import is_named
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
+from samestep.simulation.memory import master_copy_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,7 @@ class Needs:
         states, each, copy = (
             step.states.least_number(self.states_per_param),
             step.states.least_bytes,
-            step.master_copy_bytes,
+            master_copy_bytes(step),
         )
         kept = mine.trained * states * each + mine.apart * copy
         if zero == 1:

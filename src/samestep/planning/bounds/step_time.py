@@ -309,7 +309,7 @@ class Bounds:
         )
         ranks = step.ranks.size(axis)
         gather_s = self._sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
-        scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * step.least_reduced_bytes, axis, ranks, step)
+        scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * _least_reduced_bytes(step), axis, ranks, step)
         return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
@@ -385,7 +385,7 @@ class Bounds:
 
     def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
         """Return the seconds of reductions in each stream: of weights that every rank has, of expert-sharded ones, of shards."""
-        layout, sent = step.layout, step.least_reduced_bytes
+        layout, sent = step.layout, _least_reduced_bytes(step)
         of_experts = mine.expert_trained
         whole, own = mine.trained - of_experts, mine.block_trained - of_experts
         replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
@@ -452,7 +452,7 @@ class Bounds:
 
     def _replicated_s(self, step: StepSpec, numel: float) -> float:
         """Return the seconds of the all_reduce of `numel` elements of gradients over the replicas."""
-        size = numel * step.least_reduced_bytes
+        size = numel * _least_reduced_bytes(step)
         return self._sent_s(OpKind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
@@ -482,3 +482,8 @@ def _reduces_after_sends(step: StepSpec) -> bool:
 def _full_numel(step: StepSpec, num_shards: int) -> int:
     """Return the number of gradient elements at which a bucket that is divided among `num_shards` ranks is closed."""
     return bucket_bytes(num_shards if step.zero else 1) // BYTES_OF[step.master_dtype]
+
+
+def _least_reduced_bytes(step: StepSpec) -> int:
+    """Return the fewest bytes that an element of a gradient is sent as over any data axis; 0 where codecs share it with others."""
+    return BYTES_OF[step.master_dtype] if step.contributions is None else 0

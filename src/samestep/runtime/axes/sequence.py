@@ -26,7 +26,7 @@ from samestep.independence.sequence_boundaries import state_of, with_first, with
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
-from samestep.runtime.axes.weight_gradients import Postponed, postpone_weights
+from samestep.runtime.axes.weight_gradients import Postponed, postpone_weights, separable
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 
@@ -50,7 +50,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     for path in blocks:
         gathered, joined = Shared(gather, group), Shared(lambda x, group, owner, _: _join(x, group, owner), group)
         parts = [part for part in traced.analysis.sequence_parts[path] if part not in whole_parts]
-        for linear in step.separable:
+        for linear in separable(step):
             if any(is_below(linear, part) for part in parts):
                 postpone_weights(model.get_submodule(linear), gathered.postponed_gradients_of, facts)
         for part in traced.analysis.sequence_parts[path]:

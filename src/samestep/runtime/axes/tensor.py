@@ -39,7 +39,7 @@ from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
 from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
-from samestep.runtime.axes.weight_gradients import postpone_weights
+from samestep.runtime.axes.weight_gradients import postpone_weights, separable
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 
@@ -84,7 +84,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     for path in sorted(analysis.copied - by_columns):
         enter = functools.partial((within if cuts_sequence(path) else whole).enter, path)
         model.get_submodule(path).register_forward_pre_hook(functools.partial(_enter, enter))
-    for path in program.step.separable:
+    for path in separable(program.step):
         if not cuts_sequence(path):
             postpone_weights(model.get_submodule(path), copies.postponed_gradients_of, facts)
     for path, name, divisor in analysis.counts[mesh.size("tp")]:

@@ -24,6 +24,7 @@ from samestep.building.torch_seams import run_backward
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_linear
 from samestep.program.program import Program
+from samestep.program.step import StepSpec
 
 
 class _PostponedGradient(NamedTuple):
@@ -138,3 +139,11 @@ class _SplitBackward(torch.autograd.Function):
         given = (gradient @ (weight.T if ctx.is_transposed else weight)).to(x.dtype)
         bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return given, bias, None
+
+
+def separable(step: StepSpec) -> tuple[str, ...]:
+    """Return the linear modules whose weights' gradients are computed while the gradient of their input is summed."""
+    if step.splits_backward:
+        return ()
+    sums = (part for layer in step.model.layers for part in layer.backward_sums)
+    return tuple(dict.fromkeys(path for part in sums for path in part.beside))

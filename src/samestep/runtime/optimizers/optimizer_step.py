@@ -303,14 +303,6 @@ class Updater:
         """Copy updated values to the tensors that the forward reads."""
         self.live.publish()
 
-    def reread(self) -> None:
-        """Take over what was written into the weights since `publish`; called before an update and before a save."""
-        self.live.reread()
-
-    def was_written(self, device: torch.device) -> Tensor:
-        """Return 1 if a weight was written since `publish`, else 0 (float64 []), which the host need not wait for."""
-        return self.live.was_written(device)
-
 
 def _beside(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return gradients where the values of their pieces are, by the ids of the pieces."""

@@ -232,7 +232,7 @@ class StepsInParts:
             updater.unused = frozenset(mine - names)
             part = self._evaluating(part, taken, mine)
             factor = waiting.factor * clip_factor(numbers.norms[0], stepper.job.optimizer.clip_norm)
-            updater.reread()
+            updater.live.reread()
             held.weights.store.deliver()
             stepper.update(held, functools.partial(updater.step, factor, part=part))
         if math.isfinite(numbers.loss):
@@ -266,7 +266,7 @@ class StepsInParts:
             names = self._waiting.names & mine
             held.weights.store.deliver()
         updater.unused = frozenset(mine - names)
-        updater.reread()
+        updater.live.reread()
         results: list[Any] = []
         stepper.update(held, lambda: results.extend(updater.call(part, method, args, given)))
         result, dropped = results

@@ -240,7 +240,7 @@ def _may_give_up(program: Program) -> bool:
     nothing of its gradients. What ranks of `tp` exchange is of the same samples.
     """
     others = (op.axis for key, ops in program.bodies.items() if key != UPDATE_BODY for op in ops if not op.implied)
-    return {*others} <= {None, "tp"} and program.step.sums_plainly
+    return {*others} <= {None, "tp"} and program.step.contributions is None
 
 
 def _places_of_module_exchanges(ops: Ops, named: Mapping[str, RunningUnit]) -> dict[str, int]:
