@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import samestep
 from samestep.errors import InputError, LayoutError
@@ -340,3 +340,70 @@ COUPLED = {"sam": "dp=2 zero=3", "lbfgs": "tp=2", "sam by hand": "pp=2"}
 def test_what_couples_all_weights_is_refused_where_a_rank_lacks_some(name: str) -> None:
     with pytest.raises(LayoutError, match=r"evaluates the loss again, .* zero=0 without tp and pp works"):
         pool(2).run(parts, name, COUPLED[name])
+
+
+# -- weights that several stages of a pipeline hold ------------------------------------------------
+
+
+class TiedLayers(nn.Module):
+    """Four blocks, whose first and last layers have one weight, and a head that reads what the last block gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(4))
+        self.last, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x), self.head(x.detach())
+
+
+def _near(outputs: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
+    return outputs[0].square().sum(), len(outputs[0])
+
+
+def _far(outputs: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
+    return (outputs[1] - 1).square().sum() + outputs[0].abs().sum(), outputs[1].numel()
+
+
+def _first_and_last(rank: int, world: int, layout: str, order: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Two backwards before two updates, or one in front of each, of weights on one stage and of such on several."""
+    job = samestep.Job(train={"global_batch": 8, "steps": 3, "watch_every": 0}, numerics={"precision": "float64"})
+    optimizers = {
+        "head": lambda named: torch.optim.SGD([param for name, param in named if name.startswith("head")], lr=0.1),
+        "rest": lambda named: torch.optim.SGD([param for name, param in named if not name.startswith("head")], lr=0.1),
+    }
+    torch.manual_seed(0)
+    run = samestep.parallelize(TiedLayers().double(), _both_outputs, optimizers, layout=layout, job=job)
+    losses = []
+    for batch in samestep.batches(Points(), job):
+        if order == "in turn":
+            for name, loss in (("head", _far), ("rest", _near)):
+                losses.append(run.backward(batch, loss, into=name).loss)
+                losses.append(run.update(name).grad_norm)
+        elif order == "waiting":
+            run.backward(batch, _far, into="head")
+            losses.append(run.backward(batch, _near, into="rest").loss)
+            losses += [run.update("rest").grad_norm, run.update("head").grad_norm]
+        else:
+            run.backward(batch, _near)
+            losses += [run.backward(batch, _far).loss, run.update().grad_norm]
+    return losses, run.state_dict(on_every_rank=True)
+
+
+def _both_outputs(outputs: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
+    return _near(outputs, batch)[0] + _far(outputs, batch)[0], len(outputs[0])
+
+
+@pytest.mark.parametrize("order", ["in turn", "waiting", "added up"])
+@pytest.mark.parametrize("layout", ["pp=2", pytest.param("pp=4", marks=pytest.mark.nightly), pytest.param("dp=2 pp=2", marks=pytest.mark.nightly)])  # fmt: skip
+def test_gradients_of_weights_on_several_stages_wait_alike_on_all(layout: str, order: str) -> None:
+    (wanted,) = pool(1).run(_first_and_last, "dp=1", order)
+    for losses, weights in pool(Layout.parse(layout).world_size).run(_first_and_last, layout, order):
+        assert losses == pytest.approx(wanted[0], rel=1e-9)
+        for name, value in wanted[1].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-8, atol=1e-10, msg=name)

@@ -201,3 +201,46 @@ def test_a_loss_is_given_whole_sequences(layout: str, model: str) -> None:
         assert (mean, deviation) == pytest.approx((held_out, spread), rel=TOLERANCE)
         for key, value in weights.items():
             torch.testing.assert_close(ours[key], value, rtol=1e-7, atol=1e-9)
+
+
+# -- an output that the loss does not read ---------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """A head whose output the loss reads, and one that it never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, one: Tensor, two: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.body(one))
+        return {"one": self.one(h), "two": self.two(h)}
+
+
+def _spread(outputs: dict[str, Tensor], batch: Any) -> Tensor:
+    return outputs["one"].square().std(0).sum()
+
+
+def _of_one_head(rank: int, world: int, layout: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    settings = job(8)
+    run = samestep.parallelize(
+        TwoHeads().double(), samestep.whole_batch(_spread), lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5),
+        layout=layout, job=settings,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        x = torch.randn(8, 6, generator=draw, dtype=torch.float64)
+        run.step({"one": x, "two": x})
+    return run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2", "dp=2 zero=3 microbatch=2"])
+def test_an_output_that_the_loss_does_not_read_gives_no_gradient(layout: str) -> None:
+    (wanted,) = pool(1).run(_of_one_head, "dp=1")
+    torch.manual_seed(0)
+    assert torch.equal(wanted["two.weight"], TwoHeads().double().two.weight), "it decays no weight"
+    for found in pool(Layout.parse(layout).world_size).run(_of_one_head, layout):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)

@@ -194,7 +194,9 @@ class WholeBatch:
         assert self._result is not None, "all micro-batches have given their outputs"
         result, is_first = self._result, self._is_first and microbatch == 0
         given = list(zip(tensors_in(outputs), self._places, result.gradients, strict=True))
-        taken = [one for one in given if one[0].requires_grad]
+        taken = [
+            one for one in given if one[0].requires_grad and one[2] is not None
+        ]  # an output that is not read gets none
         gradients = [self._slice(microbatch, *one, is_first=is_first) for one in taken]
         total, count = (one * is_first for one in result.number)
         if taken:

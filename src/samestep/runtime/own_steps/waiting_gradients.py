@@ -37,6 +37,9 @@ class WaitingGradients:
         """Those of the weights whose gradients of the last backward wait in the store."""
         self._own: dict[str, Tensor] = {}
         """This rank's own gradients of earlier backwards, which are not reduced, by weight."""
+        self._owned: frozenset[str] = frozenset()
+        """The weights of the whole model whose gradients of earlier backwards are not reduced: the same on all ranks, of which those
+        of one stage may add theirs to those of another."""
         self._kept: dict[int, Tensor] = {}
         """Copies of what waits reduced from earlier backwards, by the index of the store's piece."""
         self._is_reduced = True
@@ -52,6 +55,7 @@ class WaitingGradients:
                 if piece.name in self._fresh:
                     self._kept[index] = self._sum(self._kept.get(index), piece.gradient())
         else:
+            self._owned |= self._fresh
             for name, gradient in self._store.unreduced().items():
                 if name in self._fresh:
                     self._own[name] = self._sum(self._own.get(name), gradient)
@@ -67,7 +71,7 @@ class WaitingGradients:
 
     def are_one_backward(self, names: Set[str]) -> bool:
         """Return whether what waits of these weights is what one backward has left, which was for no others."""
-        return self._is_as_left and not self._kept and not self._own and self._fresh == names
+        return self._is_as_left and not self._kept and not self._owned and self._fresh == names
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -75,7 +79,7 @@ class WaitingGradients:
 
         Collective over the data axes, see [Note: collective calls].
         """
-        if self._own:
+        if self._owned:
             for name, gradient in self._store.unreduced().items():
                 if name in self._fresh:
                     gradient.mul_(self.factor)
@@ -83,8 +87,8 @@ class WaitingGradients:
                     gradient.zero_()
                 if name in self._own:
                     gradient.add_(self._own[name])
-            self._fresh, self.factor, self._is_as_left = self._fresh.union(self._own), 1.0, False
-            self._own, self._is_reduced = {}, False
+            self._fresh, self.factor, self._is_as_left = self._fresh | self._owned, 1.0, False
+            self._own, self._owned, self._is_reduced = {}, frozenset(), False
         if not self._is_reduced and self._fresh:
             self._store.finish_gradients(delivers=False, names=self._fresh)
         self._is_reduced = True
@@ -111,6 +115,7 @@ class WaitingGradients:
         self._is_as_left &= not self._fresh & names
         self.names -= names
         self._fresh -= names
+        self._owned -= names
         self._own = {name: one for name, one in self._own.items() if name not in names}
         for index, piece in enumerate(self._store.reduced):
             if piece.name in names:

@@ -235,8 +235,9 @@ class Replicated:
 
     @property
     def can_wait(self) -> bool:
-        """Whether something is sent for gradients, which are whole on each rank until then."""
-        return any(flat.starts or flat.finishes for flat in self._flats)
+        """Whether something may be sent for gradients, which are whole on each rank until then; the same on all stages of a pipeline,
+        of which some have weights that others hold too."""
+        return self.program.step.layout.pp > 1 or any(flat.starts or flat.finishes for flat in self._flats)
 
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step; with `waits` nothing is reduced before `finish_gradients` is called."""
@@ -326,8 +327,6 @@ class Replicated:
 
         Collective over `dp_shard` with zero=1, see [Note: collective calls].
         """
-        if not self._flats:
-            return {name: _gradient_or_zero(param) for name, param in self.params.items()}
         for flat in self._flats:
             for op in flat.gathers:
                 flat.work = self._send(flat, op, flat.gradients)
@@ -341,6 +340,8 @@ class Replicated:
         return self._whole_gradients()
 
     def _whole_gradients(self) -> dict[str, Tensor]:
+        if not self._flats:
+            return {name: _gradient_or_zero(param) for name, param in self.params.items()}
         return {
             member.name: flat.gradients[member.offset : member.offset + member.numel].view(
                 self.params[member.name].shape
