@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+import samestep
 from samestep.datasets import batches
+from tests.code.pipeline_models import WIDTH, Language
 from tests.code.stages import IN_FLOAT32
 from tests.laboratory import Observed, code_of, job_for, job_of, make_run, observe
 from tests.pool import pool
@@ -43,3 +48,74 @@ def test_a_dtype_of_ones_own_is_kept_in_float32_and_bf16(name: str) -> None:
             for one in ranks:
                 assert one.losses == pytest.approx(reference.losses, rel=3e-6)
                 assert one.ledger == one.predicted
+
+
+# -- Functions of autograd in the model's own code -------------------------------------------------
+
+
+class Rounded(torch.autograd.Function):
+    """Rounded values, whose gradient goes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: float) -> Tensor:
+        return (x / step).round().clamp(-8, 7) * step
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class Scaled(torch.autograd.Function):
+    """A product with a weight, and its sign, with gradients that autograd would not give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x * weight, x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return -0.5 * gradients[0] * weight + 0.1 * gradients[1], (2 * gradients[0] * x).flatten(0, -2).sum(0)
+
+
+class Quantiser(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x, 0.25)
+
+
+class Functions(Language):
+    """Functions at a boundary of stages, in front of it and behind it, called by the model and by a module without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.quantiser = nn.Parameter(torch.full((WIDTH,), 0.5)), Quantiser()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = Rounded.apply(self.embed(input_ids), 0.125)
+        for block in self.blocks:
+            product, sign = Scaled.apply(self.quantiser(block(x)), self.gain)
+            x = x + Rounded.apply(product, 0.0625) + 0.01 * sign
+        return self.head(x)
+
+
+def _of_functions(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    job = job_of("float64", 3, optimizer={"name": "sgd", "lr": 0.1})
+    torch.manual_seed(0)
+    model = Functions().double()
+    run = samestep.parallelize(
+        model, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1), layout=layout, job=job
+    )
+    losses = [run.step(batch).loss for batch in batches(code_of("stages skips").data(), job)]
+    return losses, run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp=2", "pp=2 microbatch=4 recompute=full", "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"]
+)
+def test_functions_of_autograd_between_blocks_keep_their_backwards(layout: str) -> None:
+    ((wanted, weights),) = pool(1).run(_of_functions, "dp=1")
+    for losses, found in pool(2).run(_of_functions, layout):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from samestep.trees import operands
 
@@ -78,6 +79,32 @@ def _functions(applied: Applied) -> Iterator[None]:
         if threading.get_ident() == thread and not function.__module__.startswith(_KNOWN):
             applied(plain, args, named, outcome)
         return outcome
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def seen_by(mode: TorchFunctionMode) -> Iterator[None]:
+    """Let a function mode see the call of a custom Function in this thread as one function, as it sees torch's own.
+
+    It would see the operations within alone, which know nothing of the Function's backward.
+    """
+    original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+
+    def apply(function: type, *args: Any, **named: Any) -> Any:
+        plain = original.__get__(None, function)
+        if threading.get_ident() != thread or function.__module__.startswith(_KNOWN):
+            return plain(*args, **named)
+
+        def call(*args: Any, **named: Any) -> Any:
+            return plain(*args, **named)
+
+        call.__name__ = function.__name__
+        return mode.__torch_function__(call, (), args, named)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.torch_seams import disable_current_modes, is_transformed
 from samestep.models.spec import is_below
+from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import (
     Change,
     Container,
@@ -140,6 +141,7 @@ class FlowRecorder(TorchFunctionMode):
                     hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                     hooks.enter_context(part.register_forward_hook(leave, with_kwargs=True))
             hooks.enter_context(self)
+            hooks.enter_context(seen_by(self))
             self._is_active = True
             yield
             self._is_active = False

@@ -55,6 +55,7 @@ from samestep.tracing.crossings import (
     with_exact_crossings,
     with_slices_of,
 )
+from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import CannotPassError, Flow
 from samestep.tracing.trace import samples_traced
 from samestep.trees import tree_leaves, tree_map_only
@@ -243,7 +244,7 @@ class Stage(PartOfStep):
         start, stop = (boundary_at(self._layers, index, flow) for index in (layers.start, layers.stop))
         mode = StageForward(flow, start or 0, stop, self._mesh.device, receive, send)
         reporting = self._replace_modules(lambda path, _: Reporting(self._stand_ins[path], path, mode))
-        with reporting, self._weights.placed(flow, mode), mode:
+        with reporting, self._weights.placed(flow, mode), mode, seen_by(mode):
             outputs = call_model(self._model, samples)
         mode.finish()
         if layers.start > 0 and not is_forward_only():
