@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from samestep.datasets import process_states
-from samestep.datasets.process_states import put_back, states_of_process
+from samestep.datasets.process_states import marks_of_process, put_back, states_of_process
 
 
 @pytest.fixture(autouse=True)
@@ -43,15 +43,27 @@ def test_states_differ_where_something_was_drawn_and_go_back_to_the_number(
     for number in range(2 * seed):  # an odd number of normal ones leaves one that no word shows
         (np.random.randn, random.gauss)[number % 2](*(() if number % 2 == 0 else (0.0, 1.0)))
     for _ in range(3):
-        before = states_of_process()
+        before, marks = states_of_process(), marks_of_process()
         assert states_of_process() == before
+        assert marks_of_process() == marks
         found = draw()
-        after = states_of_process()
+        after, marks_after = states_of_process(), marks_of_process()
         assert after != before
+        assert marks_after != marks
         put_back(before)
         assert states_of_process() == before
+        assert marks_of_process() == marks
         assert draw() == found
         assert states_of_process() == after
+        assert marks_of_process() == marks_after
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda size: [random.random() for _ in range(size)], np.random.rand])
+def test_marks_differ_where_as_many_words_were_drawn_as_a_state_has(draw: Callable[[int], object]) -> None:
+    draw(1)
+    before = marks_of_process()
+    draw(624)
+    assert marks_of_process() != before
 
 
 def test_what_the_libraries_say_is_what_the_words_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,6 +59,26 @@ def taken(dataset: Squares, workers: int, first_step: int = 0) -> Iterator[tuple
         batch.read_ahead(1, RANKS, MICROBATCHES)
         for indices in batch.shares(1, RANKS, MICROBATCHES):
             yield batch, indices, batch.samples(indices)
+
+
+def test_one_slow_read_begins_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(read_ahead, "WORTH_A_THREAD_S", 1.0)
+    monkeypatch.setattr(read_ahead, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class Timed(Squares):
+        read_s = 0.0
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            clock[0] += self.read_s
+            return super().__getitem__(index)
+
+    dataset = Timed()
+    stream = taken(dataset, 0)
+    for dataset.read_s in (2.0, 0.0, 2.0, 0.0):
+        dataset.read_here.clear()
+        _, indices, _ = next(stream)
+        assert dataset.read_here == list(indices)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -4,6 +4,9 @@ They are compared several times in every step, and the libraries take 70 us to h
 numpy a dict. Both keep a Mersenne twister of 625 words in one place for their whole life, numpy's at an address that it publishes
 (`BitGenerator.ctypes`), so these words are copied instead, which takes 2 us with torch's. Where the words are not found at their
 place, as in an interpreter other than CPython, the libraries are asked.
+
+Within a step, where 13 KB a look would be read and written from outside the processor's cache, a few words of each state stand
+for it: the number of used words, which a draw counts up, and the first words, which are made anew once all are used.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +27,14 @@ _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _NUMPY: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]
 
 
-def _words_at(address: int) -> _Words:
-    return (ctypes.c_uint32 * (_STATE + 1)).from_address(address)
+_FEW = 4
+"""Words of a state that stand for it, besides the number of used ones."""
+_ENDS = 64
+"""Bytes at either end of torch's state that stand for it: a seed, counts and words; the normal numbers drawn and not given."""
+
+
+def _words_at(address: int, number: int = _STATE + 1) -> _Words:
+    return (ctypes.c_uint32 * number).from_address(address)
 
 
 def _python_words() -> _Words | None:
@@ -45,11 +55,13 @@ UNKNOWN = b"", True
 
 
 class _NumpyWords:
-    """The words of numpy's generator, and the normal number that it has drawn and not given, which is in no word."""
+    """Words of numpy's generator, and the normal number that it has drawn and not given, which is in no word."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
+        """Read the runs of words at these places: the first word and the number of words of each."""
+        self._places = places
         self._owner: object = None
-        self._words: _Words | None = None
+        self._words: list[_Words] | None = None
         self.known: tuple[bytes, bool] = UNKNOWN
         """The words when numpy was asked last, and whether it then held such a number: a draw that makes one moves the words."""
 
@@ -59,10 +71,11 @@ class _NumpyWords:
         if owner is not self._owner:
             is_twister = type(owner) is np.random.MT19937
             self._owner, self.known = owner, UNKNOWN
-            self._words = _words_at(owner.ctypes.state_address) if is_twister else None
+            at = owner.ctypes.state_address if is_twister else 0
+            self._words = [_words_at(at + 4 * first, number) for first, number in self._places] if is_twister else None
         if self._words is None:
             return _plain(_NUMPY.get_state(legacy=False))
-        now = bytes(self._words)
+        now = b"".join(self._words)
         if self.known == (now, False):
             return now
         state = _NUMPY.get_state(legacy=False)
@@ -71,7 +84,15 @@ class _NumpyWords:
 
 
 _PYTHON_WORDS = _python_words()
-_NUMPY_WORDS = _NumpyWords()
+_PYTHON_FEW = None if _PYTHON_WORDS is None else _words_at(ctypes.addressof(_PYTHON_WORDS), 1 + _FEW)
+_NUMPY_WORDS, _NUMPY_FEW = _NumpyWords([(0, _STATE + 1)]), _NumpyWords([(0, _FEW), (_STATE, 1)])
+
+
+def marks_of_process() -> tuple[Any, Any, Any]:
+    """Return a few words of each of the states that `states_of_process` gives, which are equal if nothing was drawn between."""
+    of_python = _PYTHON.getstate() if _PYTHON_FEW is None else (bytes(_PYTHON_FEW), _PYTHON.gauss_next)  # type: ignore[attr-defined]
+    of_torch = torch.default_generator.get_state().numpy()
+    return of_torch[:_ENDS].tobytes() + of_torch[-_ENDS:].tobytes(), of_python, _NUMPY_FEW.state()
 
 
 def states_of_process() -> tuple[Any, Any, Any]:
@@ -98,7 +119,7 @@ def put_back(before: tuple[Any, Any, Any]) -> None:
 
 def note_changes() -> None:
     """Ask numpy at the next look: after a state was set, equal words do not say that it holds no normal number."""
-    _NUMPY_WORDS.known = UNKNOWN
+    _NUMPY_WORDS.known = _NUMPY_FEW.known = UNKNOWN
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

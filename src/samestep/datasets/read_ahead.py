@@ -3,8 +3,9 @@
 The samples of a step are a function of (seed, step), so what a rank will read is known before it asks: the shares of this
 step's micro-batches, of the next step's, and so on. They are read in that order, a few ahead of the one in use:
 
-    run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more (before
-                            that, handing one over would take as long as reading it), unless reading draws from a generator
+    run.data_workers = 0    a thread reads the next two micro-batches, once two reads one after the other have taken a
+                            millisecond or more (a first one is slow by itself, and handing one over takes as long as a
+                            quick one), unless reading draws from a generator
                             of the process (`reading.py`): a forward meanwhile would be blamed for it;
                             and not in float64, whose forwards change the default dtype of the process
     run.data_workers = N    N processes read two micro-batches each, as torch's DataLoader distributes them
@@ -52,7 +53,9 @@ Read = Callable[[Wanted], Any]
 AHEAD = 2
 """Micro-batches that the thread, or each process, holds ready."""
 WORTH_A_THREAD_S = 1e-3
-"""Seconds that one read must take before a thread reads ahead."""
+"""Seconds that each of `SLOW_READS` must take before a thread reads ahead."""
+SLOW_READS = 2
+"""Reads one after the other that must be slow: the first one of a process is, and any one during which others run."""
 
 
 class ReadAhead:
@@ -75,6 +78,8 @@ class ReadAhead:
         self._coming = coming
         self._next: Wanted | None = next(coming, None)
         self._draws = draws
+        self._num_slow = 0
+        """The number of slow reads since the last quick one."""
         self._ready: _InThread | _InProcesses | None = None
         if num_workers:
             self._ready = _InProcesses(read, self._foreseen(), num_workers, pin)
@@ -97,8 +102,8 @@ class ReadAhead:
         self._next = next(self._coming, None)
         began = time.perf_counter()
         samples = self._read_here(wanted)
-        is_slow = time.perf_counter() - began >= WORTH_A_THREAD_S
-        if is_slow and self._threads and self._next is not None and not self._draws():
+        self._num_slow = self._num_slow + 1 if time.perf_counter() - began >= WORTH_A_THREAD_S else 0
+        if self._num_slow >= SLOW_READS and self._threads and self._next is not None and not self._draws():
             self._ready = _InThread(self._read_here, self._foreseen())
         return samples
 

@@ -5,7 +5,7 @@ from a generator of the process (torch on the CPU or the GPU, numpy, Python's `r
 weights in every layout, and no checkpoint holds the generators. samestep's own dropout draws from none of them. So
 their states are compared before and after each of these calls, at every step; reading samples is left out.
 
-Reading the states takes 2 us (`datasets/process_states.py`): up to four times a micro-batch and twice an update.
+Reading marks of the states takes 2 us (`datasets/process_states.py`): up to four times a micro-batch and twice an update.
 Generators that a module or a variable of the code holds are compared too, wherever there are any.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.datasets.process_states import states_of_process
+from samestep.datasets.process_states import marks_of_process
 from samestep.state.snapshot import Snapshot, state_of_generator
 
 
 def states_of(device: torch.device) -> tuple[object, ...]:
-    """Return the states of the process-wide generators; equal if nothing was drawn between."""
-    states = states_of_process()
+    """Return marks of the states of the process-wide generators; equal if nothing was drawn between."""
+    states = marks_of_process()
     if device.type != "cuda":
         return states
     of_gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -173,7 +173,7 @@ class Updater:
             return
         gradients = [piece.gradient() for piece in pieces] if sent is None else sent
         if factor != 1.0 and (sent is None or was_held_back):
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
         self._update(gradients, part=part)
 
     @torch.no_grad()
@@ -308,6 +308,11 @@ def _beside(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> dict[int, T
     """Return gradients where the values of their pieces are, by the ids of the pieces."""
     there = host_copies.beside(gradients, [piece.value for piece in pieces])
     return dict(zip(map(id, pieces), there, strict=True))
+
+
+def _as_tensor(factor: float, gradient: Tensor) -> Any:
+    """Return a factor on gradients: on a CPU as a tensor, since a number becomes one for each gradient; a GPU takes the number."""
+    return factor if gradient.is_cuda else torch.tensor(factor, dtype=gradient.dtype, device=gradient.device)
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -145,14 +145,14 @@ def _split(pieces: Sequence[Piece]) -> None:
 @contextmanager
 def _joined_masters(pieces: Sequence[Piece]) -> Iterator[None]:
     """Let pieces have their master values inside, joined where they are held in two halves."""
-    split = [(piece, *piece.split) for piece in pieces if piece.split is not None]
-    groups = {id(masters): masters for _, masters, _ in split}
+    split = [(piece.value, *piece.split) for piece in pieces if piece.split is not None]
+    groups = dict.fromkeys([masters for _, masters, _ in split])
     with ExitStack() as stack:
-        windows = {key: stack.enter_context(masters.joined()) for key, masters in groups.items()}
+        windows = {masters: stack.enter_context(masters.joined()) for masters in groups}
         try:
-            for piece, masters, index in split:
-                piece.value.data = windows[id(masters)][index]
+            for value, masters, index in split:
+                value.data = windows[masters][index]
             yield
         finally:
-            for piece, masters, index in split:
-                piece.value.data = masters.absent[index]
+            for value, masters, index in split:
+                value.data = masters.absent[index]

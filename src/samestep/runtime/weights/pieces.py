@@ -79,6 +79,8 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    if max(map(Tensor.numel, tensors)) < _ROW:
+        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
     norms: list[Tensor] = []
     rest: list[Tensor] = []
     for tensor in tensors:
@@ -92,7 +94,7 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
             rest.append(flat[whole:])
     if rest:
         norms.append(torch.stack(torch._foreach_norm(rest)))
-    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return torch.cat(norms).double().square().sum()
 
 
 def norm_of_pieces(

@@ -53,6 +53,8 @@ class SplitMasters:
         """The joined masters, whose memory is taken for an update alone."""
         self._windows: list[Tensor] = []
         """Its parts, made once, in the first update: until here the masters to split are in memory, too."""
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
+        """The parts with a weight that holds their upper halves, and these weights."""
         nothing = torch.full((1,), math.nan, dtype=torch.float32, device=weights[0].device)
         self.absent = [nothing.expand(weight.shape) for weight in weights]
         """Stand-ins for masters between two updates: what reads one gets no numbers, and nothing can write it."""
@@ -69,10 +71,12 @@ class SplitMasters:
         """Yield the masters, windows of one float32 buffer in the weights' shapes; when the context ends their new values are split."""
         self._take_memory()
         bits = self._buffer.view(torch.int32)
-        pairs = [(a, b) for a, b in zip(self._windows, self._weights, strict=True) if b is not None]
-        windows, weights = [window for window, _ in pairs], [weight for _, weight in pairs]
+        if self._pairs is None:
+            pairs = [(a, b) for a, b in zip(self._windows, self._weights, strict=True) if b is not None]
+            self._pairs = [window for window, _ in pairs], [weight for _, weight in pairs]
+        windows, weights = self._pairs
         with torch.no_grad():
-            if pairs:
+            if windows:
                 torch._foreach_copy_(windows, weights)
             bits.add_(self._remainders)
             bits[self._halfway] += 1
@@ -80,7 +84,7 @@ class SplitMasters:
             yield self._windows
         finally:
             with torch.no_grad():
-                if pairs:
+                if windows:
                     torch._foreach_copy_(weights, windows)
                 self._remainders.copy_(bits)  # the low half of each number
                 self._halfway = self._found(bits)
@@ -142,7 +146,7 @@ class SplitMasters:
     def release(self, index: int) -> Tensor:
         """Return the master of one weight, which from now on is held elsewhere."""
         master = self.of(index)
-        self._weights[index] = None
+        self._weights[index] = self._pairs = None
         return master
 
 
