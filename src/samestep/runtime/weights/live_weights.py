@@ -54,8 +54,12 @@ class CopiedWeights(UpdatedInPlace):
     """The targets of some pieces, at least one."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._targets = [piece.target for piece in pieces if piece.target is not None]
+        held = [(piece, piece.target) for piece in pieces if piece.target is not None]
+        held.sort(key=lambda one: not _is_small(one[1]))
+        self._pieces, self._targets = [piece for piece, _ in held], [target for _, target in held]
+        self._small = [target.view(-1) for target in self._targets if _is_small(target)]
+        """The first targets, whose squares are summed in one pass."""
+        self._numels = torch.tensor([target.numel() for target in self._small])
         self._early: Tensor | None = None
         self._early_there: Reading | None = None
         self._published = self._state()
@@ -132,7 +136,20 @@ class CopiedWeights(UpdatedInPlace):
         return [target._version for target in self._targets] != self._published[0]
 
     def _state(self) -> tuple[list[int], Tensor]:
-        """Return the versions and the norms of the targets: writing through `.data` leaves no version."""
-        wide = self._targets[0].dtype if self._targets[0].itemsize >= 4 else torch.float32
-        norms = torch.stack(torch._foreach_norm(self._targets, 2.0, wide))
-        return [target._version for target in self._targets], norms
+        """Return the versions and the norms of the targets, of small ones on a CPU their squares: writing through `.data` leaves no version."""
+        norms: list[Tensor] = []
+        if self._small:
+            squares = torch.cat(self._small).double().square_()
+            norms.append(torch.segment_reduce(squares, "sum", lengths=self._numels, unsafe=True))
+        if others := self._targets[len(self._small) :]:
+            wide = others[0].dtype if others[0].itemsize >= 4 else torch.float32
+            norms.append(torch.stack(torch._foreach_norm(others, 2.0, wide)))
+        return [target._version for target in self._targets], norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+_SMALL = 1024
+"""Elements up to which a call of torch takes a CPU longer than the norm that it computes."""
+
+
+def _is_small(target: Tensor) -> bool:
+    return target.device.type == "cpu" and target.numel() <= _SMALL and target.is_contiguous()

@@ -19,7 +19,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot
 from samestep.runtime.weights.gradient_codes import BucketCodes
 from samestep.runtime.weights.late_weights import LateWeights
 from samestep.runtime.weights.parameter_hooks import GradientHooks
@@ -42,53 +42,6 @@ from samestep.runtime.weights.pieces import Piece, norm_of_pieces, squared_norm
 from samestep.runtime.weights.replica_exchange import BucketExchange
 from samestep.runtime.weights.weight_store import Materialize
 from samestep.schedules import TaskKind
-
-
-@dataclass(slots=True)
-class _FlatBuffer:
-    """The buffers of one bucket on this rank."""
-
-    bucket: Bucket
-    gradients: Tensor
-    starts: list[Op]
-    """The collective issued when a backward has filled the bucket; at most one."""
-    finishes: list[Op]
-    """Collectives issued after the step's last backward."""
-    gathers: list[Op]
-    names: frozenset[str]
-    weights: Tensor | None = None
-    missing: set[str] = field(default_factory=set)
-    untouched: set[str] = field(default_factory=set)
-    work: dist.Work | None = None
-    chunk: Tensor | None = None
-    """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
-
-    @property
-    def remaining(self) -> Tensor:
-        """The gradients that this rank still has to reduce: its chunk, or all."""
-        return self.gradients if self.chunk is None else self.chunk
-
-    def zero_untouched(self) -> None:
-        """Set the gradients of weights that no sample used to zeros."""
-        for member in self.bucket.members:
-            if member.name in self.untouched:
-                self.gradients[member.offset : member.offset + member.numel].zero_()
-        self.untouched = set()
-
-    def holds(self, names: Set[str]) -> bool:
-        """Return whether the bucket has the gradient of one of some weights."""
-        return any(member.name in names for member in self.bucket.members)
-
-
-@dataclass(slots=True)
-class _GradientSlot:
-    """One parameter's place in a bucket's gradients."""
-
-    flat: _FlatBuffer
-    name: str
-    gradient: Tensor
-    is_postponed: bool
-    """Whether a W task adds to it, so that it is not whole before."""
 
 
 class _WholeWatch:
@@ -147,7 +100,7 @@ class Replicated:
 
     # -- setting up --------------------------------------------------------------------------------
 
-    def _flat(self, bucket: Bucket) -> _FlatBuffer:
+    def _flat(self, bucket: Bucket) -> FlatBuffer:
         step = self.program.step
         device = self.mesh.device
         bodies = self.program.bodies
@@ -157,7 +110,7 @@ class Replicated:
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
         gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
-        return _FlatBuffer(
+        return FlatBuffer(
             bucket=bucket,
             gradients=gradients,
             starts=[op for op in last if op.owner == bucket.name],
@@ -194,14 +147,14 @@ class Replicated:
                 self.pieces += self._pieces_of(spec.name, flat, member, param, value)
 
     def _pieces_of(
-        self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
+        self, name: str, flat: FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
     ) -> Iterator[Piece]:
         """Yield a parameter's pieces that this rank updates, and let its gradient be added to the bucket."""
         if flat is None or member is None:
             yield self._piece(name, 0, param.numel(), param, value, functools.partial(_gradient_or_zero, param))
             return
         gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
-        slot = _GradientSlot(flat, name, gradient, name in self._postponed)
+        slot = GradientSlot(flat, name, gradient, name in self._postponed)
         param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
@@ -247,6 +200,7 @@ class Replicated:
             param.grad = None
         self._unused = set(self.params)
         for flat in self._flats:
+            flat.forget_arrived()
             flat.missing, flat.untouched = set(flat.names), set(flat.names)
             flat.work = flat.chunk = None
         self.codes.begin_step()
@@ -270,6 +224,8 @@ class Replicated:
         self._starts = completes and task.body not in self._sending
         self._counts, self._left_out = counts, left_out
         yield
+        for flat in self._flats:
+            flat.take_in()
         if not self._flats and not is_forward(task.body):
             self._note_gradients()
         if completes:
@@ -300,7 +256,7 @@ class Replicated:
             self._start(self._flats[self._next])
             self._next += 1
 
-    def _start(self, flat: _FlatBuffer) -> None:
+    def _start(self, flat: FlatBuffer) -> None:
         flat.zero_untouched()
         for op in flat.starts:
             flat.work = self._send(flat, op, flat.gradients)
@@ -358,13 +314,13 @@ class Replicated:
         """The pieces that this rank updates."""
         return self.pieces
 
-    def _chunk_of(self, flat: _FlatBuffer) -> Tensor:
+    def _chunk_of(self, flat: FlatBuffer) -> Tensor:
         """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
         holding = flat.bucket.holding
         chunk = self.mesh.index(holding.data_axis) if holding.num_shards > 1 else 0
         return flat.gradients.chunk(holding.num_shards)[chunk]
 
-    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
+    def _send(self, flat: FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
         """Issue one collective on the bucket's buffer, or on this rank's part of it."""
         assert op.axis is not None
         if self.codes.sends(op):
@@ -394,7 +350,7 @@ class Replicated:
             total += squared_norm(mine, self.mesh.device) / (math.prod(map(self.mesh.size, repeated_over)) * copies)
         return total
 
-    def _norm_share(self, flat: _FlatBuffer, names: Set[str] | None) -> Iterator[Tensor]:
+    def _norm_share(self, flat: FlatBuffer, names: Set[str] | None) -> Iterator[Tensor]:
         """Yield the runs of a bucket's gradients, or of those of some weights, whose squares this rank adds up."""
         divided_over, _ = self.program.step.norm_axes(flat.bucket.holding)
         number, index = (self.mesh.size(divided_over), self.mesh.index(divided_over)) if divided_over else (1, 0)
@@ -461,7 +417,7 @@ def _start_collective(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> d
     return work
 
 
-def _wait(flat: _FlatBuffer) -> None:
+def _wait(flat: FlatBuffer) -> None:
     if flat.work is not None:
         flat.work.wait()
         flat.work = None
@@ -476,8 +432,9 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     return found
 
 
-def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
-    """Add a finished gradient to its bucket, and start the reduction of buckets that are complete.
+def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Tensor) -> None:
+    """Note a finished gradient, let its bucket take in those that have arrived once they are all, and start the reduction of
+    buckets that are complete.
 
     A strong reference from a tensor's hook to the store would never be collected.
     """
@@ -489,13 +446,16 @@ def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: T
     if found.is_sparse:
         found = found.to_dense()
     if found is not slot.gradient:
-        if name in flat.untouched:
-            slot.gradient.copy_(found)
-        else:
-            slot.gradient.add_(found)
-        # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
-        param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
-    flat.untouched.discard(name)
+        is_master = param.dtype == slot.gradient.dtype
+        if slot.found is not None and not is_master:  # it is used in two parts of one backward
+            flat.take_in()
+        if slot.found is None:
+            flat.arrived.append((slot, param))
+        slot.found = found  # in master precision the sum of all that has arrived
+        if not is_master:
+            param.grad = None
+        if len(flat.arrived) == len(flat.names):
+            flat.take_in()
     if held._counts and id(param) not in held._left_out:
         held._unused.discard(name)
     if held._last and (held._is_weight_task or not slot.is_postponed):
