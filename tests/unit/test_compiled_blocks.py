@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import samestep
@@ -16,6 +17,7 @@ from samestep.errors import JobError, LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime.axes.rank_crossings import RankCrossing, cross, share
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
@@ -46,6 +48,35 @@ class DrawsInItsOwnCode(Plain):
         super().__init__()
         for block in self.blocks:
             block.forward = lambda x, own=block.forward: torch.nn.functional.dropout(own(x), 0.3)
+
+
+class DrawsInMany(Plain):
+    """Blocks with masks of several kinds: of a module that is called twice, of channels, in place, and of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.dropout.p = 0.2
+            block.norm = nn.Sequential(block.dropout, block.norm, nn.AlphaDropout(0.1), nn.Dropout(0.1, inplace=True))
+            block.mix = Attends(block.mix)
+
+
+class Attends(nn.Module):
+    def __init__(self, mix: nn.Module) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = torch.nn.functional.dropout1d(self.mix(x), 0.1).unflatten(-1, (2, -1)).transpose(1, 2)
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1, is_causal=True)
+        return torch.nn.functional.dropout(attended.transpose(1, 2).flatten(2), p=0.1, training=self.training)
+
+
+class DrawsNumbers(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda x, own=block.forward: own(x) + 0.1 * torch.randn_like(x)
 
 
 class Hooked(Plain):
@@ -89,7 +120,7 @@ def test_equal_blocks_share_one_graph():
     run, said = stepped(Plain)
     assert run.assembly.model.compiled.compiler.num_graphs == 1
     assert len(said) == 1
-    assert said[0].startswith("run.compile: 3 blocks as 1 graph of aot_eager, compiled in ")
+    assert said[0].startswith("run.compile: 3 blocks as 1 graph of aot_eager, with 0 islands, compiled in ")
 
 
 def test_a_batch_of_another_size_is_said_to_compile_anew():
@@ -101,9 +132,19 @@ def test_a_batch_of_another_size_is_said_to_compile_anew():
     assert "2 graphs of aot_eager, 1 of them anew for other shapes or values" in said
 
 
-def test_a_block_that_draws_masks_itself_runs_uncompiled_and_says_so():
-    _, said = stepped(DrawsInItsOwnCode)
-    assert said == ["run.compile: blocks.0 and 2 more run uncompiled: it draws a dropout mask"]
+@pytest.mark.parametrize("model", [DrawsInItsOwnCode, DrawsInMany])
+def test_masks_of_graphs_are_those_of_code_that_is_not_compiled(model):
+    run, said = stepped(model)
+    assert len(said) == 1
+    assert said[0].startswith("run.compile: 3 blocks as 1 graph of aot_eager, with 0 islands, compiled in ")
+    plainly, _ = stepped(model, clipped("float32"))
+    pairs = zip(run.model.parameters(), plainly.model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_a_block_that_draws_numbers_runs_uncompiled_and_says_so():
+    _, said = stepped(DrawsNumbers)
+    assert said == ["run.compile: blocks.0 and 2 more run uncompiled: it draws random numbers"]
 
 
 def test_a_hook_within_a_block_runs_as_often_as_without():
@@ -114,6 +155,7 @@ def test_a_hook_within_a_block_runs_as_often_as_without():
     stepped(Hooked, clipped("float32"))
     assert with_graphs == len(Hooked.calls) > 0
     assert run.assembly.model.compiled.compiler.num_graphs > 1
+    assert run.assembly.model.compiled.num_breaks > 0
 
 
 def test_a_backend_that_fails_leaves_blocks_uncompiled_with_the_same_result(monkeypatch):
@@ -162,3 +204,58 @@ def test_layouts_that_work_within_a_block_are_refused_by_name(layout, works):
     spec = make_run(0, 1, "llama", "dp=1", clipped())._own.source.prepared.spec
     with pytest.raises(LayoutError, match=rf"run\.compile = 'blocks'.*{works}, and so does run\.compile = 'none'"):
         program_of(spec, JOB, Layout.parse(layout))
+
+
+# -- crossings -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The group of a process by itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.distributed_c10d.GroupMember.WORLD
+    dist.destroy_process_group()
+
+
+class _Written(nn.Module):
+    """Two crossings of one tensor, which is written in between or not."""
+
+    def __init__(self, first: RankCrossing, second: RankCrossing, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.second, self.write = first, second, write
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2.0
+        first = self.first(x) * 3.0
+        self.write(x)
+        return first + self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("write", "number"),
+    [
+        (lambda x: None, 1),
+        (lambda x: x.relu(), 1),
+        (lambda x: x.add_(1.0), 2),
+        (lambda x: x.view(-1).mul_(2.0), 2),
+        (lambda x: x.__setitem__(0, 1.0), 2),
+        (lambda x: torch.nn.functional.relu(x, inplace=True), 2),
+        (lambda x: torch.add(x, 1.0, out=x), 2),
+    ],
+)
+def test_crossings_of_one_tensor_are_one_in_a_graph_unless_it_is_written(write, number, alone):
+    crossings_ = [RankCrossing(name, alone, "gather", "scatter", lambda x: x, is_shared=True) for name in ("q", "k")]
+    kept: list[torch.fx.Graph] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        share(graph.graph)
+        kept.append(graph.graph)
+        graph.recompile()
+        return graph.forward
+
+    torch.compiler.allow_in_graph(cross)
+    module = _Written(*crossings_, write)
+    x = torch.arange(6.0, dtype=torch.float64).view(1, 2, 3)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(module, backend=keep)(x.clone()), module(x.clone()))
+    assert sum(node.target is cross for graph in kept for node in graph.nodes) == number

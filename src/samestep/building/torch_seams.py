@@ -19,6 +19,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
     profiler_runs                   _C._autograd._profiler_enabled             none: a second profiler ends the first without a word
     dynamo, current_compile_id      _dynamo, _guards                          torch.compiler, in part
+    num_graph_breaks                _dynamo.utils.counters                    torch._dynamo.explain, which runs the code
     flash_attention(_backward)      aten._scaled_dot_product_flash_...        none that returns the log-sum-exp
     default_store, names_of_groups  distributed_c10d                          none
     abandon_groups                  distributed_c10d                          none
@@ -80,6 +81,7 @@ __all__ = [
     "is_transformed",
     "names_of_groups",
     "num_dispatch_modes",
+    "num_graph_breaks",
     "pop_function_mode",
     "pop_function_mode_temporarily",
     "profiler_runs",
@@ -119,6 +121,11 @@ def dynamo() -> Any:
 def current_compile_id() -> Any:
     """Return the identity of the compilation that runs; None outside of one."""
     return torch._guards.CompileContext.current_compile_id()
+
+
+def num_graph_breaks() -> int:
+    """Return how often the compiler of this process has ended a graph in the middle of code so far."""
+    return sum(dynamo().utils.counters["graph_break"].values())
 
 
 def default_store() -> Any:
@@ -199,8 +206,11 @@ class DispatchMode(TorchDispatchMode):
 
 
 def disable_current_modes() -> AbstractContextManager[Any]:
-    """Return a context without the dispatch modes that are active, which costs nothing where there are none."""
-    return _disable_current_modes() if num_dispatch_modes() else nullcontext()
+    """Return a context without the dispatch modes that are active, but with those of a compiler that traces; it costs nothing where
+    there are none."""
+    if not num_dispatch_modes() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None:
+        return nullcontext()
+    return _disable_current_modes()
 
 
 def disable_compiler() -> AbstractContextManager[object]:

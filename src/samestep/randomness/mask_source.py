@@ -44,6 +44,15 @@ class MaskSource(TorchFunctionMode):
         """Return a function that makes parts of such a mask, at any time."""
         raise NotImplementedError
 
+    def drop_in_graph(
+        self, x: Tensor, shape: torch.Size, p: float, what: str, mask: tuple[str, int, int], entries: dict[str, int]
+    ) -> Tensor:
+        """Return the mask that a graph draws: of a module, the index of its call in the graph, and the draw.
+
+        `entries` has the number of calls of each module before the graph began, and is added to.
+        """
+        raise NotImplementedError
+
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
     ) -> Tensor:

@@ -39,6 +39,7 @@ from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness.drawing_modules import DRAWING_NOTHING, named_modules
+from samestep.randomness.graph_draws import report_uncompiled
 from samestep.randomness.mask_source import MaskSource
 from samestep.randomness.masks import (
     HashedPositions,
@@ -144,7 +145,7 @@ class _ModeTracker:
     draws_numbers: bool = False
     """Whether it has drawn random numbers besides masks."""
     in_graph: Set[nn.Module] = frozenset()
-    """Modules that get no hooks, since a graph contains their calls; they draw nothing."""
+    """Modules that get no hooks, since a graph contains their calls."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     hooks: list[RemovableHandle] = field(default_factory=list)
     known: KnownDraws = field(default_factory=KnownDraws)
@@ -183,7 +184,7 @@ def track_modules(model: nn.Module) -> None:
     """
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     for name, module in named_modules(model).items():
-        if module in tracker.in_graph or type(module) in DRAWING_NOTHING:
+        if type(module) in DRAWING_NOTHING or module in tracker.in_graph:
             continue
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
@@ -191,8 +192,12 @@ def track_modules(model: nn.Module) -> None:
 
 
 def leave_out(model: nn.Module, in_graph: Set[nn.Module]) -> None:
-    """Install no hooks on modules whose calls a graph contains."""
-    _TRACKERS.setdefault(model, _ModeTracker()).in_graph = in_graph
+    """Install no hooks on modules whose calls a graph contains, but report those that run uncompiled."""
+    tracker = _TRACKERS.setdefault(model, _ModeTracker())
+    tracker.in_graph = in_graph
+    for name, module in named_modules(model).items():
+        if module in in_graph and type(module) not in DRAWING_NOTHING:
+            report_uncompiled(module, *_reports(name, tracker, lambda: True))
 
 
 def untrack_modules(model: nn.Module) -> None:
@@ -207,20 +212,25 @@ def untrack_modules(model: nn.Module) -> None:
 
 def _hook(module: nn.Module, name: str, tracker: _ModeTracker) -> RemovableHandle:
     """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
-
     round_ = tracker.num_removed
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if tracker.modes and tracker.num_removed == round_:
-            tracker.modes[-1]._enter_module(name)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if tracker.modes and tracker.num_removed == round_:
-            tracker.modes[-1]._leave_module(name)
-
+    enter, leave = _reports(name, tracker, lambda: tracker.num_removed == round_)
     handle = module.register_forward_pre_hook(enter, prepend=True)
     tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
     return handle
+
+
+def _reports(name: str, tracker: _ModeTracker, is_on: Callable[[], bool]) -> tuple[Callable[..., None], ...]:
+    """Return the two functions that report the forwards of a module."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if tracker.modes and is_on():
+            tracker.modes[-1]._enter_module(name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if tracker.modes and is_on():
+            tracker.modes[-1]._leave_module(name)
+
+    return enter, leave
 
 
 class DropoutMode(MaskSource):
@@ -332,6 +342,29 @@ class DropoutMode(MaskSource):
             ModelError: as `drop` does.
         """
         return self._mask_bits(x, shape, p, what).dropped_part
+
+    def drop_in_graph(
+        self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
+    ) -> Tensor:
+        """Return the mask that a graph draws: of a module, the index of its call in the graph, and the draw."""
+        name, call, draw = mask
+        if not 0.0 <= p <= 1.0:
+            raise ModelError(f"{name}: {what} with probability {p}; it is between 0 and 1")
+        frame = next((frame for frame in reversed(self._frames) if frame.name == name), None)
+        if frame is not None:
+            entry = frame.entry
+        else:  # a graph contains its calls, which no hook counts
+            entry = entries.setdefault(name, self._entries.get(name, 0)) + call
+            self._entries[name] = max(self._entries.get(name, 0), entry + 1)
+        self.num_draws += 1
+        key, rows = (name, entry, draw), self._tracker.rows
+        if key not in rows and any(owner == name for owner, _, _ in rows):
+            raise ModelError(
+                f'{name}: its graph draws {what} {key[1:]}, which the trace did not: run.compile = "none" works'
+            )
+        bits = self._arranged(key, rows.get(key, IN_ORDER), shape, x.device, what, p)
+        # A compiler may write into the memory of a result; that of known masks is shared.
+        return bits.dropped().clone() if bits.mask is not None else bits.dropped().contiguous()
 
     def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DrawBits:
         """Count a mask of the innermost module; return the inputs of its hashed bits."""

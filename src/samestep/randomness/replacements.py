@@ -173,3 +173,9 @@ def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 HANDLERS = _handlers()
 """The replacement of each function that a mode intercepts."""
+DROPPING = frozenset(
+    function
+    for function, handler in HANDLERS.items()
+    if handler is _attention or handler.__qualname__.startswith((_functional.__name__, _native.__name__))
+)
+"""The functions whose replacement draws one mask."""

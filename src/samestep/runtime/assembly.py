@@ -47,6 +47,7 @@ from samestep.runtime.axes import (
     context,
     exchanging_calls,
     expert,
+    folded_hooks,
     forward_state,
     host_weights,
     precision,
@@ -274,7 +275,7 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
         twin.apply(traced, program, mesh)
     slicing = context.slicing_of(model, program, mesh)
     norms = batch_norm.BatchNorms(model, program, mesh)
-    precision.fold_casts(model, program)
+    folded_hooks.fold(model, program)
     compiled = compile_blocks(traced, program, decided.job.run)
     dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)

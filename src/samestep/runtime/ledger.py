@@ -36,6 +36,8 @@ OWN_GROUPS = ("cp", "dp", f"dp{BESIDE}", f"dp_replicate{BESIDE}")
 """Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
 LINK = "link of "
 """What describes the group of a link between two stages, before the ranks of all stages: their messages are one list."""
+SENDING: dict[str, Callable[..., Any]] = {}
+"""The functions that carry out our own operations that communicate, in graphs of a compiler, by the operations' names."""
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
 
 
@@ -105,12 +107,15 @@ class Ledger(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled blocks run compiled: nothing in a graph communicates."""
+        """Let compiled blocks run compiled: what communicates in a graph is an operation of ours, which is looked into."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "samestep" and (carry_out := SENDING.get(func._schema.name)) is not None:
+            with self:
+                return carry_out(*args)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "profiler":
             self._record_label(func, args)

@@ -63,7 +63,8 @@ def apply(program: Program) -> Program:
                 sums = sums_of.get(op.layer, [])
                 joins, split = _whole_parts(program.step, layers[op.layer])
                 tensor_sums = [part for part in sums if part.kind not in _EXCHANGES and part.owner not in joins]
-                last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
+                repeats_all = layers[op.layer].repeats_last_sum or _is_one_graph(program.step, layers[op.layer])
+                last = None if repeats_all or not tensor_sums else tensor_sums[-1]
                 # The backward of a gathered output sends nothing: what it asks for next, its module has saved.
                 sends = last is not None and last.kind is not OpKind.ALL_GATHER
                 owners = {last.owner} if sends and last else set()
@@ -76,6 +77,11 @@ def apply(program: Program) -> Program:
                 yield op
 
     return program.with_bodies(rewrite)
+
+
+def _is_one_graph(step: StepSpec, layer: LayerSpec) -> bool:
+    """Return whether a block runs as one graph, of which a repeated forward repeats all, before its backward begins."""
+    return step.compiles_blocks and not layer.dispatches
 
 
 def _whole_parts(step: StepSpec, layer: LayerSpec) -> tuple[tuple[str, ...], str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.attention.attention_spec import AttentionSpec
-from samestep.building.torch_seams import disable_current_modes
+from samestep.building.torch_seams import disable_current_modes, num_dispatch_modes
 
 BLOCK_ELEMENTS = 2**24
 """Elements of the weights of a block, of all samples and heads."""
@@ -409,10 +409,11 @@ def _positions(runs: Runs, device: torch.device) -> Tensor:
 def _future(queries: Runs, keys: Runs, device: torch.device) -> Tensor:
     """Return which keys come after each query, bool [b, b]."""
     key = (queries, keys, device)
-    if key in _FUTURES:
+    if key in _FUTURES and not num_dispatch_modes():  # a compiler that traces makes its own
         return _FUTURES[key]
     future = _positions(queries, device)[:, None] < _positions(keys, device)
-    if future.numel() <= KEPT_ELEMENTS and device.type != "meta" and len(_FUTURES) < _MOST_MASKS:
+    is_kept = future.numel() <= KEPT_ELEMENTS and device.type != "meta" and not num_dispatch_modes()
+    if is_kept and len(_FUTURES) < _MOST_MASKS:
         _FUTURES[key] = future
     return future
 
@@ -424,12 +425,14 @@ _FUTURES: dict[tuple[Runs, Runs, torch.device], Tensor] = {}
 def _future_scores(num_queries: int, num_keys: int, like: Tensor) -> Tensor:
     """Return scores of which those of later keys are -inf and the others 0, in the dtype of a tensor."""
     key = (num_queries, num_keys, like.dtype, like.device)
-    if key not in _FUTURE_SCORES:
+    if key in _FUTURE_SCORES and not num_dispatch_modes():
+        return _FUTURE_SCORES[key]
+    hidden = torch.full((num_queries, num_keys), -math.inf, dtype=like.dtype, device=like.device).triu(1)
+    if not num_dispatch_modes():
         if len(_FUTURE_SCORES) >= _MOST_MASKS:
             _FUTURE_SCORES.clear()
-        hidden = torch.full((num_queries, num_keys), -math.inf, dtype=like.dtype, device=like.device)
-        _FUTURE_SCORES[key] = hidden.triu(1)
-    return _FUTURE_SCORES[key]
+        _FUTURE_SCORES[key] = hidden
+    return hidden
 
 
 _FUTURE_SCORES: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
@@ -516,6 +519,8 @@ def _multiplied(first: Tensor, second: Tensor, times: float) -> Tensor:
 def _nothing(like: Tensor) -> Tensor:
     """Return a zero to which products are added."""
     key = (like.dtype, like.device)
+    if num_dispatch_modes():
+        return torch.zeros(1, dtype=like.dtype, device=like.device)
     if key not in _NOTHING:
         _NOTHING[key] = torch.zeros(1, dtype=like.dtype, device=like.device)
     return _NOTHING[key]

@@ -1,16 +1,17 @@
 """Blocks that run as graphs of `torch.compile` (`run.compile = "blocks"`): what is computed, and where, stays as it is.
 
 The forward of each block of this rank is replaced by its compiled form. Its hooks are not, so what a layout does around a
-block (gather weights, receive, cast, count calls) stands outside of the graph. Inside a block, a module with hooks of its own
+block (gather weights, receive, count calls) stands outside of the graph. What it does inside is in the graph: casts, and the
+crossings of `tp` (`rank_crossings.py`). A module in a block with hooks of the user's own
 is an island: a call of it leaves the graph, its hooks run in Python, and its forward is a graph again if it has children.
 
 ```
-block     graph ───┐              ┌── graph ──┐             ┌── graph        equal blocks share their graphs
-island             └► attention ──┘           └► down_proj ─┘
-                      hooks, graph               hooks, one kernel           tp=2
+block     graph ───┐              ┌── graph         equal blocks share their graphs
+island             └► attention ──┘
+                      hooks, graph
 ```
-Modules that draw dropout masks are islands without a graph: a mask is a function of the module that draws it, which a graph
-does not know; and so are experts, whose shapes depend on values. A graph holds no function mode of dropout either.
+Dropout masks come from an operation of the graph (`graph_draws.py`). Modules that draw other random numbers, or masks that are too
+large to be kept, are islands without a graph; and so are experts, whose shapes depend on values. A graph holds no function mode of dropout.
 
 Graphs are for training forwards. Without gradients (held-out loss, samples, the canary) the same modules run as they are,
 and so they do while they are searched for one at fault. What the compiler cannot take runs uncompiled, and a line says why.
@@ -19,6 +20,7 @@ and so they do while they are searched for one at fault. What the compiler canno
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Set
@@ -33,19 +35,24 @@ from torch.overrides import (
 
 from samestep.building.attention import by_document
 from samestep.building.attention.by_document import attend_each
+from samestep.building.attention.formula import BLOCK_ELEMENTS
 from samestep.building.torch_seams import (
     current_compile_id,
     current_function_mode,
     current_function_modes,
     dynamo,
+    num_graph_breaks,
     pop_function_mode,
     push_function_mode,
 )
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
+from samestep.models.spec import MaskSpec
 from samestep.program.program import Program
+from samestep.randomness import graph_draws
 from samestep.randomness.mask_source import MaskSource
+from samestep.runtime.axes import rank_crossings
 
 _ISLAND = "samestep keeps it outside of the graph"
 _CHANGES = 8
@@ -64,6 +71,8 @@ class _Compiler:
         self._backends: dict[Structure, Callable[..., Any]] = {}
         self.running = ""
         """The path of the module whose graph runs."""
+        self.modules: dict[int, str] = {}
+        """The paths of the modules in it, by their `id`."""
         self.num_graphs = self.num_again = 0
         """All graphs, and those of code that had been compiled before."""
         self.uncompiled: dict[str, str] = {}
@@ -75,12 +84,17 @@ class _Compiler:
         return self._backends.setdefault(structure, functools.partial(self._compile))
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Compile one graph; where the backend cannot, return a function that runs its operations one by one."""
+        """Compile one graph, in which crossings of one tensor are one; where the backend cannot, return a function that runs its operations one by one."""
         backend = dynamo().lookup_backend(self.name)
         compilation = current_compile_id()
         code = None if compilation is None else compilation.frame_id
         self.num_again += code in self._codes
         self._codes.add(code)
+        rank_crossings.share(graph.graph)
+        unnamed = graph_draws.replace_dropouts(graph.graph, self.modules)
+        if unnamed:
+            raise dynamo().exc.TorchDynamoException(unnamed)
+        graph.recompile()
         try:
             with warnings.catch_warnings():  # torch's code warns when inductor imports it to compile
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -106,11 +120,17 @@ class CompiledBlocks:
         self.seconds = 0.0
         """The time of all calls in which something was compiled."""
         self._num_reported = (0, 0)
+        self._breaks_before = num_graph_breaks() if backend else 0
         self._is_off = False
         self._num_islands = 0
         """Calls that have left a graph."""
         self._aside: list[TorchFunctionMode] = []
         """The function modes that were active when the innermost graph was entered."""
+
+    @property
+    def num_breaks(self) -> int:
+        """The places where a graph ended in the middle of a block, counted once for all blocks that share it."""
+        return max(num_graph_breaks() - self._breaks_before, 0) if self.compiler.name else 0
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -138,7 +158,7 @@ class CompiledBlocks:
             again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
             lines.append(
                 f"run.compile: {_pluralise(self.num_blocks, 'block')} as {_pluralise(made.num_graphs, 'graph')} of {made.name}"
-                f"{again}, compiled in {self.seconds:.1f} s"
+                f"{again}, with {_pluralise(self.num_breaks, 'island')}, compiled in {self.seconds:.1f} s"
             )
         reasons: dict[str, list[str]] = {}
         for path, reason in [*made.uncompiled.items()][left:]:
@@ -150,8 +170,10 @@ class CompiledBlocks:
 
     # -- a call ------------------------------------------------------------------------------------
 
-    def compiled(self, path: str, forward: Callable[..., Any], structure: Structure) -> Callable[..., Any]:
+    def compiled(self, path: str, module: nn.Module, structure: Structure) -> Callable[..., Any]:
         """Return a function that runs a module's forward as a graph, which modules of one structure may share."""
+        forward = module.forward
+        names = {id(inner): name for name, inner in module.named_modules()}
         graph = torch.compile(forward, backend=self.compiler.backend_for(structure))
         compiler = self.compiler
 
@@ -161,10 +183,12 @@ class CompiledBlocks:
             modes = current_function_modes()
             if any(isinstance(mode, MaskSource) and mode.sees_all for mode in modes):
                 return forward(*args, **kwargs)
-            outer, compiler.running = compiler.running, path
+            source = next((mode for mode in modes if isinstance(mode, MaskSource)), None)
+            outer, compiler.running = (compiler.running, compiler.modules), path
+            compiler.modules = names
             began, graphs, islands = time.perf_counter(), compiler.num_graphs, self._num_islands
             try:
-                with self._without_masks(modes):
+                with self._without_masks(modes), graph_draws.running(path, source):
                     return graph(*args, **kwargs)
             except dynamo().exc.TorchDynamoException as error:
                 reason = f"it cannot be compiled: {_first_line(error)}"
@@ -173,8 +197,8 @@ class CompiledBlocks:
                 compiler.uncompiled[path] = reason
                 return forward(*args, **kwargs)
             finally:
-                compiler.running = outer
-                if not outer and compiler.num_graphs > graphs:
+                compiler.running, compiler.modules = outer
+                if not outer[0] and compiler.num_graphs > graphs:
                     self.seconds += time.perf_counter() - began
 
         return call
@@ -254,11 +278,14 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     warnings.filterwarnings(
         "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
+    torch.compiler.allow_in_graph(rank_crossings.cross)
     by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
     blocks = CompiledBlocks(settings.compile_backend)
     model = traced.module
     experts = traced.analysis.experts.counts
-    uncompiled = {mask.owner: f"it draws {mask.name}" for mask in program.step.model.masks}
+    uncompiled = {
+        mask.owner: reason for mask in program.step.model.masks if (reason := _kept_out(mask, model, program))
+    }
     uncompiled |= dict.fromkeys(experts, "its shapes depend on values")
     units = {path for unit in program.units for path in unit.modules}
     in_graph: set[nn.Module] = set()
@@ -268,7 +295,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         """Compile a module's forward, but for the islands in it."""
         seen.add(module)
         structure = (type(module), *inside(path, module))
-        module.forward = blocks.compiled(path, module.forward, structure)
+        module.forward = blocks.compiled(path, module, structure)
 
     def inside(path: str, module: nn.Module) -> Iterator[object]:
         """Add the modules in a module to its graph, or turn them into islands; yield the properties that distinguish
@@ -301,9 +328,22 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     return blocks
 
 
+def _kept_out(mask: MaskSpec, model: nn.Module, program: Program) -> str:
+    """Return why the module that draws this runs uncompiled; nothing where a graph can draw it.
+
+    A graph keeps whole masks for its backward, and an attention's may be larger than all else that it keeps.
+    """
+    is_large = math.prod(mask.shape) * program.step.microbatch_samples > BLOCK_ELEMENTS
+    if mask.is_numbers or (is_large and not isinstance(model.get_submodule(mask.owner), nn.Dropout)):
+        return f"it draws {'a large mask of dropout' if is_large else mask.name}"
+    return ""
+
+
 def _allow_more_graphs(number: int) -> None:
-    """Raise the limits of the compiler, which also count the compilations of earlier runs of this process."""
+    """Raise the limits of the compiler, which also count the compilations of earlier runs of this process; let it take numbers of a
+    module, such as the probability of a dropout, as constants, also where another module has had others."""
     config = dynamo().config
+    config.specialize_float = True
     config.recompile_limit += number
     config.accumulated_recompile_limit += number
 

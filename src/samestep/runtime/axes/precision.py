@@ -24,6 +24,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import NumericsTable
 from samestep.program.program import Program
 from samestep.runtime.axes import fused_norms
+from samestep.runtime.axes.folded_hooks import after_forward, before_forward
 from samestep.tracing.checkpointed import Contexts
 from samestep.trees import map_tensors
 
@@ -91,7 +92,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
             return None  # most often
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
-    _register(module, cast)
+    before_forward(module, cast)
 
 
 def _compute_in(
@@ -131,7 +132,9 @@ def _compute_in(
         dtype_given = given.pop() if given else None
         return cast_floating(output, dtype_given) if dtype_given and output is not None else None
 
-    _register(module, before, after)
+    before_forward(module, before)
+    # always_call: a recomputed forward ends with an exception once it has what backward needs.
+    after_forward(module, after, always_call=True)
 
 
 def _call_fused(module: nn.Module, fused: tuple[fused_norms.Call, torch.dtype]) -> None:
@@ -149,72 +152,6 @@ def _is_alone_in(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
     """Return whether a norm is given one tensor and nothing else, and has it and its weight in this dtype."""
     x = args[0] if len(args) == 1 and not kwargs else None
     return isinstance(x, Tensor) and x.dtype == module.weight.dtype == dtype
-
-
-_MARK = "casts_for_precision"
-
-
-def _register(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
-    """Install the hooks of a module that cast, marked as such."""
-    setattr(before, _MARK, True)
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    if after is not None:
-        setattr(after, _MARK, True)
-        # always_call: a recomputed forward ends with an exception once it has what backward needs.
-        module.register_forward_hook(after, always_call=True)
-
-
-def fold_casts(model: nn.Module, program: Program) -> None:
-    """Fold the casts of each module into its forward, unless other hooks run around it too.
-
-    A hook costs the host several microseconds a call, and hooks have numbers that differ from block to block, so a compiler would
-    compile each block anew. Call it when the axes have put their hooks on the modules. A head whose logits are computed in
-    chunks keeps its hooks: its forward is replaced in each step.
-    """
-    head = program.step.model.layers[-1].head if program.step.layout.loss_chunk is not None else None
-    for path, module in model.named_modules():
-        if head is not None and path == head.owner:
-            continue
-        before, after = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
-        if not before or not all(hasattr(hook, _MARK) for hook in (*before, *after)):
-            continue
-        for held in (
-            module._forward_pre_hooks,
-            module._forward_pre_hooks_with_kwargs,
-            module._forward_hooks,
-            module._forward_hooks_always_called,
-        ):
-            held.clear()
-        module.forward = MethodType(_casting(module, before, after), module)
-
-
-def _casting(
-    module: nn.Module, before: list[Callable[..., Any]], after: list[Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Return a module's forward with its casts, as a function of the module, so that a copy of it runs with its own weights."""
-    forward, given = type(module).forward, vars(module).get("forward")
-    if isinstance(given, MethodType) and given.__self__ is module:
-        forward, given = given.__func__, None
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for hook in before:
-            changed = hook(module, args, kwargs)
-            if changed is not None:
-                args, kwargs = changed
-        return forward(module, *args, **kwargs) if given is None else given(*args, **kwargs)
-
-    def island(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = None
-        try:
-            output = call(module, *args, **kwargs)
-        finally:
-            for hook in after:
-                changed = hook(module, args, output)
-                if changed is not None:
-                    output = changed
-        return output
-
-    return island if after else call
 
 
 def _relist(module: nn.Module) -> None:

@@ -26,6 +26,8 @@ from samestep.independence.sequence_boundaries import state_of, with_first, with
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
+from samestep.runtime.axes.folded_hooks import after_forward, before_forward
+from samestep.runtime.axes.rank_crossings import RankCrossing
 from samestep.runtime.axes.weight_gradients import Postponed, postpone_weights, separable
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
@@ -55,13 +57,13 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
                 postpone_weights(model.get_submodule(linear), gathered.postponed_gradients_of, facts)
         for part in traced.analysis.sequence_parts[path]:
             module = model.get_submodule(part)
-            once = functools.partial(joined if part in whole_parts else gathered, part)
-            module.register_forward_pre_hook(
-                functools.partial(_gather_given, once, facts), with_kwargs=True, prepend=True
-            )
-            if part in whole_parts:
+            is_whole = part in whole_parts
+            once = functools.partial(joined if is_whole else gathered, part)
+            crossing = RankCrossing(part, group, "gather", "own" if is_whole else "scatter", once, is_shared=True)
+            before_forward(module, functools.partial(_gather_given, crossing, facts), prepend=True)
+            if is_whole:
                 own = functools.partial(_split, group=group, owner=part)
-                module.register_forward_hook(functools.partial(_leave, own))
+                after_forward(module, functools.partial(_leave, RankCrossing(part, group, "own", "gather", own)))
     join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
 
@@ -121,6 +123,11 @@ def gather(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[
     Meanwhile the backward calls `meanwhile`. Collective over `group`, in the backward too, see [Note: collective calls].
     """
     return apply_move_overlapping(x, group, owner, _all_gathered, _reduce_scattering, meanwhile)
+
+
+def scattering(group: dist.ProcessGroup, owner: str) -> RankCrossing:
+    """Return the crossing of a row-cut module's output."""
+    return RankCrossing(owner, group, "scatter", "gather", functools.partial(scatter, group=group, owner=owner))
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

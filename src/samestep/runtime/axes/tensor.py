@@ -39,6 +39,8 @@ from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
 from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
+from samestep.runtime.axes.folded_hooks import after_forward, before_forward
+from samestep.runtime.axes.rank_crossings import RankCrossing
 from samestep.runtime.axes.weight_gradients import postpone_weights, separable
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
@@ -64,8 +66,13 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     copies = sequence.Shared(copy, group)
     # A product's own result is summed in place, unless selective recompute keeps it as it is.
     overwrites = program.step.layout.recompute != "selective"
-    whole = _Boundaries(copies, functools.partial(_reduce_output, group, overwrites))
-    within = _Boundaries(lambda _, x: x, lambda _, path, x: sequence.scatter(x, group, path))
+    whole = _Boundaries(
+        lambda path: RankCrossing(path, group, "keep", "sum", functools.partial(copies, path), is_shared=True),
+        lambda module, path: RankCrossing(
+            path, group, "sum", "keep", functools.partial(_reduce_output, group, overwrites, module, path)
+        ),
+    )
+    within = _Boundaries(None, lambda _, path: sequence.scattering(group, path))
     by_columns = {path for path, style in analysis.cut_styles.items() if style not in ("row", "sum")}
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
     cuts_sequence = functools.partial(_cuts_sequence, program)
@@ -76,14 +83,13 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
                 style = "gather"
             boundaries = within if cuts_sequence(path) else whole
             if path not in analysis.copied:
-                boundaries = replace(boundaries, enter=lambda _, x: x)
+                boundaries = replace(boundaries, entering=None)
             if path in shared:
                 _around_shared(module, path, mesh, boundaries, shared[path])
             else:
                 _AROUND[style](module, path, mesh, boundaries, facts)
     for path in sorted(analysis.copied - by_columns):
-        enter = functools.partial((within if cuts_sequence(path) else whole).enter, path)
-        model.get_submodule(path).register_forward_pre_hook(functools.partial(_enter, enter))
+        _enter(model.get_submodule(path), path, within if cuts_sequence(path) else whole)
     for path in separable(program.step):
         if not cuts_sequence(path):
             postpone_weights(model.get_submodule(path), copies.postponed_gradients_of, facts)
@@ -102,16 +108,20 @@ def _cuts_sequence(program: Program, path: str) -> bool:
     return is_within and not any(is_below(path, part) for layer in layers for part in layer.whole_parts)
 
 
-def _enter(enter: Callable[[Tensor], Tensor], _: nn.Module, args: Any) -> Any:
-    return enter(args[0]), *args[1:]
-
-
 @dataclass(frozen=True, slots=True)
 class _Boundaries:
-    """The functions for a cut module's input and output; under sequence parallelism the part around it has gathered."""
+    """Functions that make the crossings of a cut module's input and output."""
 
-    enter: Callable[[str, Tensor], Tensor]
-    leave: Callable[[nn.Module, str, Tensor], Tensor]
+    entering: Callable[[str], RankCrossing] | None
+    """None where the input does not cross: under sequence parallelism the part around the module has gathered it."""
+    leaving: Callable[[nn.Module, str], RankCrossing]
+
+
+def _enter(module: nn.Module, path: str, boundaries: _Boundaries) -> None:
+    """Let the first argument of a module cross."""
+    if boundaries.entering is not None:
+        crossing = boundaries.entering(path)
+        before_forward(module, lambda _, args, kwargs: ((crossing(args[0]), *args[1:]), kwargs))
 
 
 def _reduce_output(group: dist.ProcessGroup, overwrites: bool, module: nn.Module, path: str, x: Tensor) -> Tensor:
@@ -120,44 +130,46 @@ def _reduce_output(group: dist.ProcessGroup, overwrites: bool, module: nn.Module
 
 
 def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
-    module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
+    _enter(module, path, boundaries)
 
 
 def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, heads: int) -> None:
     """Make a projection compute the one head of keys or values that this rank's queries need, from the whole weight."""
     assert isinstance(module, nn.Linear)
     index = mesh.index("tp") * heads // mesh.size("tp")
-    module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
+    _enter(module, path, boundaries)
     _replace_weights(module, lambda param: param.chunk(heads)[index])
 
 
 def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
     _around_column(module, path, mesh, boundaries, facts)
     group = mesh.groups["tp"]
-    module.register_forward_hook(lambda _, args, output: gather_last(output, group, path), prepend=True)
+    gathered = RankCrossing(path, group, "gather_last", "own_last", lambda x: gather_last(x, group, path))
+    after_forward(module, lambda _, args, output: gathered(output), prepend=True)
 
 
 def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
     """Hold the bias back while the module runs, and add it once to the sum."""
     held: list[Tensor | None] = []
+    leave = boundaries.leaving(module, path)
 
-    def before(_: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         bias = module._parameters.get("bias")
         held.append(bias)
         # GPT-2's linear layers need a bias.
         none = bias.new_zeros(()) if facts.is_transposed(module) and bias is not None else None
         module._parameters["bias"] = none  # type: ignore[assignment]
 
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
         bias = held.pop()
         module._parameters["bias"] = bias  # type: ignore[assignment]
         if output is None:
             return None
-        total = boundaries.leave(module, path, output)
+        total = leave(output)
         return total if bias is None else total + bias
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True, prepend=True)
+    before_forward(module, before)
+    after_forward(module, after, always_call=True, prepend=True)
 
 
 def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -172,36 +184,37 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundar
         own = module.padding_idx - first
         module.padding_idx = own if 0 <= own < size else None
     elsewhere: list[Tensor] = []
+    leave = boundaries.leaving(module, path)
 
-    def before(_: nn.Module, args: Any) -> Any:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         tokens = args[0] - first
         elsewhere.append((tokens < 0) | (tokens >= size))
-        return (tokens.masked_fill(elsewhere[-1], 0), *args[1:])
+        return (tokens.masked_fill(elsewhere[-1], 0), *args[1:]), kwargs
 
     def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return boundaries.leave(module, path, output.masked_fill(elsewhere.pop()[..., None], 0.0))
+        return leave(output.masked_fill(elsewhere.pop()[..., None], 0.0))
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, prepend=True)
+    before_forward(module, before)
+    after_forward(module, after, prepend=True)
 
 
 def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) -> None:
     """Make a module compute with a function of its weights, evaluated in each forward."""
     held: dict[str, nn.Parameter | None] = {}
 
-    def before(_: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         for name, param in list(module._parameters.items()):
             if param is not None:
                 held[name] = param
                 module._parameters[name] = used(param)  # type: ignore[assignment]
 
-    def after(_: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Any, output: Any) -> None:
         for name, param in held.items():
             module._parameters[name] = param
         held.clear()
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True, prepend=True)
+    before_forward(module, before)
+    after_forward(module, after, always_call=True, prepend=True)
 
 
 _AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries, FamilyFacts], None]] = {

@@ -93,6 +93,9 @@ def postpone_weights(
     forward, is_transposed = module.forward, facts.is_transposed(module)
 
     def call(*args: Tensor, **named: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # one backward of a graph makes all gradients
+            compiled: Tensor = forward(*args, **named)
+            return compiled
         weight, bias = module.weight, module.bias
         (x,) = (*args, *named.values())
         assert isinstance(weight, Tensor)

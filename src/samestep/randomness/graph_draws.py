@@ -1,0 +1,149 @@
+"""Dropout masks in graphs of `torch.compile`.
+
+A graph is made once and runs in each step, for all blocks that are equal, so a mask is no constant of it. Where code that was
+traced calls a dropout, the graph calls the same replacement as a `DropoutMode` does, with its mask from an operation:
+
+    graph      drop_mask(shape, p, within, call, draw)  ─►  masked_fill, mul, the products of an attention: kernels of the compiler
+    run        within + path of the block = module      ─►  the mode of the forward that runs: the mask of (module, entry, draw)
+
+`within` is the path of the module that draws in the block, `call` counts its calls in the graph, and `draw` the masks of a call.
+The backward keeps the mask, as it does without a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.building.attention import AttentionCall, DropPart
+from samestep.randomness.mask_source import MaskSource
+from samestep.randomness.replacements import DROPPING, HANDLERS
+
+
+@dataclass(slots=True)
+class _GraphRun:
+    """The block whose graph runs, and the mode of its forward."""
+
+    path: str
+    source: MaskSource
+    entries: dict[str, int] = field(default_factory=dict)
+    """The number of calls of each module before the graph began."""
+
+
+_RUNNING: list[_GraphRun] = []
+"""The graphs that run, innermost last."""
+
+
+@contextmanager
+def running(path: str, source: MaskSource | None) -> Iterator[None]:
+    """Let the graph of a module take its masks from a source, inside."""
+    if source is None:
+        yield
+        return
+    _RUNNING.append(_GraphRun(path, source))
+    try:
+        yield
+    finally:
+        _RUNNING.pop()
+
+
+def report_uncompiled(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+    """Let the forward of a module whose calls a graph contains be reported where it runs uncompiled, by functions that are hooks of
+    other modules: hooks would be part of the graph."""
+    own = vars(module).get("forward")
+    if isinstance(own, MethodType) and own.__self__ is module:
+        forward, takes_module = own.__func__, True
+    else:
+        forward, takes_module = own or type(module).forward, own is None
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = (module, *args) if takes_module else args
+        if torch.compiler.is_compiling():
+            return forward(*given, **kwargs)
+        enter(module, args)
+        try:
+            return forward(*given, **kwargs)
+        finally:
+            leave(module, args, None)
+
+    module.forward = MethodType(call, module)
+
+
+@dataclass(frozen=True, slots=True)
+class _GraphSource:
+    """The source of the one mask of a call of a dropout in a graph."""
+
+    within: str
+    call: int
+    draw: int
+
+    def drop(self, x: Tensor, shape: Sequence[int], p: float, what: str) -> Tensor:
+        """Return the operation's result, bool [shape]."""
+        mask: Tensor = torch.ops.samestep.drop_mask(x, list(shape), p, self.within, self.call, self.draw, what)
+        return mask
+
+    def drop_part(self, x: Tensor, shape: Sequence[int], p: float, what: str) -> DropPart:
+        """Return a function that returns parts of it."""
+        drop = self.drop(x, shape, p, what)
+        return lambda start, stop, num_keys: drop[..., start:stop, :num_keys]
+
+    def refuse(self, reason: str) -> Exception:
+        """Return the error that refuses a call."""
+        return _RUNNING[-1].source.refuse(reason) if _RUNNING else ValueError(reason)
+
+
+def replace_dropouts(graph: torch.fx.Graph, names: Mapping[int, str]) -> str:
+    """Replace the dropouts of a traced block, whose modules have these paths in it by their `id`; return why that is not possible,
+    or nothing."""
+    draws: dict[tuple[str, str], int] = {}
+    calls: dict[str, list[tuple[str, str]]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in DROPPING:
+            continue
+        p = _probability(node.target, node.args, node.kwargs)
+        if p == 0:
+            continue
+        stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+        key = next(reversed(stack))  # the `id` of the innermost module, and the number of its call
+        module, _, _ = key.partition("@")
+        within = "" if not key else names.get(int(module) if module.isdigit() else 0)
+        if within is None or isinstance(p, torch.fx.Node):
+            return f"it is not seen which module calls {node.target.__name__} with which probability"
+        one = (key, stack[key][0])  # a module that has two names in a block is called by one of them
+        draw = draws[one] = draws.get(one, -1) + 1
+        mine = calls.setdefault(within, [])
+        if one not in mine:
+            mine.append(one)
+        node.target = functools.partial(HANDLERS[node.target], _GraphSource(within, mine.index(one), draw), node.target)
+    return ""
+
+
+def _probability(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the probability with which a call of a dropout drops; 0 where it does not train."""
+    if function is F.scaled_dot_product_attention:
+        return AttentionCall(*args, **kwargs).dropout_p
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
+    is_training = given.get("training", given.get("train", True))
+    return given.get("p", 0.5) if is_training else 0
+
+
+def _mask(x: Tensor, shape: Sequence[int], p: float, within: str, call: int, draw: int, what: str) -> Tensor:
+    run = _RUNNING[-1]
+    name = ".".join(filter(None, (run.path, within)))
+    return run.source.drop_in_graph(x, torch.Size(shape), p, what, (name, call, draw), run.entries)
+
+
+_LIBRARY = torch.library.Library("samestep", "FRAGMENT")
+_LIBRARY.define("drop_mask(Tensor x, SymInt[] shape, float p, str within, int call, int draw, str what) -> Tensor")
+_LIBRARY.impl("drop_mask", _mask, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "samestep::drop_mask", lambda x, shape, *_: x.new_empty(shape, dtype=torch.bool), lib=_LIBRARY
+)
