@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.building.attention import AttentionCall, DocumentMask, formula
+from samestep.building.attention import AttentionCall, AttentionSpec, DocumentMask, attend, formula
 from samestep.program.ring_visits import SlicePlacement
 from samestep.runtime.axes.ring_attention import Ring
 from tests.pool import pool
@@ -125,3 +125,54 @@ def test_scores_of_some_queries_at_a_time_are_those_of_all() -> None:
     case = "bias", 12, 2, WIDTH, torch.float64
     for ours, theirs in zip(joined(pool(3).run(in_blocks, *case), 12, False), whole(*case), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+FORMS = ("softcap", "sinks", "sinks and window", "softcap, window and documents", "window of all", "everything")
+
+
+def form_of(form: str, length: int, dtype: torch.dtype) -> AttentionSpec:
+    """A form of attention that code writes out; sinks take a gradient."""
+    tokens = torch.arange(length)
+    has_all = form == "everything"
+    sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64).to(dtype).requires_grad_()
+    documents = (tokens[None, :] > torch.tensor([[2], [length // 2]])).long()
+    return AttentionSpec(
+        causal=form != "window of all",
+        window=None if "window" not in form and not has_all else 4,
+        documents=documents if "documents" in form or has_all else None,
+        softcap=1.5 if "softcap" in form or has_all else None,
+        sinks=sinks if "sinks" in form or has_all else None,
+        scale=0.4,
+    )
+
+
+def of_form(rank: int, world: int, form: str, may_split: bool, dtype: torch.dtype) -> list[Tensor]:
+    """This rank's output and log-sum-exps, and the gradients of its queries, keys and values, and of sinks the summand."""
+    given, gradient, _ = numbers("full", 12, 2, WIDTH, dtype)
+    spec = form_of(form, 12, dtype)
+    placement = SlicePlacement.of(12, world, may_split=may_split)
+    mine = (
+        torch.cat([torch.arange(run.start, run.stop) for run in placement.runs(rank)])
+        if world > 1
+        else torch.arange(12)
+    )
+    parts = [one.detach()[:, :, mine].requires_grad_() for one in given]
+    group = dist.group.WORLD
+    ring = None if group is None or world == 1 else Ring(placement, rank, group, "block.key_value")
+    output, lse = attend(*parts, spec, across=ring)
+    output.backward(gradient[:, :, mine])
+    found = [output.detach(), lse.unsqueeze(-1), *(one.grad for one in parts)]
+    return [*found, spec.sinks.grad] if spec.sinks is not None else found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_caps_sinks_and_windows_around_a_ring_are_those_of_one_device(form: str) -> None:
+    whole = of_form(0, 1, form, False, torch.float64)
+    for may_split in (False, True):
+        parts = pool(3).run(of_form, form, may_split, torch.float64)
+        placement = SlicePlacement.of(12, len(parts), may_split=may_split)
+        order = torch.tensor([token for rank in range(len(parts)) for run in placement.runs(rank) for token in run])
+        found = [torch.cat([part[index] for part in parts], 2)[:, :, order.argsort()] for index in range(5)]
+        found += [sum(part[5] for part in parts)] if len(whole) > 5 else []
+        for ours, theirs in zip(found, whole, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
