@@ -27,7 +27,7 @@ from samestep.schedules import DEFAULT, SCHEDULES
 Recompute = Literal["none", "selective", "full"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
-TokenExchange = Literal["auto", "heads", "ring"]
+TokenExchange = Literal["auto", "heads", "ring", "hybrid"]
 
 
 MOST_RANKS = 2**20
@@ -64,8 +64,8 @@ class Layout:
     sequence_parallel: bool = False
     cp: int = degree()
     exchange: TokenExchange = "auto"
-    """How attention sees all tokens under `cp`: by heads for tokens, or by keys and values that pass around a ring. `auto` exchanges
-    heads where the degree divides them, and is a ring elsewhere."""
+    """How attention sees all tokens under `cp`: by heads for tokens, by keys and values that pass around a ring, or by heads
+    among neighbours and a ring of such groups. `auto` exchanges heads where the degree divides them, and is a ring elsewhere."""
     pp: int = degree()
     ep: int = degree()
     schedule: str = DEFAULT

@@ -22,7 +22,7 @@ from samestep.program.ring_visits import SlicePlacement, source_at, visit
 from samestep.simulation.cost import seconds
 from samestep.simulation.layer_memory import saved_bytes
 from samestep.strategies import program_of
-from samestep.strategies.context import exchange_of, placement_of
+from samestep.strategies.context import attention_ranks, exchange_of, placement_of
 from tests.laws.models import LAW, MACHINES
 
 HEADS, LENGTH, WIDTH = 8, 64, 16
@@ -156,7 +156,7 @@ def test_the_word_is_read_and_written() -> None:
     assert str(layout) == "dp=1 tp=2 cp=2 exchange=ring"
     assert Layout.parse(str(layout)) == layout
     assert str(Layout.parse("cp=2")) == "dp=1 cp=2"
-    with pytest.raises(LayoutError, match="exchange=rings is none of auto, heads, ring"):
+    with pytest.raises(LayoutError, match="exchange=rings is none of auto, heads, ring, hybrid"):
         Layout.parse("cp=2 exchange=rings")
 
 
@@ -204,3 +204,46 @@ def test_a_shift_is_hidden_by_the_attention_beside_it(where: str) -> None:
         assert exposed < alone or alone == 0.0
     else:
         assert exposed == alone
+
+
+@LAW
+@given(
+    heads=st.sampled_from([1, 2, 3, 4]),
+    ring=st.sampled_from([1, 2, 3, 4]),
+    part=st.integers(1, 4),
+    may_split=st.booleans(),
+)
+def test_ranks_of_a_group_hold_equal_parts_of_what_a_rank_of_the_ring_has(
+    heads: int, ring: int, part: int, may_split: bool
+) -> None:
+    placement = SlicePlacement.of(2 * heads * ring * part, heads * ring, may_split=may_split, heads=heads)
+    held = [[token for run in placement.runs(rank) for token in run] for rank in range(placement.degree)]
+    assert sorted(token for tokens in held for token in tokens) == [*range(placement.length)]
+    assert {len(tokens) for tokens in held} == {placement.size}
+    for group in range(ring):
+        together = [token for tokens in held[group * heads : (group + 1) * heads] for token in tokens]
+        assert together == [token for run in placement.ring.runs(group) for token in run]
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_node", "found"),
+    [
+        ("cp=8", 8, (8, 1)),
+        ("cp=16 exchange=hybrid", 8, (8, 2)),
+        ("cp=16 exchange=hybrid", 4, (4, 4)),
+        ("cp=8 tp=2 exchange=hybrid", 8, (4, 2)),
+    ],
+)
+def test_heads_are_exchanged_within_a_node(layout: str, per_node: int, found: tuple[int, int]) -> None:
+    ranks = attention_ranks(model(), Layout.parse(layout), per_node)
+    assert ranks[:2] == found
+
+
+def test_a_hybrid_sends_two_messages_of_heads_and_those_of_its_ring() -> None:
+    made = program("cp=8 exchange=hybrid dp=1 tp=2")
+    kinds = Counter((op.kind, op.axis) for _, op in made.ops() if op.axis in ("cp_heads4", "cp_ring4", "cp"))
+    # forward and backward of three blocks; of keys and values one shift there, one back, and two of their gradients
+    assert kinds == {(OpKind.ALL_TO_ALL, "cp_heads4"): 2 * 2 * 3, (OpKind.SHIFT, "cp_ring4"): (1 + 1 + 2) * 3}
+    assert made.axes["cp_heads4"] * made.axes["cp_ring4"] == made.axes["cp"] == 8
+    with pytest.raises(LayoutError, match="no number of ranks between 1 and 2 divides .* exchange=ring works"):
+        program("cp=2 exchange=hybrid")

@@ -119,7 +119,7 @@ class Hybrids(Attentive):
         self.blocks = nn.ModuleList(Hybrid() for _ in range(4))
 
 
-MODELS_OF_ALL |= {"hybrid": Hybrids}
+MODELS_OF_ALL |= {"hybrid": Hybrids, "attentive_of_eight": lambda: Attentive(heads=8)}
 GATHERED = [
     ("cp=2", "hybrid"),
     ("cp=2 exchange=ring zero=3 recompute=full", "hybrid"),
@@ -127,6 +127,19 @@ GATHERED = [
     ("cp=2 zero=1 recompute=selective microbatch=4", "dropping_gpt2_eager"),
     ("tp=2 cp=2 zero=2", "dropping_gpt2_eager"),
 ]
+
+
+HYBRID = [
+    ("cp=4 exchange=hybrid", "deep_qwen3"),
+    ("cp=4 exchange=hybrid recompute=full microbatch=4", "dropping_llama"),
+    ("cp=4 exchange=hybrid zero=3 recompute=selective", "hybrid"),
+    ("tp=2 cp=4 exchange=hybrid zero=1", "attentive_of_eight"),
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), HYBRID)
+def test_groups_that_exchange_heads_around_a_ring_compute_what_one_device_computes(layout: str, model: str) -> None:
+    prove(layout, model)
 
 
 @pytest.mark.parametrize(("layout", "model"), GATHERED)

@@ -40,7 +40,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.step import MOST_MICROBATCHES
 from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import sequence
-from samestep.strategies.context import exchange_of
+from samestep.strategies.context import divisors_by_heads, exchange_of
 from samestep.strategies.pipeline import num_starts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -120,9 +120,13 @@ def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> 
 
 
 def ring_of(split: Layout, model: ModelSpec) -> tuple[Layout, ...]:
-    """Return the layout with a ring in the place of exchanged heads; none where it is a ring already."""
-    may_differ = split.cp > 1 and exchange_of(model, split) == "heads"
-    return (split.but(exchange="ring"),) if may_differ else ()
+    """Return the layout with a ring in the place of exchanged heads, or with heads exchanged within groups around a ring where it is a
+    ring already; none where neither is another layout."""
+    if split.cp == 1:
+        return ()
+    if exchange_of(model, split) == "heads":
+        return (split.but(exchange="ring"),)
+    return (split.but(exchange="hybrid"),) if split.exchange == "auto" and divisors_by_heads(model, split) else ()
 
 
 def splits(degrees: Layout) -> Iterator[Layout]:
@@ -224,8 +228,8 @@ def _choices(split: Layout, model: ModelSpec) -> Iterator[tuple[Words, ...]]:
     yield ({"offload": True},)
     if split.tp > 1:
         yield ({"sequence_parallel": True},)
-    if ring_of(split, model):
-        yield ({"exchange": "ring"},)
+    if found := ring_of(split, model):
+        yield tuple({"exchange": one.exchange} for one in found)
     if split.pp > 1:
         yield tuple(schedule_words(one) for one in SCHEDULES if one != DEFAULT)
 

@@ -49,6 +49,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "cp zero=2": {"cp": 2, "dp_shard": 1, "zero": 2},
     "cp zero=3": {"cp": 2, "dp_shard": 1, "zero": 3},
     "exchange=ring": {"cp": 2, "exchange": "ring"},
+    "exchange=hybrid": {"cp": 4, "exchange": "hybrid"},
     "ep": {"dp_replicate": 2, "ep": 2},
     "pp": {"pp": 2},
     **{one: {"pp": 2, **schedule_words(one)} for one in SCHEDULES if one != DEFAULT},

@@ -9,6 +9,7 @@ pp  dp                      cp     model  ranks with other samples, and with oth
 pp  dp_cp                          model  all ranks whose gradients of one weight are summed
 pp  dp_outer  dp_expert     ep     model  the innermost data axis divided by `ep`: neighbours hold different experts
 pp  dp_inter  dp_intra             model  nodes, and the data ranks within a node
+pp  dp        cp_ring2  cp_heads2  model  groups of 2 ranks of `cp`, and the ranks within one; so for each divisor
 ```
 `tp` stands for all model axes that the layout declares; together they are `model`, the ranks that work on the same tokens.
 An axis is a size and a stride, the distance between neighbours; the rest follows: coordinate = rank // stride % size.
@@ -141,6 +142,8 @@ def _ranks_of(
     for order in orders:
         if math.prod(order.values()) == world_size:  # not so where nodes are not filled, or a degree will be refused
             axes |= _strides(order)
+    for part in (part for part in range(2, cp) if cp % part == 0):
+        axes |= _strides({"pp": pp, "dp": dp, f"cp_ring{part}": cp // part, f"cp_heads{part}": part, "model": model})
     return Ranks(world_size, axes | {f"{axis}{BESIDE}": axes[axis] for axis in _OVERTAKEN if axis in axes})
 
 

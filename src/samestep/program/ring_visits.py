@@ -21,6 +21,9 @@ Then each visit other than the first is one rectangle without a mask, of half of
 
     keys of an earlier rank    their head run is in the past of all queries, their tail run in the future of all
     keys of a later rank       all of them are in the past of the tail run, and in the future of the head run
+
+Where neighbours exchange heads and a ring connects such groups (Fang and Zhao 2024, arXiv:2405.07719), a group takes the place of a
+rank above, and its ranks hold equal parts of what it has, one behind the other.
 """
 
 from __future__ import annotations
@@ -36,11 +39,19 @@ class SlicePlacement(NamedTuple):
     degree: int
     is_head_tail: bool = False
     """Whether a rank holds a run from the head and one from the tail of the sequence, instead of one run."""
+    heads: int = 1
+    """Neighbours that exchange heads: each has an equal part of what a rank of the ring would have."""
 
     @classmethod
-    def of(cls, length: int, degree: int, *, may_split: bool) -> SlicePlacement:
-        """Return the placement of a sequence, in two runs for each rank where these may be split and divide it."""
-        return cls(length, degree, may_split and degree > 1 and length % (2 * degree) == 0)
+    def of(cls, length: int, degree: int, *, may_split: bool, heads: int = 1) -> SlicePlacement:
+        """Return the placement of a sequence, in two runs for each rank of the ring where these may be split and divide it."""
+        ring = degree // heads
+        return cls(length, degree, may_split and ring > 1 and length % (2 * ring) == 0, heads)
+
+    @property
+    def ring(self) -> SlicePlacement:
+        """The placement among the groups of neighbours that exchange heads."""
+        return SlicePlacement(self.length, self.degree // self.heads, self.is_head_tail)
 
     @property
     def size(self) -> int:
@@ -49,10 +60,23 @@ class SlicePlacement(NamedTuple):
 
     def runs(self, rank: int) -> tuple[range, ...]:
         """Return the tokens of a rank, in increasing order."""
+        if self.heads > 1:
+            first = rank % self.heads * self.size
+            return cut_runs(self.ring.runs(rank // self.heads), first, first + self.size)
         if not self.is_head_tail:
             return (range(rank * self.size, (rank + 1) * self.size),)
         half, last = self.size // 2, 2 * self.degree - 1 - rank
         return range(rank * half, (rank + 1) * half), range(last * half, (last + 1) * half)
+
+
+def cut_runs(runs: tuple[range, ...], low: int, high: int) -> tuple[range, ...]:
+    """Return the tokens at the positions from `low` up to `high` of what some runs hold."""
+    found, start = [], 0
+    for run in runs:
+        part = run[max(low - start, 0) : max(high - start, 0)]
+        found += [part] if part else []
+        start += len(run)
+    return tuple(found)
 
 
 class RingVisit(NamedTuple):

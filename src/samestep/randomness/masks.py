@@ -56,12 +56,16 @@ class MaskSlice:
     """Whether tensors between blocks hold an interval of the tokens, cut by tp."""
     cp: int = 1
     cp_index: int = 0
+    cp_heads: int = 1
+    """Ranks of `cp` that exchange heads where others pass keys around a ring: inside an attention they cut both."""
     _found: dict[tuple[Any, ...], MaskCuts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: ModelSpec, tp: tuple[int, int], cp: tuple[int, int], *, cuts_sequence: bool) -> MaskSlice | None:
+    def of(
+        cls, model: ModelSpec, tp: tuple[int, int], cp: tuple[int, int], *, cuts_sequence: bool, cp_heads: int = 1
+    ) -> MaskSlice | None:
         """Return the part of a rank whose degree and index on tp and cp are given; None where no axis cuts a mask."""
-        return cls(model, *tp, cuts_sequence, *cp) if tp[0] * cp[0] > 1 else None
+        return cls(model, *tp, cuts_sequence, *cp, cp_heads) if tp[0] * cp[0] > 1 else None
 
     def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
         """Return the dimensions of one sample's mask that are cut on this rank, where the mask has this `shape`.
@@ -94,7 +98,9 @@ class MaskSlice:
         parts = self.degree * self.cp
         if is_sequence and whole[1] == shape[1] * parts and len(whole) == len(shape):
             return ((1, parts, self.cp_index * self.degree + self.index),)
-        for dim in differs if len(whole) == len(shape) else []:
+        if self.cp_heads > 1 and len(differs) == 2 and len(whole) == len(shape):
+            found += self._cut_by_groups(differs, whole, shape)
+        for dim in differs if len(whole) == len(shape) and not found else []:
             run = self._cut_by_axis(mask[0], whole[dim], shape[dim], unused)
             found += [] if run is None else [(dim, *run)]
         if found and len(found) == len(differs):
@@ -105,6 +111,20 @@ class MaskSlice:
             f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank; a "
             f"tensor where they have a dimension of their own works, and so does {one}"
         )
+
+    def _cut_by_groups(self, dims: list[int], whole: tuple[int, ...], shape: tuple[int, ...]) -> list[MaskCut]:
+        """Return the cuts of heads and queries of an attention that groups of ranks share; nothing where these do not fit."""
+        (heads, tokens), ring = dims, self.cp // self.cp_heads
+        if not whole[tokens] == shape[tokens] * ring == self.model.length:
+            return []
+        for tp, index in ((self.degree, self.index), (1, 0)):
+            if whole[heads] == shape[heads] * tp * self.cp_heads:
+                group = self.cp_index % self.cp_heads
+                return [
+                    (heads, tp * self.cp_heads, index * self.cp_heads + group),
+                    (tokens, ring, self.cp_index // self.cp_heads),
+                ]
+        return []
 
     def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
         """Return the number of intervals of a dimension, and this rank's index; None where no unused axis cuts it."""

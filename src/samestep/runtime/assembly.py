@@ -355,7 +355,9 @@ def _prepare_model(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes, stor
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, written, program),
         dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
-        mask_part=MaskSlice.of(spec, tp, cp, cuts_sequence=program.step.layout.sequence_parallel),
+        mask_part=MaskSlice.of(
+            spec, tp, cp, cuts_sequence=program.step.layout.sequence_parallel, cp_heads=cut.slicing.heads
+        ),
         given=dict(traced.blueprint.given),
         gathered=traced.analysis.gathered if mesh.size("tp") > 1 else {},
     )

@@ -34,6 +34,7 @@ _KINDS = {
 }
 OWN_GROUPS = ("cp", "dp", f"dp{BESIDE}", f"dp_replicate{BESIDE}")
 """Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
+_PARTS_OF_CP = "cp_"
 LINK = "link of "
 """What describes the group of a link between two stages, before the ranks of all stages: their messages are one list."""
 SENDING: dict[str, Callable[..., Any]] = {}
@@ -149,17 +150,22 @@ class Ledger(DispatchMode):
         self.rows.setdefault(key, []).append(row)
 
 
+def has_own_group(axis: str) -> bool:
+    """Return whether an axis has a process group of its own: one of `OWN_GROUPS`, or a part of `cp`."""
+    return axis in OWN_GROUPS or axis.startswith(_PARTS_OF_CP)
+
+
 def _name_of(group: dist.ProcessGroup) -> str:
     """Return the name of a group in the form that `Mesh.group_of` uses."""
     if group.group_desc.startswith(LINK):
         return group.group_desc.removeprefix(LINK)
     ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
-    return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
+    return f"{ranks} {group.group_desc}" if has_own_group(group.group_desc) else ranks
 
 
 def _is_shift(group: dist.ProcessGroup, args: tuple[Any, ...]) -> bool:
     """Return whether an all_to_all over `cp` sends to one rank alone, and receives from one alone."""
-    if group.group_desc != "cp":
+    if group.group_desc != "cp" and not group.group_desc.startswith(_PARTS_OF_CP):
         return False
     splits = [arg for arg in args if isinstance(arg, list) and arg and all(isinstance(size, int) for size in arg)]
     return len(splits) == 2 and all(sum(map(bool, sizes)) == 1 for sizes in splits)

@@ -21,10 +21,11 @@ more data axis (`Layout`).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from samestep.layout import Layout
 from samestep.models.layer_spec import Exchange, LayerSpec, Product
@@ -81,7 +82,13 @@ def refusal(step: StepSpec) -> str | None:
 def _refuse_degree(model: ModelSpec, layout: Layout) -> str | None:
     """Return why the degree of `cp` does not divide the tokens of the model, or the heads that are exchanged."""
     degree, by_heads = layout.cp, _most_by_heads(model, layout.tp)
-    is_ring = exchange_of(model, layout) == "ring"
+    is_ring = exchange_of(model, layout) != "heads"
+    if layout.exchange == "hybrid" and not divisors_by_heads(model, layout):
+        counts = " and ".join(map(str, sorted(_query_heads(model, layout.tp))))
+        return (
+            f"cp={degree} exchange=hybrid: no number of ranks between 1 and {degree} divides both {degree} and the {counts or 0} heads "
+            "of a rank, as groups that exchange heads need; exchange=ring works"
+        )
     most = model.length if is_ring else by_heads
     if most % degree == 0 and model.length // degree >= LEAST_TOKENS:
         return None
@@ -97,14 +104,49 @@ def _refuse_degree(model: ModelSpec, layout: Layout) -> str | None:
     return f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}"
 
 
-def exchange_of(model: ModelSpec, layout: Layout) -> Literal["heads", "ring"]:
+def exchange_of(model: ModelSpec, layout: Layout) -> Literal["heads", "ring", "hybrid"]:
     """Return how the attentions of a model see all tokens: as the layout says, or by heads where the degree divides them."""
     if layout.exchange != "auto":
         return layout.exchange
     return "ring" if _most_by_heads(model, layout.tp) % layout.cp else "heads"
 
 
-def placement_of(model: ModelSpec, layout: Layout, length: int) -> SlicePlacement:
+class AttentionRanks(NamedTuple):
+    """How the ranks of `cp` share an attention: groups of neighbours that exchange heads, and a ring of such groups."""
+
+    heads: int
+    """Ranks of a group."""
+    ring: int
+    """Groups."""
+    heads_axis: str = AXIS
+    ring_axis: str = AXIS
+
+
+def attention_ranks(model: ModelSpec, layout: Layout, ranks_per_node: int | None) -> AttentionRanks:
+    """Return how the ranks of `cp` share an attention.
+
+    Groups of `exchange=hybrid` have as many ranks as heads allow within a node, or the fewest where none fits one.
+    """
+    exchange, degree = exchange_of(model, layout), layout.cp
+    if exchange != "hybrid":
+        return AttentionRanks(degree, 1) if exchange == "heads" else AttentionRanks(1, degree)
+    found = divisors_by_heads(model, layout) or [1]
+    inside = [one for one in found if ranks_per_node is None or one * layout.model_ranks <= ranks_per_node]
+    heads = max(inside, default=found[0])
+    return AttentionRanks(heads, degree // heads, f"cp_heads{heads}", f"cp_ring{heads}")
+
+
+def divisors_by_heads(model: ModelSpec, layout: Layout) -> list[int]:
+    """Return the numbers of ranks, fewer than those of `cp`, that divide these and the heads of each attention."""
+    counts = _query_heads(model, layout.tp)
+    return [
+        one
+        for one in range(2, layout.cp)
+        if layout.cp % one == 0 and counts and all(count % one == 0 for count in counts)
+    ]
+
+
+def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: int | None = None) -> SlicePlacement:
     """Return which tokens of a sequence of this length each rank of `cp` holds.
 
     They are from its head and its tail where a ring computes causal attentions. Masks of dropped elements are drawn for one run
@@ -113,8 +155,9 @@ def placement_of(model: ModelSpec, layout: Layout, length: int) -> SlicePlacemen
     is_causal = any(
         one.factors == "causal" for layer in model.layers for one in layer.products if not layer.is_gathered(one.owner)
     )
-    may_split = is_causal and exchange_of(model, layout) == "ring" and not model.masks
-    return SlicePlacement.of(length, layout.cp, may_split=may_split)
+    ranks = attention_ranks(model, layout, ranks_per_node)
+    may_split = is_causal and ranks.ring > 1 and not model.masks
+    return SlicePlacement.of(length, layout.cp, may_split=may_split, heads=ranks.heads if ranks.ring > 1 else 1)
 
 
 def _most_by_heads(model: ModelSpec, tp: int) -> int:
@@ -132,12 +175,13 @@ def _looks_on_slices(model: ModelSpec) -> str:
 def apply(program: Program) -> Program:
     """Return the program of a rank's slice of the blocks and the head, with the all_to_alls of each attention."""
     step = program.step
-    placement = placement_of(step.model, step.layout, step.model.length)
-    by_ring = exchange_of(step.model, step.layout) == "ring"
-    local = step.but(model=slice_model(step.model, placement, by_ring))
-    axes = {**program.axes, AXIS: step.layout.cp}
+    ranks = attention_ranks(step.model, step.layout, step.ranks_per_node)
+    placement = placement_of(step.model, step.layout, step.model.length, step.ranks_per_node)
+    local = step.but(model=slice_model(step.model, placement, ranks.ring > 1))
+    axes = {**program.axes, AXIS: step.layout.cp, ranks.heads_axis: ranks.heads, ranks.ring_axis: ranks.ring}
+    axes[AXIS] = step.layout.cp
     return replace(program, step=local).with_bodies(
-        lambda key, ops: tuple(_slice_ops(key, ops, local, by_ring)), axes=axes
+        lambda key, ops: tuple(_slice_ops(key, ops, local, ranks)), axes=axes
     )
 
 
@@ -160,11 +204,12 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
 
     With contiguous slices the rank with the last tokens computes nearly all pairs of a causal attention, and the others wait.
     """
-    degree = placement.degree
+    degree, hops, heads = placement.degree, placement.ring.degree - 1, placement.heads
     products = tuple(
         replace(
             one,
-            rows=-(-one.rows // degree),
+            rows=-(-one.rows // placement.ring.degree),
+            count=-(-one.count // heads),
             factors=one.factors if placement.is_head_tail else "attention",
             within=one.within if placement.is_head_tail else 1.0,
         )
@@ -172,10 +217,9 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
         else mine
         for one, mine in zip(whole.products, sliced.products, strict=True)
     )
-    kept = [
-        -(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept
-    ]  # sent by an exchange of heads alone
-    cut = [-(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept and one.is_cut]
+    # What `sliced_by` counts twice is sent by an exchange of heads alone.
+    kept = [-(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept and heads == 1]
+    cut = [-(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept and one.is_cut and heads == 1]
     passing, passing_cut = (
         RING_BUFFERS
         * sum(
@@ -188,7 +232,7 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
     # Every further hop adds to the sums of all queries.
     added, added_cut = (
         SUMS_MOVED
-        * (degree - 1)
+        * hops
         * sum(
             one.elements // degree for one in whole.sliced_exchanges if one.role == "output" and one.is_cut >= cut_only
         )
@@ -199,8 +243,7 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
         products=products,
         moved_elements=sliced.moved_elements + added,
         moved_cut_elements=sliced.moved_cut_elements + added_cut,
-        kernels=sliced.kernels
-        + SUM_KERNELS * (degree - 1) * sum(one.role == "output" for one in whole.sliced_exchanges),
+        kernels=sliced.kernels + SUM_KERNELS * hops * sum(one.role == "output" for one in whole.sliced_exchanges),
         saved_elements=sliced.saved_elements - sum(kept),
         saved_cut_elements=sliced.saved_cut_elements - sum(cut),
         working_elements=sliced.working_elements + passing,
@@ -214,9 +257,9 @@ def num_sent_heads(heads: int, query_heads: int, degree: int) -> int:
     return least if query_heads % least == 0 else query_heads
 
 
-def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec, by_ring: bool) -> Iterator[Op]:
+def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec, ranks: AttentionRanks) -> Iterator[Op]:
     """Yield the ops of a body with a slice's FLOPs, and the all_to_alls or shifts of each layer after its compute."""
-    sent = _shifts if by_ring else _exchanges
+    sent = functools.partial(_sent, ranks)
     for op in ops:
         if op.layer is None:
             yield op
@@ -253,25 +296,47 @@ def _with_gathers(
     yield from reversed(found) if backward else found
 
 
-def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
-    """Yield the all_to_alls of a layer, two of each attention; backward has those that take a gradient, in reverse order."""
+def _sent(ranks: AttentionRanks, layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
+    """Yield what the attentions of a layer send: two all_to_alls each among ranks that exchange heads, and shifts around a ring."""
     sent = layer.sliced_exchanges
     calls = [sent[at : at + 4] for at in range(0, len(sent), 4)]
-    pairs = [(role, parts) for *given, output in calls for role, parts in ((GIVEN, given), (output.role, [output]))]
-    for role, parts in reversed(pairs) if backward else pairs:
-        if backward and not any(one.takes_gradient for one in parts):
-            continue
-        numel = sum(_sent_elements(one, step) for one in parts) * step.microbatch_samples
-        owner = f"{layer.repeats or layer.name}.{role}"
-        op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
-        yield op.but(is_exposed=True).sized(numel)
+    attentions = [one for one in layer.products if one.is_attention and not layer.is_gathered(one.owner)]
+    blocks = [replace(one.cut_by(step.layout.tp), columns=-(-one.columns // ranks.ring)) for one in attentions]
+    per_call: list[tuple[Product, ...]] = [(one,) for one in blocks] if len(blocks) == len(calls) else [()] * len(calls)
+    pairs = [*zip(calls, per_call, strict=True)]
+    for call, beside in reversed(pairs) if backward else pairs:
+        *given, output = call
+        ends = (GIVEN, given), (output.role, [output])
+        (first, of_first), (last, of_last) = reversed(ends) if backward else ends
+        yield from _exchanged(ranks, layer, step, after, first, of_first, backward=backward)
+        yield from _shifts(ranks, layer, step, after, call, beside, backward=backward)
+        yield from _exchanged(ranks, layer, step, after, last, of_last, backward=backward)
 
 
-def _sent_elements(exchange: Exchange, step: StepSpec) -> int:
-    """Return the elements of one sample that a rank sends of a tensor."""
+def _exchanged(
+    ranks: AttentionRanks,
+    layer: LayerSpec,
+    step: StepSpec,
+    after: Op,
+    role: str,
+    parts: Sequence[Exchange],
+    *,
+    backward: bool,
+) -> Iterator[Op]:
+    """Yield the all_to_all of some tensors of an attention; the backward has it if one takes a gradient."""
+    if ranks.heads == 1 or (backward and not any(one.takes_gradient for one in parts)):
+        return
+    numel = sum(_sent_elements(one, step, ranks.heads) for one in parts) * step.microbatch_samples
+    owner = f"{layer.repeats or layer.name}.{role}"
+    op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=ranks.heads_axis, dtype=step.compute_dtype, after=(after.name,))
+    yield op.but(is_exposed=True).sized(numel)
+
+
+def _sent_elements(exchange: Exchange, step: StepSpec, degree: int) -> int:
+    """Return the elements of one sample of a tensor on a rank, with heads as `degree` ranks exchange them."""
     heads, queries = (_local_heads(exchange, count, step) for count in (exchange.heads, exchange.query_heads))
     per_head = exchange.elements // exchange.heads // step.layout.cp
-    return per_head * num_sent_heads(heads, queries, step.layout.cp)
+    return per_head * (num_sent_heads(heads, queries, degree) if degree > 1 else heads)
 
 
 def _local_heads(exchange: Exchange, heads: int, step: StepSpec) -> int:
@@ -279,38 +344,44 @@ def _local_heads(exchange: Exchange, heads: int, step: StepSpec) -> int:
     return max(1, heads // (step.layout.tp if exchange.is_cut else 1))
 
 
-def _shifts(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
-    """Yield the shifts of a layer's attentions, each during the attention to the keys and values of one rank.
+def _shifts(
+    ranks: AttentionRanks,
+    layer: LayerSpec,
+    step: StepSpec,
+    after: Op,
+    call: Sequence[Exchange],
+    beside: tuple[Product, ...],
+    *,
+    backward: bool,
+) -> Iterator[Op]:
+    """Yield the shifts of an attention, each during the attention to the keys and values of one rank of the ring.
 
     In the backward two are beside it, which takes at least twice as long as in the forward.
     """
-    degree, sent = step.layout.cp, layer.sliced_exchanges
-    calls = [sent[at : at + 4] for at in range(0, len(sent), 4)]
-    attentions = [one for one in layer.products if one.is_attention and not layer.is_gathered(one.owner)]
-    blocks = [replace(one.cut_by(step.layout.tp), columns=-(-one.columns // degree)) for one in attentions]
-    per_call: list[tuple[Product, ...]] = [(one,) for one in blocks] if len(blocks) == len(calls) else [()] * len(calls)
-    for call, beside in (
-        reversed([*zip(calls, per_call, strict=True)]) if backward else zip(calls, per_call, strict=True)
-    ):
-        _, key, value, output = call
-        numel = step.microbatch_samples * sum(
-            one.elements // one.heads // degree * _local_heads(one, one.heads, step) for one in (key, value)
-        )
-        owner = f"{layer.repeats or layer.name}.{KEYS_VALUES}"
-        passed = Op(
-            kind=OpKind.SHIFT, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,), is_exposed=True
-        ).sized(numel)
-        if not backward:
-            yield from (passed.but(beside=beside) for _ in range(degree - 1))
-        elif output.takes_gradient:
-            dtype = sum_dtype(step.compute_dtype)
-            of_them = passed.but(owner=f"{owner}{OF_GRADIENTS}", dtype=dtype, beside=beside).sized(numel)
-            takes_gradient = key.takes_gradient or value.takes_gradient
-            for hop in range(degree):
-                if hop < degree - 1:
-                    yield passed.but(beside=beside)
-                if takes_gradient:
-                    yield of_them if hop < degree - 1 else of_them.but(beside=())
+    degree, (_, key, value, output) = ranks.ring, call
+    if degree == 1:
+        return
+    numel = step.microbatch_samples * sum(_sent_elements(one, step, ranks.heads) for one in (key, value))
+    owner = f"{layer.repeats or layer.name}.{KEYS_VALUES}"
+    passed = Op(
+        kind=OpKind.SHIFT,
+        owner=owner,
+        axis=ranks.ring_axis,
+        dtype=step.compute_dtype,
+        after=(after.name,),
+        is_exposed=True,
+    ).sized(numel)
+    if not backward:
+        yield from (passed.but(beside=beside) for _ in range(degree - 1))
+    elif output.takes_gradient:
+        dtype = sum_dtype(step.compute_dtype)
+        of_them = passed.but(owner=f"{owner}{OF_GRADIENTS}", dtype=dtype, beside=beside).sized(numel)
+        takes_gradient = key.takes_gradient or value.takes_gradient
+        for hop in range(degree):
+            if hop < degree - 1:
+                yield passed.but(beside=beside)
+            if takes_gradient:
+                yield of_them if hop < degree - 1 else of_them.but(beside=())
 
 
 def sum_dtype(dtype: str) -> str:

@@ -26,8 +26,8 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             lacks="tp with zero=3: AutoTP works with ZeRO stages 0 to 2" if layout.zero == 3 else "",
         ),
         "sequence_parallel": Said(lacks="sequence_parallel: AutoTP keeps activations between its cut products whole"),
-        "cp": Said(lacks="exchange=ring: UlyssesSPAttentionHF exchanges heads")
-        if exchange_of(facts.model, layout) == "ring"
+        "cp": Said(lacks=f"exchange={exchange}: UlyssesSPAttentionHF exchanges heads")
+        if (exchange := exchange_of(facts.model, layout)) != "heads"
         else Said(
             in_code=f"UlyssesSPAttentionHF.register_with_transformers(..., sequence_parallel_size={layout.cp}) before the model is built"
         ),

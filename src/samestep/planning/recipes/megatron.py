@@ -19,7 +19,7 @@ _PRECISION = {"bf16": "--bf16", "fp16": "--fp16"}
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     layout = facts.layout
-    by_ring = exchange_of(facts.model, layout) == "ring"
+    by_ring, is_hybrid = (exchange_of(facts.model, layout) == one for one in ("ring", "hybrid"))
     recompute: dict[str, Any] = {"--recompute-granularity": layout.recompute}
     if layout.recompute == "full":
         recompute |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
@@ -30,7 +30,10 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "tp": Said({"--tensor-model-parallel-size": layout.tp}),
         "sequence_parallel": Said({"--sequence-parallel": True}),
         "cp": Said(
-            {"--context-parallel-size": layout.cp, "--cp-comm-type": "p2p" if by_ring else "a2a"},
+            {
+                "--context-parallel-size": layout.cp,
+                "--cp-comm-type": "a2a+p2p" if is_hybrid else "p2p" if by_ring else "a2a",
+            },
             lacks=f"cp={layout.cp} on {facts.model.length} tokens: Megatron's sequences are a multiple of {2 * layout.cp}"
             if facts.model.length % (2 * layout.cp)
             else "",

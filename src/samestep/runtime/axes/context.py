@@ -39,7 +39,7 @@ from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.ring_attention import Ring
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.strategies.context import GIVEN, KEYS_VALUES, exchange_of, num_sent_heads, placement_of
+from samestep.strategies.context import GIVEN, KEYS_VALUES, attention_ranks, num_sent_heads, placement_of
 from samestep.tracing.checkpointed import Contexts
 from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
@@ -49,7 +49,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class WholeSequences:
     """The counterpart of `Slicing` in a layout without `cp`: every rank has whole sequences."""
 
-    degree, index, length, block = 1, 0, 0, ""
+    degree, index, length, block, heads = 1, 0, 0, "", 1
 
     def of(self, samples: Any) -> AbstractContextManager[None]:
         """Return the context of a forward on whole sequences, which does nothing."""
@@ -77,7 +77,11 @@ class Slicing:
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         self._spec, self._layout = program.step.model, program.step.layout
-        self._is_ring = exchange_of(self._spec, self._layout) == "ring"
+        self._per_node = program.step.ranks_per_node
+        self._ranks = attention_ranks(self._spec, self._layout, self._per_node)
+        self.heads = self._ranks.heads if self._ranks.ring > 1 else 1
+        """Ranks that exchange heads where others pass keys around a ring."""
+        self._of_heads, self._of_ring = (mesh.groups[axis] for axis in (self._ranks.heads_axis, self._ranks.ring_axis))
         self._sliced_dims = dict(self._spec.slices)
         self._gathers = any(layer.gathered_parts for layer in self._spec.layers)
         self.degree, self.index = mesh.size("cp"), mesh.index("cp")
@@ -155,7 +159,7 @@ class Slicing:
 
     def placement(self, length: int) -> SlicePlacement:
         """Return which of so many tokens each rank holds."""
-        return placement_of(self._spec, self._layout, length)
+        return placement_of(self._spec, self._layout, length, self._per_node)
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         """Return the shape of sliced hidden states between blocks, given `shape` of whole ones."""
@@ -224,24 +228,28 @@ class Slicing:
         Collective over `cp`, see [Note: collective calls].
         """
         self.exchanged += 1
-        if self._is_ring:
-            owner = f"{self.block}.{KEYS_VALUES}"
-            ring = Ring(self.placement(self.length), self.index, self.group, owner)
-            return call.attend(dropped_weights(call, None, self.length), across=ring)
+        if self._ranks.heads == 1:
+            return self._around_ring(call)
         heads = call.query.shape[1]
         given = [call.query, *(self._repeat_heads(part, heads) for part in (call.key, call.value))]
-        query, key, value = _all_to_heads(given, self.group, f"{self.block}.{GIVEN}")
+        query, key, value = _all_to_heads(given, self._of_heads, f"{self.block}.{GIVEN}")
         mask = call.attn_mask
         if mask is not None and mask.dim() == 3:  # for each head
             mask = mask.unsqueeze(0)
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = mask.chunk(self.degree, dim=1)[self.index]
-        output = call._replace(query=query, key=key, value=value, attn_mask=mask).run(func)
-        return apply_move(output, self.group, f"{self.block}.output", _to_tokens, _to_heads)
+            mask = mask.chunk(self._ranks.heads, dim=1)[self.index % self._ranks.heads]
+        call = call._replace(query=query, key=key, value=value, attn_mask=mask)
+        output = call.run(func) if self._ranks.ring == 1 else self._around_ring(call)
+        return apply_move(output, self._of_heads, f"{self.block}.output", _to_tokens, _to_heads)
+
+    def _around_ring(self, call: AttentionCall) -> Tensor:
+        placement, rank = self.placement(self.length).ring, self.index // self._ranks.heads
+        ring = Ring(placement, rank, self._of_ring, f"{self.block}.{KEYS_VALUES}")
+        return call.attend(dropped_weights(call, None, self.length), across=ring)
 
     def _repeat_heads(self, part: Tensor, query_heads: int) -> Tensor:
         heads = part.shape[1]
-        times = num_sent_heads(heads, query_heads, self.degree) // heads
+        times = num_sent_heads(heads, query_heads, self._ranks.heads) // heads
         return part.repeat_interleave(times, dim=1) if times > 1 else part
 
 

@@ -29,7 +29,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.runtime.ledger import LINK, OWN_GROUPS
+from samestep.runtime.ledger import LINK, has_own_group
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -63,7 +63,7 @@ class Mesh:
 
     def group_of(self, axis: str) -> str:
         """Return the name of an axis' group: its ranks, followed by the axis where it serves no other one."""
-        return _join_ranks(self.members(axis)) + (f" {axis}" if axis in OWN_GROUPS else "")
+        return _join_ranks(self.members(axis)) + (f" {axis}" if has_own_group(axis) else "")
 
 
 def check_world(layout: Layout) -> None:
@@ -96,7 +96,7 @@ def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
     groups: dict[str, dist.ProcessGroup] = {}
     links: dict[str, dist.ProcessGroup] = {}
     for axis in sorted(program.axes):
-        name = axis if axis in OWN_GROUPS else ""
+        name = axis if has_own_group(axis) else ""
         if (group := group_among(ranks.groups(axis), name, timeout_s)) is not None:
             groups[axis] = group
     for link, pairs in _links(program, ranks).items():
