@@ -245,5 +245,5 @@ def test_a_hybrid_sends_two_messages_of_heads_and_those_of_its_ring() -> None:
     # forward and backward of three blocks; of keys and values one shift there, one back, and two of their gradients
     assert kinds == {(OpKind.ALL_TO_ALL, "cp_heads4"): 2 * 2 * 3, (OpKind.SHIFT, "cp_ring4"): (1 + 1 + 2) * 3}
     assert made.axes["cp_heads4"] * made.axes["cp_ring4"] == made.axes["cp"] == 8
-    with pytest.raises(LayoutError, match="no number of ranks between 1 and 2 divides .* exchange=ring works"):
+    with pytest.raises(LayoutError, match=r"no number of ranks between 1 and 2 divides .* exchange=ring works"):
         program("cp=2 exchange=hybrid")
