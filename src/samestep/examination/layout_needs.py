@@ -1,4 +1,4 @@
-"""What only some layouts need to know of a model: the counts of a tp rank, tokens between its cuts, slices of a cp, calls of a unit.
+"""Findings that only some layouts need: the counts of a tp rank, tokens between its cuts, slices of a cp, calls of a unit, chunks of a loss.
 
 `TracedModel.lacks` names what a layout needs and nobody has found out.
 """

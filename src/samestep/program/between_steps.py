@@ -1,4 +1,4 @@
-"""What runs between two steps of a program: exchanges of replicas after an update, and weights that arrive in the next forwards."""
+"""Programs between two steps: exchanges of replicas after an update, and weights that arrive while the next forwards run."""
 
 from __future__ import annotations
 
