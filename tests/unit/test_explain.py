@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.errors import RecordError
+from samestep.errors import InputError, RecordError
 from samestep.explanation.explain import explain, read_run
 from samestep.explanation.step_parts import MeasuredSteps, measured_steps, parts_of
 from samestep.explanation.step_verdict import straggler_of, verdict_of
@@ -319,6 +319,30 @@ def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
     assert threads >= {f"rank {rank} compute" for rank in range(4)}
 
 
+@pytest.mark.parametrize("late", range(4))
+def test_arrows_of_a_trace_go_from_the_rank_that_entered_last_to_those_that_waited(late: int, tmp_path: Path) -> None:
+    scripts = {rank: script({"backward:b": 50 * MS} if rank == late else {}) for rank in range(4)}
+    write(records_of(LAYOUT, OPS, TRANSFER, scripts), tmp_path)
+    events = explain(tmp_path).to_chrome_trace()["traceEvents"]
+    slices = {(one["tid"], one["ts"]): one["name"] for one in events if one["ph"] == "X"}
+    threads = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    arrows: dict[int, list[dict[str, Any]]] = {}
+    for one in events:
+        if one["ph"] in "sf":
+            arrows.setdefault(one["id"], []).append(one)
+            assert (one["tid"], one["ts"]) in slices  # an arrow begins and ends at a slice
+    between = {}
+    for first, *others in arrows.values():
+        assert first["ph"] == "s"
+        assert all(one["ph"] == "f" for one in others)
+        names = {slices[one["tid"], one["ts"]] for one in (first, *others)}
+        assert len(names) == 1  # all are slices of one collective
+        between[names.pop(), threads[first["tid"]]] = {threads[one["tid"]] for one in others}
+    found = {first: others for (name, first), others in between.items() if name == "all_reduce:bucket.0"}
+    mine = next(first for first in found if first.startswith(f"rank {late} "))
+    assert found[mine] == {f"rank {(late + 2) % 4} dp_replicate"}
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     some = records()
     write({rank: record for rank, record in some.items() if rank != 3}, tmp_path)
@@ -331,11 +355,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     [
         ({"step": 9}, "has no step 9: steps 1 to 3 are recorded"),
         ({"steps": "7:9"}, "has no step 7:9: steps 1 to 3 are recorded"),
+        ({"steps": "2"}, "--steps 2 is one number: --steps 2:2 works"),
     ],
 )
 def test_steps_that_were_not_recorded(tmp_path: Path, given_: dict[str, Any], words: str) -> None:
     write(records(), tmp_path)
-    with pytest.raises(RecordError, match=words):
+    with pytest.raises(InputError, match=words):
         explain(tmp_path, **given_)
 
 

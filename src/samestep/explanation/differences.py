@@ -35,8 +35,11 @@ class OneSide:
     rows: Mapping[_Key, float]
     layout: str
     machine: str
+    """The machine on which it was measured; empty where that is not known, or it is a prediction."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Every key of the job, as text."""
+    predicted_for: str = ""
+    """The hardware profile of a prediction; empty of what was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ def _side(
 
 def _of_traces(found: ForeignSteps, folder: Path) -> OneSide:
     rows = {(row.name, row.axis): row.seconds for row in found.rows if row.stage == found.busiest}
-    return OneSide(str(folder), sum(rows.values()), rows, "", f"{len(found.ranks)} ranks of another program")
+    return OneSide(str(folder), sum(rows.values()), rows, "", "")
 
 
 def _job_of(measured: Explained | None) -> tuple[Job, ModelSpec | None]:
@@ -155,7 +158,7 @@ def _of_run(found: Explained, folder: Path) -> OneSide:
 
 def _of_prediction(found: Prediction, job: Job, name: str) -> OneSide:
     rows = {(row.name, row.axis): row.seconds for row in found.parts}
-    return OneSide(name, found.step_s, rows, str(found.layout), found.hardware.name, _keys(job))
+    return OneSide(name, found.step_s, rows, str(found.layout), "", _keys(job), found.hardware.name)
 
 
 def _keys(job: Job) -> dict[str, str]:
@@ -175,7 +178,9 @@ def _causes(one: OneSide, other: OneSide) -> list[str]:
         found.append(
             f"other words of the layout: {' '.join(sorted(mine - its)) or 'none'} and {' '.join(sorted(its - mine)) or 'none'}"
         )
-    if one.machine != other.machine:
+    if bool(one.predicted_for) != bool(other.predicted_for):
+        found.append(f"one is measured, the other predicted for {one.predicted_for or other.predicted_for}")
+    if one.machine and other.machine and one.machine != other.machine:
         found.append(f"another machine: {one.machine} and {other.machine}")
     changed = [
         key for key in one.keys if key in other.keys and one.keys[key] != other.keys[key] and key not in _NO_CAUSE

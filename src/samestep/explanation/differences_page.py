@@ -78,4 +78,4 @@ def _sides(found: Differences) -> Section:
 
 
 def _about(label: str, side: OneSide) -> dict[str, object]:
-    return {label: side.name, f"{label}, layout": side.layout, f"{label}, machine": side.machine}
+    return {label: side.name, f"{label}, layout": side.layout, f"{label}, machine": side.machine or side.predicted_for}

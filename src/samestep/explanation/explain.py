@@ -9,11 +9,12 @@ from typing import Any
 
 from samestep import hardware
 from samestep import job as jobs
-from samestep.errors import LayoutError, RecordError
+from samestep.errors import InputError, LayoutError, RecordError
 from samestep.explanation.step_kernels import RankKernels, kernels_of
 from samestep.explanation.step_memory import StepMemory, step_memory
 from samestep.explanation.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
 from samestep.explanation.step_verdict import StepVerdict, verdict_of
+from samestep.explanation.trace_flows import flows_of
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
@@ -129,8 +130,13 @@ class Explained:
         return step_memory(self.found.records[rank], self.found.last.step, said)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Return a Chrome trace of the last step in two processes, measured and predicted, with a thread for each stream of each lane."""
-        events = _as_process(self.found.last.timeline.to_chrome_trace(), "measured", 0)
+        """Return a Chrome trace of the last step in two processes, measured and predicted, with a thread for each stream of each lane.
+
+        Arrows go from the rank that entered a collective last to those that waited for it, and from each send to its receive.
+        """
+        measured = self.found.last.timeline.to_chrome_trace()
+        measured["traceEvents"] += flows_of(self.found.last, measured["traceEvents"])
+        events = _as_process(measured, "measured", 0)
         threads = sum(event["name"] == "thread_name" for event in events)
         for tid, kernels in enumerate(self.kernels.values(), threads):
             events += kernels.to_chrome_events(0, tid)
@@ -236,7 +242,7 @@ def explain(
 
     Raises:
         RecordError: there is no record, a file is damaged, or the step is not in it.
-        InputError: the profile has mistakes.
+        InputError: the profile has mistakes, or `steps` names no steps.
     """
     folder, records = read_run(Path(run))
     wanted = _steps_of(records, folder, step, steps)
@@ -313,6 +319,8 @@ def _steps_of(records: Mapping[int, RankRecord], folder: Path, step: int | None,
         raise RecordError(f"{folder}: there is no step that every rank has recorded whole")
     if step is None and steps is None:
         return common[1:] or common
+    if steps is not None and steps.isdecimal():
+        raise InputError(f"--steps {steps} is one number: --steps {steps}:{steps} works, and --step {steps} does")
     asked = [step] if step is not None else [*recorded.parse_steps(str(steps), 0)]
     found = [number for number in common if number in asked]
     if not found:
@@ -327,11 +335,11 @@ def _predicted(folder: Path, records: Mapping[int, RankRecord], given: Hardware 
     """Return the prediction of the run's step, and what it was made of; None without a profile of this machine."""
     if given is None and hardware.own() is None:
         return None
+    machine = hardware.resolve_hardware(given)
     model, job_file = _model_in(folder), folder / recorded.JOB
     if model is None or not job_file.is_file():
         return None
     job = jobs.load(job_file)
-    machine = hardware.resolve_hardware(given)
     layout = Layout.parse(records[min(records)].head.layout)
     return predict(model, job, layout, machine, states_per_param(job)), model, job, machine
 
