@@ -24,6 +24,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.attention.attention_spec import AttentionSpec
+from samestep.building.attention.head_products import (
+    WIDE,
+    by_features,
+    by_keys,
+    by_queries,
+    nothing,
+    wide,
+    widen,
+)
 from samestep.building.torch_seams import disable_current_modes, num_dispatch_modes
 
 BLOCK_ELEMENTS = 2**24
@@ -233,12 +242,17 @@ def attend_by_formula(
     return found
 
 
+def scale_of(spec: AttentionSpec, query: Tensor) -> float:
+    """Return the number by which products of queries and keys are multiplied."""
+    return float(query.shape[-1] ** -0.5) if spec.scale is None else spec.scale
+
+
 def is_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
     """Return whether the weights of an attention with dropout are few enough to be kept, and torch's own operations are all it needs."""
     few = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= KEPT_ELEMENTS
     return (
         few
-        and query.dtype in _WIDE
+        and query.dtype in WIDE
         and spec.mask is None
         and spec.has_only("dropout")
         and key.shape[:2] == query.shape[:2]
@@ -250,7 +264,7 @@ def attend_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
     drop = spec.dropout
     assert drop is not None, "it is for dropout"
     num_queries, num_keys = query.shape[2], key.shape[2]
-    hidden = _future_scores(num_queries, num_keys, query) if spec.causal else _nothing(query)
+    hidden = _future_scores(num_queries, num_keys, query) if spec.causal else nothing(query)
     scores = torch.baddbmm(
         hidden,
         query.flatten(0, 1),
@@ -260,7 +274,7 @@ def attend_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
     )
     dropped = drop.part(0, num_queries, num_keys)
     weights = scores.softmax(-1).view(*query.shape[:2], num_queries, num_keys).masked_fill(dropped, 0.0)
-    output = torch.baddbmm(_nothing(query), weights.flatten(0, 1), value.flatten(0, 1), beta=0, alpha=drop.scale)
+    output = torch.baddbmm(nothing(query), weights.flatten(0, 1), value.flatten(0, 1), beta=0, alpha=drop.scale)
     return output.view(*query.shape[:3], value.shape[-1])
 
 
@@ -461,70 +475,3 @@ def _add_to_mask(pairs: Pairs, block: AttentionTile, of_mask: Tensor, found: Ten
 def _fit(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a tensor summed over the dimensions along which one of this shape was broadcast."""
     return x if x.shape == shape else x.sum_to_size(shape)
-
-
-# -- products of heads that share keys -------------------------------------------------------------
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of sums of a tensor."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def widen(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype of its sums."""
-    return tensor if tensor.dtype in _WIDE else tensor.to(wide(tensor))
-
-
-_WIDE = (torch.float32, torch.float64)
-
-
-def scale_of(spec: AttentionSpec, query: Tensor) -> float:
-    """Return the number by which products of queries and keys are multiplied."""
-    return float(query.shape[-1] ** -0.5) if spec.scale is None else spec.scale
-
-
-def by_features(query: Tensor, key: Tensor, times: float = 1.0) -> Tensor:
-    """Return products over features [B, A, L, S], of queries [B, A, L, D] and keys [B, K, S, D]."""
-    found = _multiplied(_by_key_heads(query, key), key.flatten(0, 1).transpose(1, 2), times)
-    return found.view(*query.shape[:-1], key.shape[-2])
-
-
-def by_keys(weights: Tensor, value: Tensor, times: float = 1.0) -> Tensor:
-    """Return sums over keys [B, A, L, D], of weights [B, A, L, S] and values [B, K, S, D]."""
-    found = _multiplied(_by_key_heads(weights, value), value.flatten(0, 1), times)
-    return found.view(*weights.shape[:-1], value.shape[-1])
-
-
-def by_queries(weights: Tensor, query: Tensor, key: Tensor, times: float = 1.0) -> Tensor:
-    """Return sums over queries [B, K, S, D], of weights [B, A, L, S] and queries [B, A, L, D] that share keys [B, K, S, D]."""
-    found = _multiplied(_by_key_heads(weights, key).transpose(1, 2), _by_key_heads(query, key), times)
-    return found.view(*key.shape[:2], *found.shape[1:])
-
-
-def _by_key_heads(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return [B, A, L, D] as [B K, L A / K, D]: the rows of all heads that share keys one after another."""
-    if tensor.shape[1] == key.shape[1]:
-        return tensor.flatten(0, 1)
-    return tensor.reshape(key.shape[0] * key.shape[1], -1, tensor.shape[-1])
-
-
-def _multiplied(first: Tensor, second: Tensor, times: float) -> Tensor:
-    """Return products of matrices times a number."""
-    if times == 1.0:
-        return torch.bmm(first, second)
-    return torch.baddbmm(_nothing(first), first, second, beta=0, alpha=times)
-
-
-def _nothing(like: Tensor) -> Tensor:
-    """Return a zero to which products are added."""
-    key = (like.dtype, like.device)
-    if num_dispatch_modes():
-        return torch.zeros(1, dtype=like.dtype, device=like.device)
-    if key not in _NOTHING:
-        _NOTHING[key] = torch.zeros(1, dtype=like.dtype, device=like.device)
-    return _NOTHING[key]
-
-
-_NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-"""A zero to which products are added, by dtype and device."""

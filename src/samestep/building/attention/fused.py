@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.attention.attention_spec import AttentionSpec
-from samestep.building.attention.formula import Gradients, add_to_sinks, scale_of, wide, widen
+from samestep.building.attention.formula import Gradients, add_to_sinks, scale_of
+from samestep.building.attention.head_products import wide, widen
 from samestep.building.torch_seams import disable_current_modes, flash_attention, flash_attention_backward
 
 _MODULE = "torch.nn.attention.varlen"

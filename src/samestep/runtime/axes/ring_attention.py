@@ -41,10 +41,9 @@ from samestep.building.attention.formula import (
     scores_of,
     weights_given,
     weights_of,
-    wide,
-    widen,
 )
 from samestep.building.attention.fused import fits_flash, flash_backward, flash_forward
+from samestep.building.attention.head_products import wide, widen
 from samestep.building.torch_seams import disable_current_modes
 from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
 from samestep.runtime.ledger import owned
