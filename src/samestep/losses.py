@@ -115,8 +115,8 @@ def _labels_of(batch: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and not found.is_floating_point() else None
 
 
-@whole_batch
-def contrastive(outputs: Any, batch: Any, *, temperature: float = 0.07) -> Tensor:
+@whole_batch(rows=True)
+def contrastive(outputs: Any, batch: Any, rows: Tensor, *, temperature: float = 0.07) -> tuple[Tensor, int]:
     """Return the symmetric loss of two views of each sample among all samples of the step (CLIP; Radford et al. 2021).
 
     The outputs are features of both, [B, D] each, as a dict (first, second, and scale if there is one) or in this order. They are
@@ -127,10 +127,12 @@ def contrastive(outputs: Any, batch: Any, *, temperature: float = 0.07) -> Tenso
     """
     size = len(outputs) if isinstance(outputs, Mapping | tuple | list) else 0
     first, second, *scale = _named(outputs, ("first", "second", "scale")[: max(2, size)], "contrastive")
-    products = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
-    logits = products * scale[0] if scale else products / temperature
-    own = torch.arange(len(first), device=first.device)
-    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+    views = F.normalize(first, dim=-1), F.normalize(second, dim=-1)
+    factor = scale[0] if scale else 1 / temperature
+    losses = [
+        F.cross_entropy(factor * (one[rows] @ other.T), rows, reduction="sum") for one, other in (views, views[::-1])
+    ]
+    return (losses[0] + losses[1]) / 2, len(rows)
 
 
 def _named(outputs: Any, names: Sequence[str], word: str) -> list[Tensor]:

@@ -22,6 +22,7 @@ from samestep.layout import Layout
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.simulation.layer_memory import saved_bytes
 from tests import traced
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, job_of
 from tests.models import MODELS, Tokens
@@ -244,3 +245,67 @@ def test_an_output_that_the_loss_does_not_read_gives_no_gradient(layout: str) ->
     for found in pool(Layout.parse(layout).world_size).run(_of_one_head, layout):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+# -- sums over rows --------------------------------------------------------------------------------
+
+
+def by_rows(outputs: Any, batch: Any, rows: Tensor) -> Any:
+    """SigLIP's kind of loss, with a temperature; its values are of rows too."""
+    image, text, scale = outputs
+    products = scale * image[rows] @ text.T
+    own = F.one_hot(rows, len(image)).to(products) * 2 - 1
+    right = products.argmax(1) == rows
+    return -F.logsigmoid(own * products).sum(), len(rows), {"right": (right.sum(), len(rows))}
+
+
+def of_pairs(outputs: Any, batch: Any) -> Any:
+    total, count, values = by_rows(outputs, batch, torch.arange(len(outputs[0]), device=outputs[0].device))
+    return (total, count, values)
+
+
+CASES["pairs"] = replace(CASES["clip"], loss=samestep.whole_batch(of_pairs))
+CASES["by rows"] = replace(CASES["clip"], loss=samestep.whole_batch(by_rows, rows=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [
+        ("dp=2 microbatch=2", 8),
+        ("dp=2 zero=3", 5),
+        ("dp=1 microbatch=4", 5),
+        pytest.param("dp=2 pp=2 microbatch=1", 5, marks=pytest.mark.nightly),
+        pytest.param("tp=2 microbatch=2", 8, marks=pytest.mark.nightly),
+    ],
+)
+def test_ranks_compute_the_rows_of_their_samples(layout: str, batch: int) -> None:
+    losses, weights = expected("pairs", batch)
+    ranks = on_ranks(layout, "by rows", batch)
+    for seen, ours, held_out in ranks:
+        assert seen.losses == pytest.approx(losses, rel=TOLERANCE)
+        for key, value in weights.items():
+            assert torch.allclose(ours[key], value, rtol=TOLERANCE, atol=TOLERANCE), key
+        assert held_out == pytest.approx(ranks[0][2], rel=TOLERANCE)
+    if Layout.parse(layout).world_size > 1:
+        assert_ledger([seen for seen, *_ in ranks], layout)
+
+
+def test_what_is_no_sum_over_rows_is_refused() -> None:
+    def ignores(outputs: Any, batch: Any, rows: Tensor) -> Any:
+        return (outputs[0] @ outputs[1].T).sum(), len(rows)
+
+    CASES["ignores rows"] = replace(CASES["clip"], loss=samestep.whole_batch(ignores, rows=True))
+    with pytest.raises(
+        JobError, match=r"the sum of 8 rows is .*, and of their halves .*: \(sum over the rows .* works"
+    ):
+        observe(0, 1, "ignores rows", "dp=1 microbatch=4")
+
+
+def test_the_memory_of_pairs_is_predicted() -> None:
+    pairs, rows = (run_of(0, 1, name, "dp=1 microbatch=4") for name in ("pairs", "by rows"))
+    for run in (pairs, rows):
+        run.prepare(next(batches(Views(), run.job)).samples([0]))
+    each = pairs.program.step.model.loss_pairs
+    assert each == rows.program.step.model.loss_pairs > 0
+    made = [saved_bytes(run.program.step, run.program.step.model.layers[-1]).loss_made for run in (pairs, rows)]
+    assert made[0] - made[1] == each * (BATCH - 4) * BATCH * 8

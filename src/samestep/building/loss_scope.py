@@ -8,10 +8,13 @@ all samples of the step (`runtime/axes/whole_batch.py`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from samestep.building.loss_result import Loss
@@ -28,17 +31,34 @@ class OverBatch:
 
     pad: float | None = None
     """The value with which tensors of different sizes are padded; None refuses them."""
+    rows: bool = False
+    """Whether it is a sum over rows, and computes those that it is given the places of."""
+
+
+_OWN_ROWS: ContextVar[Tensor | None] = ContextVar("own rows", default=None)
+
+
+@contextmanager
+def of_rows(rows: Tensor) -> Iterator[None]:
+    """Return the context of a loss that computes the rows with these places in the batch."""
+    before = _OWN_ROWS.set(rows)
+    try:
+        yield
+    finally:
+        _OWN_ROWS.reset(before)
 
 
 @overload
-def whole_batch(loss: Loss, *, pad: float | None = None) -> Loss: ...
+def whole_batch(loss: Callable[..., Any], *, pad: float | None = None, rows: bool = False) -> Loss: ...
 
 
 @overload
-def whole_batch(loss: None = None, *, pad: float | None = None) -> Callable[[Loss], Loss]: ...
+def whole_batch(
+    loss: None = None, *, pad: float | None = None, rows: bool = False
+) -> Callable[[Callable[..., Any]], Loss]: ...
 
 
-def whole_batch(loss: Loss | None = None, *, pad: float | None = None) -> Any:
+def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = None, rows: bool = False) -> Any:
     """Mark a loss that sees the outputs and the batch of all samples of a step, in the order of the global batch.
 
     It is a function of (outputs, batch) that returns the step's loss, a tensor of one number, which nothing divides; or (sum, count),
@@ -49,12 +69,15 @@ def whole_batch(loss: Loss | None = None, *, pad: float | None = None) -> Any:
     Args:
         loss: the loss; without it the call returns a decorator.
         pad: the value with which outputs and labels of other sizes on other ranks are padded; by default they are refused.
+        rows: whether the loss is a sum over samples, each compared with all. It is then a function of (outputs, batch, rows), with the
+            places of some samples, and returns (sum over these, their number): each rank computes its own, so that a matrix of pairs
+            has rows for them alone.
 
     Raises:
         JobError: the loss is no function.
     """
     if loss is None:
-        return functools.partial(whole_batch, pad=pad)
+        return functools.partial(whole_batch, pad=pad, rows=rows)
     if not callable(loss):
         raise JobError(
             f"samestep.whole_batch marks a function of (outputs, batch), and was given a {type(loss).__name__}"
@@ -62,15 +85,28 @@ def whole_batch(loss: Loss | None = None, *, pad: float | None = None) -> Any:
 
     @functools.wraps(loss)
     def over_all(outputs: Any, batch: Any, **options: Any) -> Any:
-        found = loss(outputs, batch, **options)
+        found = loss(outputs, batch, *([_own_rows(outputs, batch)] if rows else []), **options)
         number, values = (found[0], found[1:]) if _has_values(found) else (found, ())
+        if isinstance(number, Tensor) and rows:
+            raise JobError(
+                "samestep.whole_batch(rows=True) marks a sum over rows, and the loss returned a number: (sum over the rows, their number) works"
+            )
         if isinstance(number, Tensor):
             size = num_samples(batch)
             return (number * size, size, *values)
         return found
 
-    setattr(over_all, _MARK, OverBatch(pad))
+    setattr(over_all, _MARK, OverBatch(pad, rows))
     return over_all
+
+
+def _own_rows(outputs: Any, batch: Any) -> Tensor:
+    """Return the places of the rows that the loss computes: all, unless a rank computes some."""
+    given = _OWN_ROWS.get()
+    if given is not None:
+        return given
+    devices = sorted({one.device for one in tensors_in(outputs)}, key=lambda one: one.type == "meta")
+    return torch.arange(num_samples(batch), device=devices[0] if devices else None)
 
 
 def _has_values(found: Any) -> bool:

@@ -205,7 +205,7 @@ def build_spec(
     spec = replace(spec, loss_values=() if found.samples.loss_reads is not None else found.samples.loss_values)
     if (reads := found.samples.loss_reads) is not None:
         unknown = LossTensor(of="outputs", index=0, elements=spec.layers[-1].output_elements, rows=None)
-        spec = replace(spec, loss_reads=reads or (unknown,))
+        spec = replace(spec, loss_reads=reads or (unknown,), loss_pairs=found.samples.loss_pairs)
     spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
     if plan is None or forward.cuts is None:
         reason = "its plan of tensor parallelism was not examined"

@@ -30,6 +30,7 @@ from samestep.datasets.values import has_items
 from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
+from samestep.independence.loss_pairs import pair_elements
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay
 from samestep.models.analysis import ExpertModules
@@ -66,6 +67,8 @@ class Findings:
     """Calls in the loss that take values of all samples."""
     loss_reads: tuple[LossTensor, ...] | None = None
     """What a loss of the whole batch reads; empty where several samples cannot be traced, None for a sum over samples."""
+    loss_pairs: int = 0
+    """Elements that a loss of the whole batch keeps for each pair of samples."""
 
 
 def examine(
@@ -119,8 +122,12 @@ def examine(
             tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
     tried += [f"{where}, which looks at values" for where in watch.reads]
     listed = () if refusal else tuple(dict.fromkeys(tried))
-    reads = None if mark_of(loss) is None else (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
-    return Findings(refusal, listed, watch.batch_norm_views, groups_of(calls), watch.loss_values, reads)
+    asked = mark_of(loss)
+    reads = None if asked is None else (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
+    if asked is not None and asked.rows and reads is not None:
+        reads = tuple(replace(one, is_by_rows=one.of == "outputs" and not one.dtype) for one in reads)
+    pairs = watch.pairs_of(loss, outputs) if asked is not None and not is_within else 0
+    return Findings(refusal, listed, watch.batch_norm_views, groups_of(calls), watch.loss_values, reads, pairs)
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
@@ -229,14 +236,20 @@ class _SampleProver(Prover):
         for index, tensor in enumerate(tensors_in(self._batch if of == "batch" else outputs)):
             if self._read is None or address(tensor) in self._read:
                 is_number = tensor.is_floating_point() or tensor.is_complex()
-                each = tensor.numel() // NUM_SAMPLES * (1 if is_number else tensor.element_size())
+                rows = self.rows_of(tensor)
+                number = tensor.numel() // (NUM_SAMPLES if rows is None or rows[0] >= 0 else 1)
+                each = number * (1 if is_number else tensor.element_size())
                 yield LossTensor(
                     of=of,
                     index=index,
                     elements=each * (2 if tensor.is_complex() else 1),
                     dtype="" if is_number else "uint8",
-                    rows=self.rows_of(tensor),
+                    rows=rows,
                 )
+
+    def pairs_of(self, loss: Callable[[Any, Any], Any], outputs: Any) -> int:
+        """Return the elements that a loss keeps for each pair of samples."""
+        return pair_elements(loss, outputs, self._batch, self.rows_of, NUM_SAMPLES)
 
     def read_by(self, loss: Callable[[Any, Any], Any], outputs: Any) -> set[int] | None:
         """Return the storages that a loss reads; None if it does not run on the meta device."""

@@ -70,6 +70,8 @@ class LossTensor:
     """Its dtype; empty for floating numbers, which the loss is given in master precision."""
     rows: tuple[int, int] | None = (0, 0)
     """Its dimension of samples and the positions of one side by side, as in `MaskSpec.rows`; None if the trace does not show it."""
+    is_by_rows: bool = False
+    """Whether each rank computes some rows of the loss, so that ranks sum its gradient."""
 
     @property
     def name(self) -> str:
@@ -142,6 +144,8 @@ class ModelSpec:
     """The names of the terms of its loss, each a sum with a count of its own, and of the values that it reports."""
     loss_reads: tuple[LossTensor, ...] | None = None
     """What a loss over all samples of the step reads; None where the loss is a sum over samples."""
+    loss_pairs: int = 0
+    """Elements that such a loss keeps for each pair of samples that it compares."""
     kept_after: tuple[str, ...] = ()
     """Names of the buffers that the forward lets have another value after the step."""
     loss_values: tuple[BatchValueCall, ...] = ()

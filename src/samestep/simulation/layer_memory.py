@@ -41,8 +41,18 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
         whole=max(kept, whole) * one,
         working=layer.working_elements * one,
         boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
-        **_of_loss(step, layer),
+        **_with_pairs(step, layer, _of_loss(step, layer)),
     )
+
+
+def _with_pairs(step: StepSpec, layer: LayerSpec, sizes: dict[str, int]) -> dict[str, int]:
+    """Add what a loss over all samples keeps for pairs of samples: of all, or of those of a micro-batch with all."""
+    if not (layer.loss_elements and step.model.loss_pairs):
+        return sizes
+    by_rows = any(one.is_by_rows for one in step.model.loss_reads or ())
+    rows = step.microbatch_samples if by_rows else step.global_batch
+    pairs = step.model.loss_pairs * rows * step.global_batch * BYTES_OF[step.master_dtype]
+    return {**sizes, "loss_made": sizes["loss_made"] + pairs}
 
 
 def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:

@@ -100,11 +100,21 @@ def _last_compute(ops: Ops) -> str:
 
 def _gathers(step: StepSpec) -> Iterator[Op]:
     """Yield the all_gathers of the tensors' sizes, of each tensor's samples, as many places on each rank as the largest has, and of
-    the tokens of outputs.
+    the tokens of outputs; and the all_reduces of gradients of which each rank has a part.
     """
     tensors = [one for one in reads_of(step) if one.is_gathered]
     if not tensors:
         return
+    yield from _gathers_of(step, tensors)
+    for one in reads_of(step):
+        if one.is_by_rows:
+            op = Op(
+                kind=OpKind.ALL_REDUCE, owner=one.name, axis=AXIS, dtype=one.dtype or step.master_dtype, is_exposed=True
+            )
+            yield op.sized(one.elements * (step.global_batch if one.is_gathered else 1))
+
+
+def _gathers_of(step: StepSpec, tensors: list[LossTensor]) -> Iterator[Op]:
     sizes = Op(kind=OpKind.ALL_GATHER, owner="loss.sizes", axis=AXIS, dtype="int64", is_exposed=True)
     yield sizes.sized(step.layout.dp * SIZES * len(tensors))
     for one in tensors:

@@ -18,8 +18,9 @@ Empty places, where a rank runs a sample that does not count, are no part of wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,44 +31,25 @@ from torch import Tensor, nn
 
 from samestep.building.loss import with_graph
 from samestep.building.loss_result import Amount, Loss, LossResult, loss_result
-from samestep.building.loss_scope import OverBatch
+from samestep.building.loss_scope import OverBatch, of_rows
 from samestep.building.over_samples import within
 from samestep.errors import JobError
 from samestep.program.program import Program
-from samestep.runtime.axes import precision
+from samestep.runtime.axes import loss_rows, precision
 from samestep.runtime.axes.batch_values import order_of
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.loss_terms import Indices, Shares
+from samestep.runtime.axes.sample_rows import RowsPlace, as_numbers, by_sample, from_numbers, joined
 from samestep.runtime.axes.whole_tokens import DIM as TOKENS
 from samestep.runtime.axes.whole_tokens import TokenRanks
+from samestep.runtime.axes.words_of_others import without_words
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import KeptValues
 from samestep.strategies.whole_batch import SIZES, reads_of
 from samestep.trees import map_tensors, tensors_in
-
-
-class RowsPlace(NamedTuple):
-    """The place of a micro-batch's samples in a tensor."""
-
-    dim: int
-    """Its dimension of samples; negative where it has none."""
-    inner: int = 0
-    """Positions of one sample side by side; 0 for all that it has."""
-
-
-def by_sample(tensor: Tensor, place: RowsPlace, num_samples: int) -> Tensor:
-    """Return a tensor as [samples, views, positions of a sample, ...]."""
-    rows = tensor.movedim(place.dim, 0)
-    inner = place.inner or len(rows) // num_samples
-    return rows.unflatten(0, (-1, num_samples, inner)).transpose(0, 1)
-
-
-def joined(tensor: Tensor, place: RowsPlace) -> Tensor:
-    """Return the values that `by_sample` has split, joined again."""
-    return tensor.transpose(0, 1).flatten(0, 2).movedim(0, place.dim)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -121,6 +103,7 @@ class WholeBatch:
         """Make it for a rank; `keeps_state` is whether forwards change anything that later ones read."""
         step = program.step
         self._ranks, self._pad, self._keeps_state = DataRanks(mesh, step.layout.dp), asked.pad, keeps_state
+        self._by_rows = asked.rows
         self._tokens = TokenRanks(program, mesh)
         self._is_alone = not (self._ranks.send or self._tokens.send)
         self._is_first = self._ranks.index == self._tokens.index == 0
@@ -193,16 +176,17 @@ class WholeBatch:
             self.keep(microbatch, outputs, part, loss)
         assert self._result is not None, "all micro-batches have given their outputs"
         result, is_first = self._result, self._is_first and microbatch == 0
+        enters = self._enters and self._tokens.index == 0 and microbatch == 0
         given = list(zip(tensors_in(outputs), self._places, result.gradients, strict=True))
         taken = [
             one for one in given if one[0].requires_grad and one[2] is not None
         ]  # an output that is not read gets none
         gradients = [self._slice(microbatch, *one, is_first=is_first) for one in taken]
-        total, count = (one * is_first for one in result.number)
+        total, count = (one * enters for one in result.number)
         if taken:
             total = _WithGradients.apply(total, gradients, *(one[0] for one in taken))
         self._number = total, count
-        return _times(result.found, is_first)
+        return _times(result.found, enters)
 
     def summed(self, found: LossResult, outputs: Any, own: Any, others: Callable[[], Iterable[Any]]) -> Amount:
         """Return the sum and the count that `result` gives for a micro-batch."""
@@ -235,9 +219,14 @@ class WholeBatch:
         table = [[one[rank] for one in group] for rank in range(self._ranks.num_ranks)]
         self._begin(table, np.concatenate([rows for one in group for rows in one]))
         self._kept = dict(enumerate(kept))
-        found = _times(self._compute(loss, differentiates=False).found, self._ranks.index == 0)
+        found = _times(self._compute(loss, differentiates=False).found, self._enters)
         self._kept = {}
         return {**found.terms, **found.values}
+
+    @property
+    def _enters(self) -> bool:
+        """Whether the sums that this rank finds are a part of the step's: those of its own rows, or of all rows on one rank."""
+        return self._by_rows or self._ranks.index == 0
 
     @property
     def _mine(self) -> list[int]:
@@ -275,19 +264,11 @@ class WholeBatch:
         self._places = [one.place for one in tensors if one.of == "outputs"]
         if tries:
             self._check_alike(tensors)
-        given = self._gathered(tensors)
-        try:
-            result = self._call(loss, given, len(self._places))
-            is_computed = not any(one.is_meta for amount in result.amounts.values() for one in amount)
-        except JobError:
-            if all(one.is_read for one in tensors):
-                raise
-            is_computed = False
-        if not is_computed:  # it reads what the trace did not show
-            self._is_known = False
-            with outside_step():
-                given = self._gathered([one._replace(is_read=True) for one in tensors])
-            result = self._call(loss, given, len(self._places))
+        rows = torch.zeros(1, dtype=torch.int64, device=tensors[0].parts[0].device)
+        with of_rows(rows) if self._by_rows else nullcontext():
+            given, result = self._first_call(loss, tensors)
+        if self._by_rows:
+            return self._compute_rows(loss, given, tries=tries, differentiates=differentiates)
         number = _one_number(result, sum(map(sum, self._sizes)))
         outputs = given[: len(self._places)]
         if not differentiates:
@@ -297,11 +278,52 @@ class WholeBatch:
         self.graph = (total, roots) if tries else None
         found = iter(torch.autograd.grad(total, roots, allow_unused=True))
         gradients = [next(found) if one.requires_grad else None for one in outputs]
-        mine = [
+        return _Result(result, (total.detach(), number[1]), self._own_parts(gradients))
+
+    def _compute_rows(self, loss: Loss, given: list[Tensor], *, tries: bool, differentiates: bool) -> _Result:
+        """Return the loss of the rows of this rank's samples, and the gradient of that of all rows by its outputs."""
+        outputs = given[: len(self._places)]
+        roots = [one for one in outputs if one.requires_grad]
+        call = functools.partial(self._call, loss, given, len(outputs))
+        if tries:
+            self.graph = loss_rows.tried(call, sum(map(sum, self._sizes)), roots)
+        rows = self._places_of_mine(roots[0].device).split(self._mine)
+        found, total, parts = loss_rows.computed(call, rows, roots, differentiates=differentiates)
+        if not differentiates:
+            return _Result(found, found.only, [])
+        own = iter(parts)
+        gradients: list[Tensor | None] = []
+        for index, one in enumerate(outputs):
+            part = next(own) if one.requires_grad else None
+            if one.requires_grad:  # ranks sum what the program lists, though a loss does not use all that it reads
+                summed = self._ranks.sum(
+                    torch.zeros_like(one) if part is None else part.contiguous(), f"loss.outputs.{index}"
+                )
+                part = None if part is None else summed
+            gradients.append(part)
+        return _Result(found, (total, found.only[1]), self._own_parts(gradients))
+
+    def _first_call(self, loss: Loss, tensors: list[_Tensor]) -> tuple[list[Tensor], LossResult]:
+        """Gather what the loss reads and call it; return the tensors that it is given, and its result."""
+        given = self._gathered(tensors)
+        try:
+            result = self._call(loss, given, len(self._places))
+            if not any(one.is_meta for amount in result.amounts.values() for one in amount):
+                return given, result
+        except JobError:
+            if all(one.is_read for one in tensors):
+                raise
+        self._is_known = False  # it reads what the trace did not show
+        with outside_step():
+            given = self._gathered([one._replace(is_read=True) for one in tensors])
+        return given, self._call(loss, given, len(self._places))
+
+    def _own_parts(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Return this rank's part of the gradient of each output."""
+        return [
             self._own_part(one, place, is_sliced=index == self._sliced) if one is not None and place.dim >= 0 else one
             for index, (one, place) in enumerate(zip(gradients, self._places, strict=True))
         ]
-        return _Result(result, (total.detach(), number[1]), mine)
 
     def _call(self, loss: Loss, given: list[Tensor], num_outputs: int) -> LossResult:
         """Call the loss with tensors of all samples in the places of those of the first micro-batch."""
@@ -309,7 +331,7 @@ class WholeBatch:
         first = self._kept[0]
         whole = map_tensors(first.batch, lambda _: next(batch))
         if self._ranks.send or len(self._kept) > 1:
-            whole = _without_words(whole)
+            whole = without_words(whole)
         with torch.enable_grad(), within(None):  # it sees all samples already
             return loss_result(loss(map_tensors(first.outputs, lambda _: next(outputs)), whole))
 
@@ -354,7 +376,7 @@ class WholeBatch:
         """Return each tensor with all samples of the step in their order; of what the loss does not read only the shape."""
         parts = {
             index: [
-                _as_numbers(by_sample(part, one.place, max(1, size)))[:size]
+                as_numbers(by_sample(part, one.place, max(1, size)))[:size]
                 for part, size in zip(one.parts, self._mine, strict=True)
             ]
             for index, one in enumerate(tensors)
@@ -370,7 +392,7 @@ class WholeBatch:
             if index in parts:
                 name = f"loss.{one.of}.{index - (0 if one.of == 'outputs' else len(self._places))}"
                 rows = torch.cat([self._padded(part, sizes[index]) for part in parts[index]])
-                value = joined(_from_numbers(self._all_rows(rows, name), one.parts[0]), one.place)
+                value = joined(from_numbers(self._all_rows(rows, name), one.parts[0]), one.place)
                 value = self._tokens.whole(value, name) if is_sliced else value
             elif one.is_read:
                 value = one.parts[0]
@@ -440,34 +462,15 @@ class WholeBatch:
         """Return this rank's samples, and tokens, of a gradient of all, as `by_sample` has them."""
         gradient = self._tokens.own(gradient, TOKENS) if is_sliced else gradient
         rows = by_sample(gradient, place, sum(map(sum, self._sizes)))
+        return rows[self._places_of_mine(rows.device)]
+
+    def _places_of_mine(self, device: torch.device) -> Tensor:
+        """Return the places of this rank's samples in the global batch."""
         start = sum(map(sum, self._sizes[: self._ranks.index]))
-        if self._order is None:
-            return rows[start : start + sum(self._mine)]
-        places = torch.empty_like(self._order)
-        places[self._order] = torch.arange(len(self._order))
-        return rows[places[start : start + sum(self._mine)].to(rows.device)]
-
-
-class _Words:
-    """The words of all samples, of which a rank has its own alone, so that a loss which reads them is refused."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise JobError(
-            "the loss over the whole batch reads words of the batch, of which each rank has those of its own samples: numbers in "
-            "their place work, such as their classes"
-        )
-
-    __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __getattr__ = _refuse
-
-
-def _without_words(value: Any) -> Any:
-    """Return a nested value with lists of words replaced by ones that cannot be read."""
-    if isinstance(value, dict):
-        return {name: _without_words(one) for name, one in value.items()}
-    if type(value) in (list, tuple):
-        is_words = bool(value) and all(isinstance(one, str) for one in value)
-        return _Words() if is_words else type(value)(map(_without_words, value))
-    return value
+        places = torch.arange(sum(map(sum, self._sizes)))
+        if self._order is not None:
+            places[self._order] = places.clone()
+        return places[start : start + sum(self._mine)].to(device)
 
 
 def _one_number(found: LossResult, num_samples: int) -> Amount:
@@ -494,17 +497,3 @@ def _largest(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _takes_gradient(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
-
-
-def _as_numbers(tensor: Tensor) -> Tensor:
-    """Return a tensor as floating numbers or bytes, which every backend gathers."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor if tensor.is_floating_point() else tensor.contiguous().view(torch.uint8)
-
-
-def _from_numbers(numbers: Tensor, like: Tensor) -> Tensor:
-    """Return what `_as_numbers` has changed."""
-    if like.is_complex():
-        return torch.view_as_complex(numbers.contiguous())
-    return numbers if like.is_floating_point() else numbers.contiguous().view(like.dtype)
