@@ -298,6 +298,46 @@ def test_whole_weights_are_written_by_state_dicts(layout: str) -> None:
         prove(found)
 
 
+def replaced(rank: int, world: int, layout: str) -> tuple[list[float], State]:
+    """The same by new tensors in the place of weights and buffers, as pruning puts a new mask."""
+    run = run_of(rank, world, layout, Tied)
+    losses = trained(run, 2)
+    with run.gathered() as model:
+        for part in list(model.modules()):
+            for held in (part._parameters, part._buffers):
+                for leaf, one in list(held.items()):
+                    if one is not None and leaf != "passing":
+                        new = one.detach() * 0.5 + 0.01
+                        setattr(part, leaf, nn.Parameter(new) if held is part._parameters else new)
+    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("layout", SETTING)
+def test_tensors_in_the_place_of_whole_weights_are_kept(layout: str) -> None:
+    for found in everywhere(layout, replaced):
+        prove(found)
+
+
+def misplaced(rank: int, world: int, layout: str) -> list[str]:
+    run, found = run_of(rank, world, layout), []
+    for change in (
+        lambda norm: setattr(norm, "bias", nn.Parameter(torch.zeros(3))),
+        lambda norm: delattr(norm, "bias"),
+    ):
+        with pytest.raises(ModelError) as error, run.gathered() as model:
+            change(model.norm)
+        found.append(str(error.value))
+    trained(run, 1)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3 microbatch=1"])
+def test_what_fits_no_whole_weight_is_refused(layout: str) -> None:
+    for shape, nothing in everywhere(layout, misplaced):
+        assert shape.startswith("run.gathered(): a tensor [3] stands in the place of norm.bias [4]: ")
+        assert nothing.startswith("run.gathered(): nothing stands in the place of norm.bias [4]: ")
+
+
 def begun(rank: int, world: int, layout: str) -> list[list[float]]:
     """Losses of a run that is given a state before its first step, prepared or not, and of one that has trained up to there."""
     run = run_of(rank, world, layout, Tied)

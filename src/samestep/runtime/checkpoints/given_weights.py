@@ -183,9 +183,11 @@ def gathered(run: PreparedRun) -> Iterator[nn.Module]:
         with whole_writes.whole_state_dicts(run.model):
             yield run.model
     finally:
+        written = {slot.name: slot.held.get(slot.leaf) for slot in slots if slot.held.get(slot.leaf) is not slot.whole}
         for slot in slots:
             slot.held[slot.leaf] = slot.part
     values = {slot.name: slot.whole.detach() for slot in slots}
+    values |= {name: _in_place_of(name, values[name], other) for name, other in written.items()}
     if _compare(run, values) != before:  # what was only read keeps the gradients that wait
         _set(run, values)
 
@@ -205,6 +207,21 @@ def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:
                     made[first] = nn.Parameter(value, trains) if held is module._parameters else value
                 found.append(_Slot(first, held, leaf, part, made[first]))
     return found
+
+
+def _in_place_of(name: str, whole: Tensor, other: Tensor | None) -> Tensor:
+    """Return the values of a tensor that a loop has put in the place of a whole weight or buffer, as `module.mask = mask` does.
+
+    Raises:
+        ModelError: nothing stands there, or a tensor of another shape.
+    """
+    if other is not None and other.shape == whole.shape:
+        return other.detach().to(whole)
+    given = "nothing" if other is None else f"a tensor {list(other.shape)}"
+    raise ModelError(
+        f"run.gathered(): {given} stands in the place of {name} {list(whole.shape)}: values of the same shape work, and modules that are "
+        "changed (pruned, parametrized) before samestep.parallelize"
+    )
 
 
 def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> dict[str, int]:
