@@ -254,6 +254,12 @@ def plans() -> str:
     return str(importlib.import_module("plans").markdown())
 
 
+def long_context() -> str:
+    """What fits of long sequences on H100s, as `benchmarks/long_context.py` has found it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("long_context").markdown())
+
+
 def launchers() -> str:
     """What `make launchers` has found of each way to start ranks."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -506,6 +512,7 @@ TABLES = {
     "codec_kernels": codec_kernels,
     "plans": plans,
     "sharded": sharded,
+    "long_context": long_context,
     "launchers": launchers,
     "gpu": gpu,
     "family_counts": family_counts,
