@@ -38,6 +38,7 @@ from cells import Row
 from composed import composed
 from forecast import Outcome, predict, rounded
 from foresight_fits import CONSTANTS, PER_SOURCE, calibrate, cross_validate
+from foresight_parts import INSIDE, by_part, coverage, over_sources, ratios, weighted_quantile
 from published import TARGETS
 
 from samestep.planning.calibration.factors import FACTORS
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no file in {words.rows} has measured rows (columns model, gpu and one of {', '.join(TARGETS)})")
     outcomes = predict_all(rows, max(1, words.jobs))
     record = summary(rows, outcomes)
-    tables = [headline_table(record)]
+    tables = [headline_table(record), parts_table(record)]
     if not words.quick:
         record["cross_validated"] = cross_validate(rows)
         tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
@@ -220,29 +221,11 @@ _RECORD = """# Measured over predicted: between these parts lay 8 of 10 publishe
 
 def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
     """Write between what parts of the prediction the middle 8 of 10 rows lie, of steps and of peaks of memory."""
-    files = [(row["file"], o) for row, o in zip(rows, outcomes, strict=True)]
-    ratios = {
-        "time": [(file, o.measured_s / o.predicted_s) for file, o in files if o.measured_s and o.predicted_s],
-        "memory": [
-            (file, o.measured_bytes / o.predicted_bytes) for file, o in files if o.measured_bytes and o.predicted_bytes
-        ],
-    }
     lines = [_RECORD.rstrip()]
-    for name, found in ratios.items():
-        low, high = (rounded(weighted_quantile(found, part)) for part in (0.1, 0.9))
+    for name, found in ratios(rows, outcomes).items():
+        low, high = (rounded(weighted_quantile(found, part)) for part in INSIDE)
         lines += ["", f"[{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
     return "\n".join(lines) + "\n"
-
-
-def weighted_quantile(found: Sequence[tuple[str, float]], part: float) -> float:
-    """Return the value below which this part lies of (source, value), all of a source weighing as much as of another."""
-    counts = Counter(source for source, _ in found)
-    reached = 0.0
-    for source, value in sorted(found, key=lambda one: one[1]):
-        reached += 1 / counts[source] / len(counts)
-        if reached >= part:
-            return value
-    return max(value for _, value in found)
 
 
 _DOCUMENT = """# The record of predictions
@@ -256,6 +239,11 @@ predicted order is right, and `regret` is how much slower the layout is that the
 With the profiles and constants as shipped, the error of the step time is **{mape} %** on average and {median_ape} % for the middle
 row; the order of layouts has tau {tau}, and the chosen layout is {regret} % slower than the best one. The error of the peak memory,
 over {memory_rows} rows, is {memory_mape} % on average and {memory_median} % for the middle row.
+"""
+
+
+_COVERAGE = """The interval of a prediction holds 8 of 10 rows of all sources. How many rows of a source it covers that had no part in it, in per
+cent, with the mean over sources last:
 """
 
 
@@ -276,7 +264,8 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
         mape = sum(one["rows"] * one["mape"] for one in fitted.values()) / count
         honest = (
             f"\nFor a new source, expect an error of **{mape:.1f} %**: that of {count} rows, at most {PER_SOURCE} of each source, "
-            "predicted\nwith five constants that were fitted to the other sources.\n"
+            "predicted\nwith five constants that were fitted to the other sources. Over sources the error is "
+            "**{median:.1f} %** in the middle and **{mean:.1f} %**\non average.\n".format(**over_sources(fitted))
         )
     aside = {**{key: _cell(value) for key, value in record["measured"].items()}, "names": ", ".join(record["composed"])}
     head = _DOCUMENT.format(
@@ -290,6 +279,7 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
     )
     bodies = ["\n".join(as_lines(names, table, markdown=True)) for names, table in tables]
     bodies.append("\n".join(["Peak memory:\n", *as_lines(*memory_table(record), markdown=True)]))
+    bodies.append("\n".join([_COVERAGE, *as_lines(*coverage_table(record), markdown=True)]))
     skipped = [[one["source"], one["rows"], one["reason"]] for one in record["skipped"]]
     bodies.append(
         "\n".join(
@@ -314,6 +304,8 @@ def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, objec
         "sources": {name: figures(found) for name, found in by_file.items()},
         "memory": memory_figures(outcomes),
         "memory_sources": {name: memory_figures(found) for name, found in by_file.items()},
+        "parts": {name: figures(alike) for name, alike in by_part(rows, outcomes).items()},
+        "coverage": {name: coverage(found) for name, found in ratios(rows, outcomes).items()},
         "skipped": [{"source": name, "reason": why, "rows": count} for (name, why), count in reasons.most_common()],
     }
 
@@ -341,6 +333,21 @@ def memory_table(record: dict[str, Any]) -> Table:
     lines = [[name, *(figure[key] for key in _MEMORY_KEYS)] for name, figure in found.items()]
     head = ("source", *(key.replace("_", " ") for key in _MEMORY_KEYS))
     return head, [*lines, ["all", *(record["memory"][key] for key in _MEMORY_KEYS)]]
+
+
+def parts_table(record: dict[str, Any]) -> Table:
+    """Return the table of sizes of clusters and of features of layouts."""
+    keys = ("rows", "mape", "median_ape", "bias", "p90")
+    return ("part of all rows", *keys), [
+        [name, *(found[key] for key in keys)] for name, found in record["parts"].items()
+    ]
+
+
+def coverage_table(record: dict[str, Any]) -> Table:
+    """Return the table of what the intervals of other sources cover of a source."""
+    time, memory = (record["coverage"][name] for name in ("time", "memory"))
+    lines = [[name, share, memory["sources"].get(name)] for name, share in time["sources"].items()]
+    return ("source that was left out", "time", "memory"), [*lines, ["mean over sources", time["mean"], memory["mean"]]]
 
 
 def fitted_table(title: str, found: dict[str, dict[str, float]]) -> Table:

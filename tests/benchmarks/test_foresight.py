@@ -19,6 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import composed  # noqa: E402
 import forecast  # noqa: E402
 import foresight  # noqa: E402
+import foresight_parts  # noqa: E402
 import published  # noqa: E402
 import published_models  # noqa: E402
 
@@ -355,3 +356,20 @@ def test_constants_are_fitted_to_other_sources(tmp_path: Path) -> None:
     for figure in found.values():
         assert figure["rows"] > 0
         assert set(figure) >= set(foresight.CONSTANTS)
+
+
+def test_intervals_are_judged_by_sources_that_had_no_part_in_them() -> None:
+    alike = [(source, 1 + step / 100) for source in "abc" for step in range(-20, 21)]
+    judged = foresight_parts.coverage(alike)
+    assert judged["sources"].keys() == {"a", "b", "c"}
+    assert 75 <= judged["mean"] <= 85
+    odd = foresight_parts.coverage([*alike, *(("d", 2.0) for _ in range(10))])
+    assert odd["sources"]["d"] == 0, "its own rows do not widen the interval that judges it"
+    assert foresight_parts.coverage([("a", 1.0)]) == {"sources": {}, "mean": None}
+
+
+def test_rows_are_counted_by_size_and_by_word_of_the_layout(record: dict) -> None:
+    parts = record["parts"]
+    sizes = [found["rows"] for name, found in parts.items() if "to" in name or "and more" in name]
+    assert sum(sizes) == record["total"]["rows"]
+    assert any(name in parts for name in ("tp", "pp", "zero=1"))
