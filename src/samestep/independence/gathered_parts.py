@@ -94,7 +94,7 @@ class PartCalls:
     def shapes(
         self,
     ) -> list[tuple[str, int, str, tuple[tuple[str, int, bool, bool], ...], tuple[tuple[str, int], ...]]]:
-        """What must be the same in a slice and in the whole sequence."""
+        """The calls in the terms in which those of a slice and of the whole sequence must be equal."""
         return [
             (block, number, part.owner,
              tuple((one.place, one.dim, one.is_known, one.takes_gradient) for one in part.given), part.returned)

@@ -31,7 +31,7 @@ import xxhash
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Accumulate, Layout, Reduce
+from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import gib
 from samestep.output.page.page import in_notebook
@@ -39,6 +39,7 @@ from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
+from samestep.planning.candidate_groups import CandidateGroup, Split, split_of
 from samestep.planning.other_numerics import Saving
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
@@ -57,47 +58,6 @@ class Rejection:
     rule: str
     """refused, memory, slower, or unplayed (the search ended first)."""
     reason: str
-
-
-class _Split(NamedTuple):
-    """The words of the data axis: how it is split, and how gradients are summed over it."""
-
-    dp_replicate: int
-    dp_shard: int
-    zero: int
-    accumulate: Accumulate
-    reduce: Reduce
-
-
-def _split_of(layout: Layout) -> _Split:
-    return _Split(layout.dp_replicate, layout.dp_shard, layout.zero, layout.accumulate, layout.reduce)
-
-
-class CandidateGroup(NamedTuple):
-    """Layouts that differ only in the words of the data axis."""
-
-    sized: Layout
-    """Their degrees and their micro-batch."""
-    words: Mapping[str, Any]
-    """Their words of schedule, recompute and loss chunks."""
-    splits: tuple[_Split, ...]
-    """The words of the data axis of each."""
-
-    @classmethod
-    def of(cls, layout: Layout) -> CandidateGroup:
-        """Return the group of a single layout."""
-        return cls(layout, {}, (_split_of(layout),))
-
-    @property
-    def base(self) -> Layout:
-        """The layout of their common words, with an unsplit data axis; most groups fall out before it is needed."""
-        return self.sized.but(**self.words)
-
-    def layouts(self) -> Iterator[Layout]:
-        """Yield each of them."""
-        base = self.base
-        for split in self.splits:
-            yield base.but(**split._asdict())
 
 
 class _Family(NamedTuple):
@@ -193,7 +153,7 @@ class Plan:
         return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
 
 
-_Refusals = Mapping[tuple[str, int], Mapping[str | None, list[_Split]]]
+_Refusals = Mapping[tuple[str, int], Mapping[str | None, list[Split]]]
 """Splits for each schedule and number of virtual stages, by the reason for which they are refused; None for legal ones."""
 
 
@@ -240,14 +200,14 @@ class _Search:
 
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every split of the data axis and every schedule, since refusals seldom depend on other words."""
-        found: dict[tuple[str, int], dict[str | None, list[_Split]]] = {}
+        found: dict[tuple[str, int], dict[str | None, list[Split]]] = {}
         for plain in candidates.splits(degrees):
             if reason := refusal_of(self.builder.step(plain)):
                 self.considered += 1
                 self._throw_out(plain, "refused", reason)
                 continue
             for summed in candidates.reductions(plain, self.hardware):
-                split = _split_of(summed)
+                split = split_of(summed)
                 for one in candidates.vary_schedules(summed, self.model):
                     reason = refusal_of(self.builder.step(one)) if one != plain else None
                     reasons = found.setdefault((one.schedule, one.virtual_stages), {})

@@ -346,7 +346,11 @@ class DropoutMode(MaskSource):
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
     ) -> Tensor:
-        """Return the mask that a graph draws: of a module, the index of its call in the graph, and the draw."""
+        """Return the mask that a graph draws: of a module, the index of its call in the graph, and the draw.
+
+        Raises:
+            ModelError: `p` is no probability, or the graph draws what the trace did not.
+        """
         name, call, draw = mask
         if not 0.0 <= p <= 1.0:
             raise ModelError(f"{name}: {what} with probability {p}; it is between 0 and 1")

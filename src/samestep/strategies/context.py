@@ -112,7 +112,7 @@ def exchange_of(model: ModelSpec, layout: Layout) -> Literal["heads", "ring", "h
 
 
 class AttentionRanks(NamedTuple):
-    """How the ranks of `cp` share an attention: groups of neighbours that exchange heads, and a ring of such groups."""
+    """The ranks of `cp` that share an attention: groups of neighbours that exchange heads, and a ring of such groups."""
 
     heads: int
     """Ranks of a group."""

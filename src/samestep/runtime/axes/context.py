@@ -33,7 +33,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.mask_source import dropped_weights
-from samestep.runtime.axes import gathered_parts
+from samestep.runtime.axes import whole_parts
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.ring_attention import Ring
@@ -100,7 +100,7 @@ class Slicing:
                 block.register_forward_pre_hook(self._entered(layer, begins=begins), with_kwargs=True, prepend=True)
                 if path == layer.modules[-1]:
                     block.register_forward_hook(self._left(layer))
-        gathered_parts.install(model, self._spec, self)
+        whole_parts.install(model, self._spec, self)
 
     @contextmanager
     def of(self, samples: Any) -> Iterator[None]:
@@ -205,7 +205,7 @@ class Slicing:
         part = self._rows(leaf, dim, self.length)
         part = part.contiguous() if leaf.requires_grad else part  # a saved view would keep the whole tensor alive
         if self._gathers and not leaf.requires_grad:
-            return gathered_parts.with_whole(part, leaf)
+            return whole_parts.with_whole(part, leaf)
         return part
 
     def _left(self, layer: LayerSpec) -> Callable[..., None]:
