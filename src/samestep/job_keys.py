@@ -285,6 +285,9 @@ class RunKeys(TypedDict, total=False):
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str
     """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    """`mode` of `torch.compile`, which inductor alone takes: reduce-overhead and max-autotune capture CUDA graphs, and both words
+    with max-autotune measure kernels to choose the fastest."""
     attention: Literal["auto", "flash", "cudnn", "math", "efficient"]
     """Kernel of attention, by torch's own switches: auto lets torch choose, another word takes that one or fails; CPUs have flash and math."""
     allow: (

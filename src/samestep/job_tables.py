@@ -29,6 +29,7 @@ LossOver = Literal["sample", "batch"]
 OnNonFinite = Literal["skip", "stop", "continue"]
 OnSpike = Literal["continue", "skip", "rollback"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Compression = Literal["none", "bf16", "fp16", "int8", "int4", "topk", "powersgd"]
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
@@ -386,6 +387,9 @@ class RunTable(Table):
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str = "inductor"
     """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
+    compile_mode: CompileMode = "default"
+    """`mode` of `torch.compile`, which inductor alone takes: reduce-overhead and max-autotune capture CUDA graphs, and both words
+    with max-autotune measure kernels to choose the fastest."""
     attention: Literal["auto", "flash", "cudnn", "math", "efficient"] = "auto"
     """Kernel of attention, by torch's own switches: auto lets torch choose, another word takes that one or fails; CPUs have flash and math."""
     allow: tuple[Waiver | MayChange, ...] = ()
@@ -426,6 +430,15 @@ class RunTable(Table):
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json(exclude={"folder"}))
+
+    @model_validator(mode="after")
+    def _mode_is_of_inductor(self) -> RunTable:
+        if self.compile_mode != "default" and self.compile_backend != "inductor":
+            raise ValueError(
+                f"compile_mode = {self.compile_mode!r} is for inductor, and compile_backend = {self.compile_backend!r} takes no mode: "
+                "compile_backend = 'inductor' works, and so does compile_mode = 'default'"
+            )
+        return self
 
     @property
     def profiled_steps(self) -> range:

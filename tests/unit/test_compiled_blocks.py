@@ -192,6 +192,42 @@ def test_an_unknown_backend_is_refused():
         stepped(Plain, with_backend("inducter"))
 
 
+def test_a_mode_is_given_to_inductor_and_stands_in_the_line(monkeypatch):
+    given: list[dict[str, Any]] = []
+
+    def keeping(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Callable[..., Any]:
+        given.append(options)
+        return graph.forward
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: keeping)
+    run = {"compile": "blocks", "compile_mode": "max-autotune-no-cudagraphs"}
+    _, said = stepped(Plain, Job(**{**clipped("float32").model_dump(), "run": run}))
+    assert said[0].startswith(
+        "run.compile: 3 blocks as 1 graph of inductor (max-autotune-no-cudagraphs), with 0 islands"
+    )
+    assert given == [{"config_patches": {"max_autotune": True, "coordinate_descent_tuning": True}}]
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"compile_mode": "max-autotun"}, r"run\.compile_mode.*max-autotune"),
+        (
+            {"compile_mode": "reduce-overhead", "compile_backend": "aot_eager"},
+            r"'aot_eager' takes no mode: compile_backend = 'inductor' works",
+        ),
+    ],
+)
+def test_modes_that_no_backend_takes_are_refused(run, message):
+    with pytest.raises(JobError, match=message):
+        Job(**{**clipped("float32").model_dump(), "run": run})
+
+
+@pytest.mark.parametrize("name", ["drop_mask", "all_reduce", "all_gather", "reduce_scatter"])
+def test_what_differs_from_step_to_step_is_in_no_cuda_graph(name):
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.samestep, name).default.tags
+
+
 @pytest.mark.parametrize(
     ("layout", "works"),
     [

@@ -44,7 +44,7 @@ PRIVATE: dict[str, tuple[Any, str]] = {
     ),
 }  # fmt: skip
 SEAMS = {
-    "building/torch_seams.py": r"torch\._(C|dynamo|guards)\b|torch\.(overrides|utils\._python_dispatch|_C\b).*",
+    "building/torch_seams.py": r"torch\._(C|dynamo|guards|inductor)\b|torch\.(overrides|utils\._python_dispatch|_C\b).*",
     "trees.py": r"torch\.utils\._pytree",
     "runtime/weights/": r"torch\.distributed\.fsdp\..*",
 }
@@ -70,6 +70,7 @@ def test_the_compiler_has_what_compiled_blocks_need():
     assert hasattr(torch._dynamo.exc, "TorchDynamoException")
     assert hasattr(torch._dynamo, "OptimizedModule")
     assert callable(torch._dynamo.lookup_backend)
+    assert torch._inductor.list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
     assert torch._dynamo.config.recompile_limit > 0
     assert torch._dynamo.config.accumulated_recompile_limit > 0
     assert "frame_id" in inspect.signature(torch._guards.CompileId).parameters

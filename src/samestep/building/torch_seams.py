@@ -19,6 +19,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
     profiler_runs                   _C._autograd._profiler_enabled             none: a second profiler ends the first without a word
     dynamo, current_compile_id      _dynamo, _guards                          torch.compiler, in part
+    inductor_options                _inductor.list_mode_options               none for a backend that is a function
     num_graph_breaks                _dynamo.utils.counters                    torch._dynamo.explain, which runs the code
     flash_attention(_backward)      aten._scaled_dot_product_flash_...        none that returns the log-sum-exp
     default_store, names_of_groups  distributed_c10d                          none
@@ -121,6 +122,12 @@ def dynamo() -> Any:
 def current_compile_id() -> Any:
     """Return the identity of the compilation that runs; None outside of one."""
     return torch._guards.CompileContext.current_compile_id()
+
+
+def inductor_options(mode: str) -> dict[str, Any]:
+    """Return the settings of inductor that a `mode` of `torch.compile` stands for."""
+    options: dict[str, Any] = torch._inductor.list_mode_options(mode)
+    return options
 
 
 def num_graph_breaks() -> int:

@@ -116,7 +116,8 @@ def key_of(job: Job, layout: Layout) -> str:
         tables["model"]["source"] = digest_of(job.model_folder)
     versions = {name: _version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
-    compiled = job.run.compile_backend if job.run.compile != "none" else ""
+    run = job.run
+    compiled = (run.compile, run.compile_backend, run.compile_mode) if run.compile != "none" else ""
     parts = [tables, str(layout), compiled, versions, own_sources(), files]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 

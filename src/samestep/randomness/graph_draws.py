@@ -142,7 +142,10 @@ def _mask(x: Tensor, shape: Sequence[int], p: float, within: str, call: int, dra
 
 
 _LIBRARY = torch.library.Library("samestep", "FRAGMENT")
-_LIBRARY.define("drop_mask(Tensor x, SymInt[] shape, float p, str within, int call, int draw, str what) -> Tensor")
+_LIBRARY.define(
+    "drop_mask(Tensor x, SymInt[] shape, float p, str within, int call, int draw, str what) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),  # a CUDA graph would repeat the mask of the step in which it was captured
+)
 _LIBRARY.impl("drop_mask", _mask, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "samestep::drop_mask", lambda x, shape, *_: x.new_empty(shape, dtype=torch.bool), lib=_LIBRARY

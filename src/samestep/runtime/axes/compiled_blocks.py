@@ -41,6 +41,7 @@ from samestep.building.torch_seams import (
     current_function_mode,
     current_function_modes,
     dynamo,
+    inductor_options,
     num_graph_breaks,
     pop_function_mode,
     push_function_mode,
@@ -66,8 +67,11 @@ Structure = tuple[object, ...]
 class _Compiler:
     """Compiles the graphs of this run. torch keeps it as long as it keeps the code, so it holds no module."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, mode: str = "default") -> None:
         self.name = name
+        self._options = {} if mode == "default" else {"config_patches": inductor_options(mode)}
+        self.label = name if mode == "default" else f"{name} ({mode})"
+        """The backend as lines of a run name it."""
         self._backends: dict[Structure, Callable[..., Any]] = {}
         self.running = ""
         """The path of the module whose graph runs."""
@@ -98,7 +102,7 @@ class _Compiler:
         try:
             with warnings.catch_warnings():  # torch's code warns when inductor imports it to compile
                 warnings.simplefilter("ignore", DeprecationWarning)
-                made: Callable[..., Any] = backend(graph, inputs)
+                made: Callable[..., Any] = backend(graph, inputs, **self._options)
         except dynamo().exc.TorchDynamoException:
             raise  # by which the compiler begins anew
         except Exception as error:
@@ -111,12 +115,12 @@ class _Compiler:
 class CompiledBlocks:
     """The blocks of this rank that run as graphs, and the results of their compilation."""
 
-    def __init__(self, backend: str = "") -> None:
+    def __init__(self, backend: str = "", mode: str = "default") -> None:
         self.in_graph: Set[nn.Module] = set()
         """Modules whose calls a graph contains, so that a hook on them would not run."""
         self.num_blocks = 0
         """Blocks that run as graphs."""
-        self.compiler = _Compiler(backend)
+        self.compiler = _Compiler(backend, mode)
         self.seconds = 0.0
         """The time of all calls in which something was compiled."""
         self._num_reported = (0, 0)
@@ -157,7 +161,7 @@ class CompiledBlocks:
         if made.num_graphs > graphs:
             again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
             lines.append(
-                f"run.compile: {_pluralise(self.num_blocks, 'block')} as {_pluralise(made.num_graphs, 'graph')} of {made.name}"
+                f"run.compile: {_pluralise(self.num_blocks, 'block')} as {_pluralise(made.num_graphs, 'graph')} of {made.label}"
                 f"{again}, with {_pluralise(self.num_breaks, 'island')}, compiled in {self.seconds:.1f} s"
             )
         reasons: dict[str, list[str]] = {}
@@ -280,7 +284,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     )
     torch.compiler.allow_in_graph(rank_crossings.cross)
     by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
-    blocks = CompiledBlocks(settings.compile_backend)
+    blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode)
     model = traced.module
     experts = traced.analysis.experts.counts
     uncompiled = {
