@@ -278,3 +278,80 @@ def test_labels_are_not_shifted_twice() -> None:
 def test_outputs_without_a_loss_are_refused() -> None:
     with pytest.raises(JobError, match=r'loss = "model": the forward returned a tensor \[2, 3\], and no loss'):
         returned_loss(torch.zeros(2, 3))
+
+
+class Heads(Plain):
+    """A forward that adds up means over unlike counts: of tokens with -100, and of samples, of which some do not count."""
+
+    def forward(self, input_ids: Tensor, **labels: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(input_ids)
+        whole = torch.stack(
+            [
+                F.cross_entropy(*head(name, logits, one), ignore_index=IGNORED.get(name, -100))
+                for name, one in labels.items()
+            ]
+        )
+        return {"loss": whole.sum() / 2, "logits": logits}
+
+
+IGNORED = {"start": LENGTH, "end": LENGTH}
+
+
+def head(name: str, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is predicted of each label, and the labels."""
+    if name in ("tags", "labels"):
+        return logits.transpose(1, 2), labels
+    if name in IGNORED:
+        return logits[..., len(name)], labels
+    return logits.mean(1), labels
+
+
+class ManyLabels(Tokens):
+    """Tokens with the labels of the heads that are asked for."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids, tags = self.input_ids[index], self.labels[index].clone()
+        tags[: index % LENGTH] = -100
+        known = {
+            "labels": tags,
+            "tags": tags,
+            "start": torch.tensor(LENGTH if index % 3 == 1 else index % LENGTH),
+            "end": torch.tensor(LENGTH if index % 5 == 0 else 1),
+            "next_sentence_label": ids[0] % 2,
+            "kind": ids[1] % 3 if index % 4 else torch.tensor(-100),
+        }
+        return {"input_ids": ids, **{name: known[name] for name in self.names}}
+
+
+def by_terms(outputs: dict[str, Tensor], batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """The way out: each head's sum with its count."""
+    found = {}
+    for name, labels in batch.items():
+        if name != "input_ids":
+            ignored = IGNORED.get(name, -100)
+            each = F.cross_entropy(*head(name, outputs["logits"], labels), ignore_index=ignored, reduction="sum")
+            found[name] = each / 2, labels.ne(ignored).sum()
+    return found
+
+
+def train_heads(rank: int, world: int, names: list[str], loss: Any, layout: str) -> list[float]:
+    run = samestep.parallelize(functools.partial(seeded, Heads), loss, adam, layout=layout, job=JOB)
+    return losses_of_steps(run, ManyLabels(*names), 0, 3)
+
+
+HEADS = [["start", "end"], ["labels", "next_sentence_label"], ["tags", "kind"], ["kind", "next_sentence_label"]]
+
+
+@pytest.mark.parametrize("names", HEADS, ids="+".join)
+def test_heads_of_unlike_counts_are_refused_with_their_terms_which_are_equal(names: list[str]) -> None:
+    terms = ", ".join(rf'"{name}": \(sum, count\)' for name in names)
+    for layout in ("dp=1 microbatch=1", "dp=1 microbatch=4"):
+        with pytest.raises(UnprovenError, match=rf"{', '.join(names)}, with a count of its own, .*{{{terms}}} works"):
+            pool(1).run(train_heads, names, "model", layout)
+    whole = pool(1).run(train_heads, names, "model", "dp=1")[0]
+    for layout in ("dp=2 microbatch=2", "dp=2 zero=3"):
+        assert pool(2).run(train_heads, names, by_terms, layout)[0] == pytest.approx(whole, rel=1e-9), layout

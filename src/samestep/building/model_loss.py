@@ -148,3 +148,8 @@ def target_in(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return batch.get("labels")
     return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+
+
+def name_in(batch: Any, tensor: Tensor | None) -> str:
+    """Return the key of a tensor in a batch that is a dict; empty if it has none."""
+    return next((str(key) for key, one in batch.items() if one is tensor), "") if isinstance(batch, Mapping) else ""

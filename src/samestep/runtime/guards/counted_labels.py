@@ -6,7 +6,7 @@ A forward that calls `cross_entropy` or `nll_loss` shows there which tensor its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.model_loss import labels_of
+from samestep.building.model_loss import Labels, labels_of
 from samestep.trees import tensors_in, tree_map_only
 
 _LOOKS_UP = (
@@ -47,18 +47,35 @@ class GivenLabels(TorchFunctionMode):
             self._looked_up += [one for one in tensors_in((args[1:], args[:1], given)) if _is_whole(one)]
         return func(*args, **given)
 
-    def found(self, samples: Any) -> tuple[int | None, int, bool] | None:
-        """Return the place of the labels among the tensors of a batch, None for those that it names so, the label that does not count, and
-        whether more may be masked; None where the forward has not shown it.
+    def found(self, samples: Any) -> list[tuple[int | None, int, bool]]:
+        """Return each tensor of labels that the forward has shown: its place among the tensors of the batch, None for those that it names
+        so, the label that does not count, and whether more may be masked.
         """
         leaves = tensors_in(samples)
+        shown: dict[int, tuple[int | None, int, bool]] = {}
         for target, ignored in self._losses:
             for place, leaf in enumerate(leaves):
                 label = _ignored_in(leaf, target, ignored) if _is_whole(leaf) else None
                 if label is not None:
                     is_free = not any(_same(leaf, one) for one in self._looked_up)
-                    return None if leaf is labels_of(samples) else place, label, is_free
-        return None
+                    shown.setdefault(place, (None if leaf is labels_of(samples) else place, label, is_free))
+                    break
+        return list(shown.values())
+
+
+def telling_rows(heads: Sequence[Labels], samples: Any, num_samples: int) -> list[int]:
+    """Return the rows of a few samples that a trial compares: the first ones and the last count a label of each head, so that no mean
+    is over nothing, and one between them does not, if there is such a row.
+    """
+    counts = torch.ones(num_samples, dtype=torch.bool)
+    for head in heads:
+        labels = head.of(samples)
+        if labels is not None:
+            counts &= labels.ne(head.ignored).reshape(num_samples, -1).any(1).cpu()
+    full, others = counts.nonzero().flatten().tolist(), (~counts).nonzero().flatten().tolist()
+    if len(full) < 2:
+        return list(range(min(3, num_samples)))
+    return [*full[: min(2, len(full) - 1)], *others[:1], full[-1]]
 
 
 def masks_of(samples: Any, labels: Tensor | None) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from samestep.building.model import loss_within
-from samestep.building.model_loss import Labels, ModelLoss, Rule, returned_loss
+from samestep.building.model_loss import Labels, ModelLoss, Rule, name_in, returned_loss
 from samestep.building.own_loss import moves_labels
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
@@ -39,8 +39,8 @@ from samestep.trees import tree_map_only
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 """The largest difference of the two sides, relative to the larger, by the dtype of the forward."""
-
-
+_FEW = 8
+"""Samples among which those of a trial are chosen."""
 _Divisor = tuple[Rule, Labels]
 """What may divide a loss: a rule, and where it counts labels, which ones."""
 
@@ -87,13 +87,13 @@ class _Trial:
         counts = {key: float(self.loss.counted(key[0], samples, own, loss.device, key[1])) for key in known}
         return _Part(float(loss), counts)
 
-    def given_labels(self, samples: Any) -> tuple[Labels, bool]:
-        """Return which labels the forward gives its loss, and whether more of them may be masked; alike on all ranks."""
+    def given_labels(self, samples: Any) -> list[tuple[Labels, bool]]:
+        """Return the labels that the forward gives its losses, a tensor for each head, and whether more of them may be masked; alike on all ranks."""
         with GivenLabels() as given:
             self.run(self.indices, samples)
-        found = gather_values(given.found(samples), self.held.parallel.mesh.size("world"))
-        place, ignored, may_mask = next((one for one in found if one is not None), (None, Labels().ignored, False))
-        return Labels(place, ignored), may_mask
+        everyone = gather_values(given.found(samples), self.held.parallel.mesh.size("world"))
+        found = next(filter(None, everyone), [(None, Labels().ignored, False)])
+        return [(Labels(place, ignored), may_mask) for place, ignored, may_mask in found]
 
     def variant(self, samples: Any, first: int) -> _Variant | None:
         """Run the forwards of the `first` samples, of the others, and of all; None on other stages than the last."""
@@ -133,12 +133,10 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     """
     mesh = held.parallel.mesh
     mine = batch.shares(mesh.index("dp"), held.parallel.program.step.layout.dp, 1)[0]
-    few = mine[:3] if len(mine) else batch.shares(0, 1, 1)[0][:1]  # what an empty rank runs counts nothing
-    first = max(1, len(few) - 1)
+    few = mine[:_FEW] if len(mine) else batch.shares(0, 1, 1)[0][:1]  # what an empty rank runs counts nothing
     indices = few if len(few) > 1 else np.concatenate([few, few])
-    trial = _Trial(loss, held, Repeat(held, batch, loss, seed, lambda: None), indices, [])
     with outside_step():
-        found = _findings(trial, first)
+        found = _findings(_Trial(loss, held, Repeat(held, batch, loss, seed, lambda: None), indices, []))
         everyone = gather_values(found if len(mine) else None, mesh.size("world"))
     held.weights.store.end_forward_only()
     known = [one for one in everyone if one is not None]
@@ -152,12 +150,16 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     return ""
 
 
-def _findings(trial: _Trial, first: int) -> _Found | None:
+def _findings(trial: _Trial) -> _Found | None:
     """Run the forwards that distinguish the rules, as many on each rank; None where nothing can be seen."""
     held, world_size = trial.held, trial.held.parallel.mesh.size("world")
     samples = trial.again.read(trial.indices)
-    trial.loss.labels, may_mask = trial.given_labels(samples)
-    which = trial.loss.labels
+    heads = trial.given_labels(samples)
+    rows = counted_labels.telling_rows([head for head, _ in heads], samples, len(trial.indices))
+    trial = replace(trial, indices=trial.indices[rows])
+    samples, first = trial.again.read(trial.indices), len(rows) - 1
+    which, may_mask = heads[0]
+    trial.loss.labels = which
     labels, call = which.of(samples), loss_within(held.model.module)
     if call.takes_items and labels is not None:
         divides = any(gather_values(trial.divides_by_items(samples), world_size))
@@ -169,12 +171,25 @@ def _findings(trial: _Trial, first: int) -> _Found | None:
     has_ignored = labels is not None and bool((labels == which.ignored).any())
     may_mask = labels is not None and any(gather_values(has_ignored or may_mask or call.takes_items, world_size))
     trial.masks.extend(Labels(*one) for one in gather_values(counted_labels.masks_of(samples, labels), world_size)[0])
-    given = [samples]
-    if may_mask and labels is not None:
-        given.append(counted_labels.masked(samples, labels, which.ignored, first))
-    given += [counted_labels.masked(samples, one.of(samples), 0, first) for one in trial.masks if not one.ignored]
+    masked = [which] * (may_mask and labels is not None) + [head for head, is_free in heads[1:] if is_free]
+    masked += [one for one in trial.masks if not one.ignored]
+    given = [samples, *(counted_labels.masked(samples, one.of(samples), one.ignored, first) for one in masked)]
     variants = [variant for one in given if (variant := trial.variant(one, first)) is not None]
-    return _fitting(variants, trial) if variants else None
+    found = _fitting(variants, trial) if variants else None
+    if found is None or len(heads) < 2:
+        return found
+    names = [name_in(samples, head.of(samples)) or f"head_{number}" for number, (head, _) in enumerate(heads, 1)]
+    return found[0], found[1], _unlike(names)
+
+
+def _unlike(names: Sequence[str]) -> str:
+    """Return why the loss of a forward with several heads, whose labels have these names, is refused where no rule fits."""
+    terms = ", ".join(f'"{name}": (sum, count)' for name in names)
+    return (
+        f'loss = "model": the forward adds up a mean over the labels of each of {", ".join(names)}, with a count of its own, so that its '
+        f"scalar does not say how parts of a batch add up: a loss function (outputs, batch) -> {{{terms}}} works, and so does one rank "
+        "with the whole batch as its micro-batch"
+    )
 
 
 def _plain(rule: Rule, labels: Labels) -> list[Any]:
