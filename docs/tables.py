@@ -318,7 +318,10 @@ TECHNIQUES = (
     ("packed states (8 bits)", "runtime/optimizers/packed_states.py program/state_blocks.py"),
     ("compiled blocks", "runtime/axes/compiled_blocks.py"),
     ("packed documents", "datasets/documents.py building/packed_positions.py building/attention/by_document.py"),
-    ("attention", "building/attention/carriers.py building/attention/formula.py runtime/axes/ring_attention.py"),
+    (
+        "attention",
+        "building/attention/attention_spec.py building/attention/carriers.py building/attention/formula.py runtime/axes/ring_attention.py",
+    ),
     ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py"),
     ("distributions of random numbers", "randomness/distributions.py examination/recording.py"),
     ("families of transformers", "building/families.py building/pretrained.py"),

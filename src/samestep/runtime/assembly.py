@@ -275,12 +275,12 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
         twin.apply(traced, program, mesh)
     slicing = context.slicing_of(model, program, mesh)
     norms = batch_norm.BatchNorms(model, program, mesh)
+    deferred = Deferred(traced, program)
     folded_hooks.fold(model, program)
     compiled = compile_blocks(traced, program, decided.job.run)
     dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)
     dropout.place_samples(model, decided.spec.masks)
-    deferred = Deferred(traced, program)
     recompute.apply(model, program)
     return _AppliedAxes(slicing, norms, compiled, deferred)
 

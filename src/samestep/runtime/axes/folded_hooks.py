@@ -86,4 +86,6 @@ def _folded(module: nn.Module, before: Sequence[Hook], after: Sequence[tuple[Hoo
                     output = changed
         return output
 
-    return call_both if after else call
+    folded = call_both if after else call
+    vars(folded).update(vars(given or forward))  # the marks of what is inside
+    return folded
