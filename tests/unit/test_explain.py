@@ -17,7 +17,7 @@ from samestep.errors import InputError, RecordError
 from samestep.explanation.explain import explain, read_run
 from samestep.explanation.step_parts import MeasuredSteps, measured_steps, parts_of
 from samestep.explanation.step_verdict import straggler_of, verdict_of
-from samestep.program.recorded import MemoryMark, RankRecord, SentOp, head_line, step_line
+from samestep.program.recorded import MemoryMark, RankRecord, SentOp, head_line, path_of, step_line
 from tests.unit.ranks_on_a_clock import Script, backward, issue, layer, records_of, region, sync, task, wait, work
 
 MS = 1_000_000
@@ -162,11 +162,14 @@ def test_a_rank_that_waits_for_one_op_does_not_wait_for_another_whose_end_it_did
     assert_adds_up(found)
 
 
-def test_a_slow_checkpoint_between_steps() -> None:
-    found = explained({}, between={rank: (region("checkpoint", 500 * MS),) for rank in range(4)})
-    parts, _ = parts_of(found, found.busiest, None)
-    assert next(part.measured_s for part in parts if part.name == "checkpoint") == pytest.approx(0.5)
-    assert verdict_of(found, parts).kind == "checkpoint"
+@pytest.mark.parametrize("kind", ["checkpoint", "watching", "host", "input"])
+def test_what_takes_long_between_steps_is_the_verdict(kind: str) -> None:
+    row = "data" if kind == "input" else kind
+    found = explained({}, between={rank: (region(row, 500 * MS),) for rank in range(4)})
+    parts, rest_s = parts_of(found, found.busiest, None)
+    assert next(part.measured_s for part in parts if part.name == row) == pytest.approx(0.5, rel=0.02)
+    assert verdict_of(found, parts).kind == kind
+    assert str(rest_s) == "0.0"
     assert_adds_up(found)
 
 
@@ -343,6 +346,24 @@ def test_arrows_of_a_trace_go_from_the_rank_that_entered_last_to_those_that_wait
     assert found[mine] == {f"rank {(late + 2) % 4} dp_replicate"}
 
 
+def test_a_resumed_run_has_records_before_and_after(tmp_path: Path) -> None:
+    write(records(), tmp_path)
+    folder = tmp_path / "record"
+    for rank, record in records().items():
+        later = {number + 10: replace(step, step=number + 10) for number, step in record.steps.items()}
+        text = head_line(record.head) + "".join(map(step_line, later.values()))
+        path_of(folder, range(11, 14), rank).write_text(text)
+        os.utime(path_of(folder, range(1, 4), rank), (0, 0))
+    assert explain(tmp_path).found.steps == (12, 13)
+    assert "also recorded: --steps 1:3" in explain(tmp_path).to_text()
+    assert explain(tmp_path, step=2).found.steps == (2,)
+    assert explain(tmp_path, steps="2:3").found.steps == (2, 3)
+    assert "also recorded: --steps 11:13" in explain(tmp_path, step=2).to_text()
+    assert explain(path_of(folder, range(1, 4), 2)).found.steps == (2, 3)
+    with pytest.raises(RecordError, match="has no step 7:9: steps 1 to 3, 11 to 13 are recorded"):
+        explain(tmp_path, steps="7:9")
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     some = records()
     write({rank: record for rank, record in some.items() if rank != 3}, tmp_path)
@@ -436,7 +457,7 @@ def test_a_place_that_is_no_run_says_what_works(tmp_path: Path) -> None:
         write(records(), tmp_path / name)
     with pytest.raises(RecordError, match=r"is a folder of runs \(a, b\): samestep explain .*b works"):
         read_run(tmp_path)
-    folder, found = read_run(tmp_path / "a" / "record" / "steps-1-3.rank2.jsonl")
+    folder, found, _ = read_run(tmp_path / "a" / "record" / "steps-1-3.rank2.jsonl")
     assert (folder, [*found]) == (tmp_path / "a" / "record", [0, 1, 2, 3])
 
 
@@ -459,5 +480,5 @@ def test_a_killed_rank_and_ranks_of_an_earlier_layout_are_told_apart(tmp_path: P
         path = folder / f"steps-1-3.rank{rank}.jsonl"
         text = path.read_text().replace(LAYOUT, "dp=2").replace('"world_size": 4', '"world_size": 2')
         path.write_text(text)
-    _, found = read_run(tmp_path)
+    _, found, _ = read_run(tmp_path)
     assert [*found] == [0, 1]

@@ -81,6 +81,44 @@ def test_a_late_rank_of_a_trace_is_waited_for(tmp_path_factory: pytest.TempPathF
     json.dumps(found.to_record())
 
 
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_operations_of_an_update_are_the_optimizers(tmp_path: Path, is_gpu: bool) -> None:
+    def with_update(rank: int) -> dict[str, Any]:
+        kind, note = ("kernel", "gpu_user_annotation") if is_gpu else ("cpu_op", "user_annotation")
+        events = [
+            span("ProfilerStep#1", "user_annotation", 0, 50),
+            span("aten::mm", kind, 0, 30),
+            span("Optimizer.step#AdamW.step", "user_annotation", 20 if is_gpu else 30, 15),
+            span("Optimizer.step#AdamW.step", note, 30, 15),
+            span("aten::_foreach_add_", kind, 31, 6),
+            span("aten::mul", kind, 38, 5),
+            span("aten::zero_", kind, 46, 2),
+            span("aten::mul", "cpu_op", 0, 50, tid=3),
+        ]
+        return {"traceEvents": events, "distributedInfo": {"rank": rank}}
+
+    found = explain_traces(store(tmp_path, with_update))
+    assert seconds_of(found.rows, "optimizer", stage=1) == pytest.approx(0.011)
+    assert seconds_of(found.rows, "compute", stage=1) == pytest.approx(0.032)
+    assert sum(row.seconds for row in found.rows if row.stage == 1) == pytest.approx(0.05)
+
+
+def test_ranks_that_wait_for_each_other_are_not_blamed(tmp_path: Path) -> None:
+    def by_turns(rank: int) -> dict[str, Any]:
+        events = [span("ProfilerStep#1", "user_annotation", 0, 100)]
+        for part in range(4):
+            mine = 24 if part % 2 == rank else 10
+            events += [
+                span("aten::mm", "cpu_op", part * 25, mine),
+                span("gloo:all_reduce", "user_annotation", part * 25 + mine, 25 - mine, tid=9),
+            ]
+        about = {"rank": rank, "world_size": 2, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
+        return {"traceEvents": events, "distributedInfo": about}
+
+    found = explain_traces(store(tmp_path, by_turns))
+    assert found.verdict.endswith("; the ranks wait for each other, up to 28% of the step")
+
+
 def test_kernels_of_a_gpu_are_compute_and_those_of_nccl_are_sent(tmp_path: Path) -> None:
     def on_gpu(rank: int) -> dict[str, Any]:
         ranks = {"Collective name": "allreduce", "Process Group Ranks": "[0, 1]"}

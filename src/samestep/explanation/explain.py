@@ -48,6 +48,8 @@ class Explained:
     """The kernels of each rank that has recorded them (`train.record_kernels`)."""
     missing: tuple[str, ...] = ()
     """What the records lack."""
+    others: tuple[range, ...] = ()
+    """The steps of the run's other records, such as those before it was resumed, the newest first."""
 
     @property
     def layout(self) -> str:
@@ -162,7 +164,9 @@ class Explained:
         if (kernels := self.kernels.get(self.found.busiest)) is not None:
             lines += kernels.to_lines()
         lines += [one.to_line() for one in self.found.clocks.values() if one.width_s]
-        return "\n".join([*lines, *(f"missing: {text}" for text in self.missing)])
+        lines += [f"missing: {text}" for text in self.missing]
+        lines += [f"also recorded: --steps {one[0]}:{one[-1]}" for one in self.others]
+        return "\n".join(lines)
 
     def _largest_memory(self) -> StepMemory | None:
         """Return the memory of the rank that needs most; None where none was recorded."""
@@ -244,8 +248,9 @@ def explain(
         RecordError: there is no record, a file is damaged, or the step is not in it.
         InputError: the profile has mistakes, or `steps` names no steps.
     """
-    folder, records = read_run(Path(run))
-    wanted = _steps_of(records, folder, step, steps)
+    asked = _asked(step, steps)
+    folder, records, others = read_run(Path(run), asked)
+    wanted = _steps_of(records, folder, asked, others)
     found = measured_steps(records, wanted)
     said = _predicted(folder, records, hardware)
     predicted = said[0] if said else None
@@ -259,19 +264,26 @@ def explain(
         verdict_of(found, parts, tries),
         kernels,
         (*found.missing, *without, *_cut_off(records)),
+        others,
     )
 
 
-def read_run(run: Path) -> tuple[Path, dict[int, RankRecord]]:
-    """Return the folder of the newest record of a run, and the records of its ranks; one of them stands for all of its window.
+def read_run(run: Path, asked: range | None = None) -> tuple[Path, dict[int, RankRecord], tuple[range, ...]]:
+    """Return the folder of a record of a run, the records of its ranks, and the steps of the run's other records.
 
-    A window that a resumed run has recorded again in another layout is that of the newest file, where all of its ranks are there.
+    It is the newest record that has one of the steps that are asked for, or the one that is named. One of its files stands for all of
+    its window, and a window that a resumed run has recorded again in another layout is that of the newest file, where all of its ranks
+    are there.
 
     Raises:
         RecordError: there is none, or a file is damaged.
     """
     folder, paths = _paths_of(run)
-    window = paths[-1].name.partition(".")[0]
+    windows = {recorded.window_of(path): path.name.partition(".")[0] for path in reversed(paths)}
+    several = [*windows][:1] if run.is_file() else [*windows]
+    chosen = next((one for one in several if asked and one[0] <= asked[-1] and asked[0] <= one[-1]), several[0])
+    window = windows[chosen]
+    others = tuple(one for one in windows if one != chosen)
     found = [recorded.read_record(path) for path in paths if path.name.startswith(f"{window}.")]
     newest = found[-1].head
     same = [one for one in found if one.head.layout == newest.layout]
@@ -288,13 +300,13 @@ def read_run(run: Path) -> tuple[Path, dict[int, RankRecord]]:
                 f"{one.path} and {records[one.head.rank].path} both say that they are of rank {one.head.rank}"
             )
         records[one.head.rank] = one
-    return folder, dict(sorted(records.items()))
+    return folder, dict(sorted(records.items())), others
 
 
 def _paths_of(run: Path) -> tuple[Path, list[Path]]:
     """Return the folder of a run's records, and the files in it, the newest last; of a record that is named, it is the last."""
     folder = run.parent if run.is_file() else run / recorded.FOLDER if (run / recorded.FOLDER).is_dir() else run
-    paths = sorted(folder.glob("steps-*.rank*.jsonl"), key=lambda path: (path == run, path.stat().st_mtime))
+    paths = sorted(recorded.paths_in(folder), key=lambda path: (path == run, path.stat().st_mtime))
     if paths and (run.is_dir() or paths[-1] == run):
         return folder, paths
     if run.is_dir() and (runs := sorted(path.parent for path in run.glob(f"*/{recorded.FOLDER}"))):
@@ -312,19 +324,29 @@ def _cut_off(records: Mapping[int, RankRecord]) -> list[str]:
     return [f"steps {step + 1} to {last} of rank {rank}, whose record ends before" for rank, step in short.items()]
 
 
-def _steps_of(records: Mapping[int, RankRecord], folder: Path, step: int | None, steps: str | None) -> list[int]:
+def _asked(step: int | None, steps: str | None) -> range | None:
+    """Return the steps that are asked for; None where none are named."""
+    if step is not None:
+        return range(step, step + 1)
+    if steps is not None and steps.isdecimal():
+        raise InputError(f"--steps {steps} is one number: --steps {steps}:{steps} works, and --step {steps} does")
+    return None if steps is None else recorded.parse_steps(steps, 0)
+
+
+def _steps_of(
+    records: Mapping[int, RankRecord], folder: Path, asked: range | None, others: tuple[range, ...]
+) -> list[int]:
     """Return the steps that are asked for and that every rank has recorded; by default all but the first of the window."""
     common = sorted(set.intersection(*({*record.steps} for record in records.values())))
     if not common:
         raise RecordError(f"{folder}: there is no step that every rank has recorded whole")
-    if step is None and steps is None:
+    if asked is None:
         return common[1:] or common
-    if steps is not None and steps.isdecimal():
-        raise InputError(f"--steps {steps} is one number: --steps {steps}:{steps} works, and --step {steps} does")
-    asked = [step] if step is not None else [*recorded.parse_steps(str(steps), 0)]
     found = [number for number in common if number in asked]
     if not found:
-        raise RecordError(f"{folder} has no step {steps or step}: steps {common[0]} to {common[-1]} are recorded")
+        windows = ", ".join(f"{one[0]} to {one[-1]}" for one in (*others[::-1], common))
+        named = f"{asked[0]}" if len(asked) == 1 else f"{asked[0]}:{asked[-1]}"
+        raise RecordError(f"{folder} has no step {named}: steps {windows} are recorded")
     return found
 
 

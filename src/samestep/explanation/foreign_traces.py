@@ -17,9 +17,12 @@ from samestep.explanation.trace_files import RankTrace, read_trace, trace_paths,
 from samestep.output.page.page import in_notebook
 from samestep.output.text_table import align_columns
 from samestep.program import recorded
-from samestep.simulation.partition import REST, WAIT, TimeRow, partition, seconds_of
+from samestep.simulation.partition import REST, ROWS, WAIT, TimeRow, partition, seconds_of
 from samestep.simulation.spans import COMPUTE, Span
 from samestep.simulation.timeline import Timeline
+
+_WORTH = 0.05
+"""Part of a step from which on waits are in the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +75,19 @@ class ForeignSteps:
 
     @property
     def verdict(self) -> str:
-        """The largest part of the step of the rank that waits least, and who is waited for."""
+        """The largest part of the step of the rank that waits least, and how long others wait for it, or all for each other."""
         busiest = self.busiest
         most = max((row for row in self.rows if row.stage == busiest), key=lambda row: row.seconds)
-        waits = max(seconds_of(self.rows, WAIT, stage=rank) for rank in self.ranks)
-        late = (
-            f"; others wait for rank {busiest}, up to {waits / self.step_s:.0%} of the step"
-            if waits > 0.05 * self.step_s and len(self.ranks) > 1
-            else ""
-        )
         label = f"{most.name} {most.axis}" if most.axis else most.name
-        return (
-            f"{label}: {most.seconds / self.step_s:.0%} of a step of {self.step_s * 1e3:.4g} ms on rank {busiest}{late}"
-        )
+        share = most.seconds / self.step_s
+        return f"{label}: {share:.0%} of a step of {self.step_s * 1e3:.4g} ms on rank {busiest}{self._waits()}"
+
+    def _waits(self) -> str:
+        """Return how long the others wait for the busiest rank: by how much they wait longer than it, since it waits for them too."""
+        waits = [seconds_of(self.rows, WAIT, stage=rank) / self.step_s for rank in self.ranks]
+        if max(waits) - min(waits) > _WORTH:
+            return f"; others wait for rank {self.busiest}, up to {max(waits) - min(waits):.0%} of the step"
+        return f"; the ranks wait for each other, up to {max(waits):.0%} of the step" if max(waits) > _WORTH else ""
 
     def to_text(self) -> str:
         """Return the verdict and the rows of each rank."""
@@ -106,7 +109,7 @@ def is_foreign(place: Path) -> bool:
     if place.is_file():
         return not place.name.endswith(".jsonl")
     is_ours = (place / recorded.FOLDER).is_dir() or (place / recorded.JOB).is_file()
-    return place.is_dir() and not is_ours and not any(place.glob("steps-*.rank*.jsonl")) and bool(trace_paths(place))
+    return place.is_dir() and not is_ours and not recorded.paths_in(place) and bool(trace_paths(place))
 
 
 def explain_traces(place: Path) -> ForeignSteps:
@@ -133,7 +136,7 @@ def explain_traces(place: Path) -> ForeignSteps:
             total[rank, REST, None] -= (timeline.step_s - (end - begin) / 1e9) / len(used)
     rows = tuple(
         TimeRow(*key, max(0.0, seconds))
-        for key, seconds in sorted(total.items(), key=lambda item: (item[0][0], item[0][1]))
+        for key, seconds in sorted(total.items(), key=lambda item: (item[0][0], ROWS.index(item[0][1])))
     )
     return ForeignSteps(place, tuple(used), rows, max(lasted.values()), tuple(_missing(traces, common)), timeline)
 

@@ -16,7 +16,7 @@ from samestep.explanation.clocks import Bound, ClockOffset, bounds_of, offsets_o
 from samestep.explanation.measured_step import MeasuredStep, measured_step, meetings_of, sent_by
 from samestep.program.ops import OpKind
 from samestep.program.recorded import RankRecord
-from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, TRANSFER, WAIT, Key, hidden_s, partition
+from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, ROWS, WAIT, Key, hidden_s, partition
 from samestep.simulation.prediction import Prediction
 
 
@@ -230,8 +230,7 @@ def parts_of(found: MeasuredSteps, rank: int, predicted: Prediction | None) -> t
         said = {(row.name, row.axis): row.seconds for row in predicted.timeline.rows if row.stage == stage}
     measured = found.rows[rank]
     keys = [key for key in dict.fromkeys((*measured, *said)) if key[0] != REST]
-    order = {name: index for index, name in enumerate(("compute", "recompute", TRANSFER, WAIT, BUBBLE, IMBALANCE))}
-    keys.sort(key=lambda key: (order.get(key[0], len(order)), key[1] or ""))
+    keys.sort(key=lambda key: (ROWS.index(key[0]), key[1] or ""))
     parts = tuple(
         StepPart(
             name, axis, measured.get((name, axis), 0.0), None if predicted is None else said.get((name, axis), 0.0)
@@ -239,4 +238,5 @@ def parts_of(found: MeasuredSteps, rank: int, predicted: Prediction | None) -> t
         for name, axis in keys
         if measured.get((name, axis), 0.0) > 0 or said.get((name, axis), 0.0) > 0
     )
-    return parts, found.lasted_s[rank] - sum(part.measured_s for part in parts)
+    rest_s = round(found.lasted_s[rank] - sum(part.measured_s for part in parts), 10)  # clocks count nanoseconds
+    return parts, rest_s or 0.0  # no negative zero

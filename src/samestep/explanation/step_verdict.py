@@ -31,7 +31,7 @@ class StepVerdict:
     """The resource that bounds a step."""
 
     kind: str
-    """`compute`, `input`, `host`, `checkpoint`, `link`, `bubble`, `imbalance`, `straggler` or `load`."""
+    """`compute`, `input`, `host`, `checkpoint`, `watching`, `link`, `bubble`, `imbalance`, `straggler` or `load`."""
     line: str
     reasons: tuple[str, ...]
     tries: tuple[str, ...] = ()
@@ -120,6 +120,7 @@ def _candidates(found: MeasuredSteps, parts: Sequence[StepPart], away: _Candidat
         "data": ("input", "waits for samples"),
         "checkpoint": ("checkpoint", "saves"),
         "host": ("host", "host work between tasks and steps"),
+        "watching": ("watching", "checks of samples and updates (train.watch_every)"),
     }
     for kind, (name, text) in words.items():
         seconds = max([own[kind], *(s for row, s in caused.items() if row == kind)])

@@ -5,7 +5,7 @@ Kineto      compute: kernels of a GPU, or the operations of the thread that take
             steps:   ProfilerStep#N; without any, the whole trace is one step
 recorder    sent alone, by the times at which each rank created and completed it; JSON, or a pickle of plain data
 ```
-An operation's own time is compute, without that of the operations it calls. What the engine of autograd and the call of a collective
+An operation's own time is compute, without that of the operations it calls; within `Optimizer.step` it is the optimizer's. What the engine of autograd and the call of a collective
 spend themselves is a wait while a collective of the rank runs, and else the host's, as is what no operation takes.
 """
 
@@ -14,9 +14,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import pickle
 import re
 import zlib
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +133,16 @@ def _of_kineto(found: Mapping[str, Any], path: Path, position: int) -> RankTrace
     operations = (
         [] if has_kernels else [event for event in events if event.get("cat") == "cpu_op" and event["tid"] == main]
     )
-    trace.computing += _own_times([(*times(event), str(event["name"])) for event in operations])
+    noted = [
+        event for event in events if event.get("cat") == ("gpu_user_annotation" if has_kernels else "user_annotation")
+    ]
+    updates = sorted(
+        times(event)
+        for event in noted
+        if str(event["name"]).startswith("Optimizer.step#") and (has_kernels or event["tid"] == main)
+    )
+    own = _own_times([(*times(event), str(event["name"])) for event in operations])
+    trace.computing += [(begin, end, _operation(begin, updates)) for begin, end in own]
     for event in events:
         given = event.get("args") or {}
         sent = _SENT.match(event["name"])
@@ -140,7 +151,8 @@ def _of_kineto(found: Mapping[str, Any], path: Path, position: int) -> RankTrace
             kind = str(given.get("Collective name") or next(filter(None, sent.groups() if sent else ()), "collective"))
             trace.sent.append((*times(event), kind, _group(given, groups)))
         elif is_kernel:
-            trace.computing.append((*times(event), "forward:operations"))
+            begin, end = times(event)
+            trace.computing.append((begin, end, _operation(begin, updates)))
         elif (
             event.get("cat") == "user_annotation" and event["tid"] == main and "enumerate(DataLoader)" in event["name"]
         ):
@@ -171,20 +183,26 @@ def _is_note(event: Mapping[str, Any]) -> bool:
     return event.get("cat") == "user_annotation"
 
 
-def _own_times(operations: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
+def _operation(begin: int, updates: Sequence[tuple[int, int]]) -> str:
+    """Return the name of an operation that begins at a time, of the optimizer if that is in one of its updates."""
+    last = bisect(updates, (begin, math.inf)) - 1
+    return "update:operations" if last >= 0 and begin < updates[last][1] else "forward:operations"
+
+
+def _own_times(operations: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int]]:
     """Yield the runs of instants in which nested operations compute: the innermost one is none that waits."""
     stack: list[tuple[int, str]] = []
     now = 0
 
-    def until(end: int) -> Iterator[tuple[int, int, str]]:
+    def until(end: int) -> Iterator[tuple[int, int]]:
         nonlocal now
         while stack and stack[-1][0] <= end:
             stop, name = stack.pop()
             if stop > now and not name.startswith(_WAITING):
-                yield now, stop, "forward:operations"
+                yield now, stop
             now = max(now, stop)
         if stack and end > now and not stack[-1][1].startswith(_WAITING):
-            yield now, end, "forward:operations"
+            yield now, end
 
     for begin, end, name in sorted(operations, key=lambda one: (one[0], -one[1])):
         yield from until(begin)

@@ -18,6 +18,7 @@ of `run.step`, `until_ns` the begin of the next one. An event is `[form, name, b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,6 +57,9 @@ class SentOp(NamedTuple):
     axis: str
     size_bytes: int
     task: str
+
+
+_NAME = re.compile(r"steps-(\d+)-(\d+)\.rank\d+\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,18 @@ class RecordedStep:
 def path_of(folder: Path, steps: range, rank: int) -> Path:
     """Return the path of a rank's record of some steps."""
     return folder / f"steps-{steps.start}-{steps.stop - 1}.rank{rank}.jsonl"
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Return the paths of the records of ranks in a folder."""
+    return [path for path in folder.glob("steps-*.rank*.jsonl") if _NAME.fullmatch(path.name)]
+
+
+def window_of(path: Path) -> range:
+    """Return the steps of a window by the name of one of its files."""
+    name = _NAME.fullmatch(path.name)
+    assert name is not None, path
+    return range(int(name[1]), int(name[2]) + 1)
 
 
 def head_line(head: RecordHead) -> str:
