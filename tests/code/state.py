@@ -156,6 +156,28 @@ def spectral() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8)), nn.Tanh(), nn.Linear(8, 3))
 
 
+def old_spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, 8)), nn.Tanh(), nn.Linear(8, 3))
+
+
+class SpectralBlock(nn.Module):
+    """A block with both spectral norms, and annealed by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.down = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH), n_power_iterations=2)
+        self.calls = {"taken": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls["taken"] += 1
+        return x + self.down(torch.tanh(self.up(x))) / self.calls["taken"]
+
+
+class SpectralBlocks(Blocks):
+    block = SpectralBlock
+
+
 class MaxNorm(Embedded):
     options = {"max_norm": 0.5}  # noqa: RUF012
 
@@ -491,7 +513,9 @@ _BY_NUMBER = [code(ByNumber), code(ByNumber, "unwatched", job=job_of(steps=3, tr
 _ONE_BUFFER = code(Net, "of one buffer", data=functools.partial(OneBuffer, tokens=False))
 _MEAN = code(Net, "with a mean as the loss", loss=mean)
 STATELESS = (Rotary, FilledBuffer, Noting, CountingAlone, Scratch, Net, CachesOutside, StochasticDepth)
-COUNTING = (spectral, CountingBuffer, Calls, CallsInDict, ForcedNorm)
+RESTORED = (spectral, old_spectral, SpectralBlocks, CountingBuffer, Calls, CallsInDict)
+"""State of modules that does not depend on the samples, which is put back for each micro-batch."""
+COUNTING = (*RESTORED, ForcedNorm)
 """State that does not depend on the samples."""
 STATISTICS = (OwnMean, OwnMeanByData, ReplacedMean, DataInit)
 OF_SAMPLES = (EvaluationMean, Queue, Memory, SamplesSeen, MaxNorm)
@@ -502,6 +526,13 @@ CLAMPED = ("dp=1 offload", "dp=2 zero=1", "dp=2 zero=1 offload")
 EQUAL = [
     *(row for build in STATELESS for row in equal(code(build), *DATA, "dp=2 zero=3 microbatch=1")),
     *(row for build in COUNTING for row in equal(code(build), "dp=2", "dp=2 zero=1")),
+    *(
+        row
+        for build in RESTORED
+        for row in equal(code(build), "dp=1 microbatch=2", "dp=2 microbatch=1", "dp=2 zero=3 microbatch=2")
+    ),
+    *(row for build in (spectral, old_spectral) for row in equal(code(build), "tp=2 microbatch=2")),
+    *equal(code(SpectralBlocks), "pp=2 microbatch=2", "pp=2 microbatch=1 schedule=gpipe"),
     *equal(code(Curriculum), "dp=2"),
     *equal(code(DataOfWeight), "dp=2", "dp=2 zero=1"),
     *equal(_LATE[LateWrite], "dp=2", "dp=2 zero=3"),
@@ -516,7 +547,7 @@ EQUAL = [
     *equal(code(Net, "clamped elsewhere", each=clamped_elsewhere), *CLAMPED),
 ]
 REFUSED = [
-    *(row for build in COUNTING for row in unproven(SEVERAL, "state", code(build), "dp=1 microbatch=2")),
+    *unproven("down.weight", "state", code(ForcedNorm), "dp=1 microbatch=2"),
     *(row for build, name in OUTSIDE.items() for row in unproven(f"keeps .*{name}.* {SEVERAL}", "state", code(build), "dp=1 microbatch=2")),
     *unproven("KEPT .* computed from its samples", "state", code(QueueInGlobal), *DATA),
     *unproven("up.weight", "state", code(DataOfWeight), "dp=2 zero=3", "dp=1 microbatch=2"),

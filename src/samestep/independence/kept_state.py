@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError
 from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
+from samestep.state.kept_slots import can_be_kept
 from samestep.state.reachable import Variable
 from samestep.state.snapshot import OUTSIDE, Content, Slot, Snapshot
 from samestep.tracing.forward import ForwardTracer, ValueOf
@@ -272,7 +273,17 @@ def examine(
     ]
     if first.watch.counting is not None:
         found.append(StateSpec(owner=first.watch.counting, name="weight", kind="counts"))
-    return tuple(state for state in found if not _is_known(module, state, spec))
+    modules = dict(module.named_modules())
+    return tuple(_with_form(state, modules) for state in found if not _is_known(module, state, spec))
+
+
+def _with_form(state: StateSpec, modules: Mapping[str, nn.Module]) -> StateSpec:
+    """Return what a forward keeps, with whether a layout can put it back."""
+    owner = modules.get(state.owner)
+    if owner is None or state.of_samples or state.kind not in ("buffer", "attribute"):
+        return state
+    held = owner._buffers if state.name in owner._buffers else vars(owner)
+    return replace(state, is_restorable=can_be_kept(held.get(state.name)))
 
 
 @dataclass(frozen=True, slots=True)

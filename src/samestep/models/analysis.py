@@ -40,6 +40,8 @@ class StateSpec:
     """Whether it depends on the samples of the forward, or on their number."""
     is_read: bool = True
     """Whether the outputs depend on it, or the code looks at it."""
+    is_restorable: bool = False
+    """Whether a module of the model holds it, in a form that can be put back, and it depends on no samples."""
 
     @property
     def full_name(self) -> str:

@@ -59,6 +59,7 @@ from samestep.runtime.axes.joined_exchanges import BackwardExchanges
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
+from samestep.runtime.axes.repeated_state import RepeatedState
 from samestep.runtime.axes.step_part import PartOfStep
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.objective import Objective
@@ -325,7 +326,11 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
         program=program,
         mesh=mesh,
         stage=stage,
-        step_parts=(*([stage] if isinstance(stage, pipeline.Stage) else []), *([norms] if norms.are_used else [])),
+        step_parts=(
+            *([stage] if isinstance(stage, pipeline.Stage) else []),
+            *([norms] if norms.are_used else []),
+            *RepeatedState.parts_of(traced.analysis.states, traced.module, program),
+        ),
         slicing=cut.slicing,
         batch_norms=cut.batch_norms,
         deferred=cut.deferred,

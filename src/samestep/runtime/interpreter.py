@@ -146,6 +146,8 @@ class Interpreter:
         """Run the forward of one chunk on a micro-batch; return the model's outputs where the chunk ends the model."""
         parallel = self.assembly.parallel
         self.trials.settle()
+        for part in parallel.step_parts:
+            part.begin_forward()
         norms = parallel.batch_norms.of(task.microbatch)
         with self._trying("the forward", samples), parallel.slicing.of(samples), parallel.pending(), norms:
             return parallel.stage.forward(task.microbatch, task.chunk, samples)

@@ -7,7 +7,7 @@ weights, attributes, counters; `independence/kept_state.py` lists them) is the s
     the forward is repeated   for each micro-batch, by recompute, or by the chunks of a pipeline: it is kept several times
     a weight is a copy        gathered for the forward (zero=2|3), or cut (tp): what is written into it is lost
 
-Torch's batch norm is not concerned: its running statistics have a rule of their own (`strategies/batch_norm.py`).
+State of the modules that depends on no samples is put back for each micro-batch (`repeated_state.py`). Torch's batch norm is not concerned: its running statistics have a rule of their own (`strategies/batch_norm.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def splits(layout: Layout, num_microbatches: int) -> str:
 
 def _repeats(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
     """Return the word of the layout by which a module's forward runs several times a step; nothing if once."""
-    if num_microbatches > 1:
+    if num_microbatches > 1 and (num_chunks > 1 or not state.is_restorable):  # else `repeated_state.py`
         return f"microbatch={layout.microbatch}"
     if state.kind == "variable":  # whichever module's code changes it
         return f"recompute={layout.recompute}" if layout.recompute != "none" else f"pp={layout.pp}" * (layout.pp > 1)

@@ -36,6 +36,9 @@ class PartOfStep:
     def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
         """Begin a step, or another backward of it, on a batch; `shapes_of` gives the shapes of each micro-batch's samples."""
 
+    def begin_forward(self) -> None:
+        """Begin the forward of a micro-batch through the layers of a chunk."""
+
     def end_backwards(self) -> None:
         """Complete what all micro-batches have begun, once they have run."""
 
