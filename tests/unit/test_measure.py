@@ -16,7 +16,6 @@ import torch
 from samestep import cli, hardware
 from samestep.hardware import cautions_here, load
 from samestep.measurement import microbenchmarks, profile
-from samestep.planning import search
 from tests import small
 
 
@@ -224,7 +223,7 @@ def test_auto_passes_over_what_the_optimizer_cannot_follow(capfd: pytest.Capture
 
 @pytest.mark.usefixtures("home")
 def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    tiny = search.replace(load("cpu-laptop"), memory_bytes=1000)
+    tiny = replace(load("cpu-laptop"), memory_bytes=1000)
     monkeypatch.setattr(hardware, "own_or", lambda _: tiny)
     assert small.train("--layout", "auto", "--ranks", "2") == 2
     assert "--layout auto found no layout for 2 ranks: nothing fits" in capfd.readouterr().err

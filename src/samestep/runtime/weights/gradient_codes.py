@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.models.param_spec import ParamSpec
-from samestep.program.bodies import Task, ends_step
+from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.codecs import PLAIN, CodedPart, coded_bytes
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
@@ -346,3 +346,11 @@ class EncodedScatter:
                 if start < stop:
                     yield param.name, first, stop - start, start
                 first += numel
+
+
+def may_give_up(program: Program) -> bool:
+    """Return whether ranks of other samples wait for nothing in a step but gathers and reductions of units, and a code keeps
+    nothing of its gradients. What ranks of `tp` exchange is of the same samples.
+    """
+    others = (op.axis for key, ops in program.bodies.items() if key != UPDATE_BODY for op in ops if not op.implied)
+    return {*others} <= {None, "tp"} and program.step.contributions is None

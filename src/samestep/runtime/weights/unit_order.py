@@ -34,11 +34,12 @@ from torch import Tensor, nn
 
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
-from samestep.program.bodies import UPDATE_BODY, BodyKey, is_forward, starts_step
+from samestep.program.bodies import BodyKey, is_forward, starts_step
 from samestep.program.ops import OpKind, Ops
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.weights.fsdp_units import RunningUnit
+from samestep.runtime.weights.gradient_codes import may_give_up
 from samestep.trees import tree_leaves
 
 _REDUCING = (OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL)
@@ -63,7 +64,7 @@ class UnitOrder:
 
     def __init__(self, program: Program, units: Sequence[RunningUnit]) -> None:
         self._zero = program.step.zero
-        self._may_give_up = _may_give_up(program)
+        self._may_give_up = may_give_up(program)
         """Whether this rank can give a step up and still take part in all that others wait for."""
         named = {running.unit.name: running for running in units}
         self._bodies: Mapping[BodyKey, list[_OrderEntry]] = {
@@ -233,14 +234,6 @@ class UnitOrder:
             entry.unit.gather_for_others()
         else:
             entry.unit.complete()
-
-
-def _may_give_up(program: Program) -> bool:
-    """Return whether ranks of other samples wait for nothing in a step but gathers and reductions of units, and a code keeps
-    nothing of its gradients. What ranks of `tp` exchange is of the same samples.
-    """
-    others = (op.axis for key, ops in program.bodies.items() if key != UPDATE_BODY for op in ops if not op.implied)
-    return {*others} <= {None, "tp"} and program.step.contributions is None
 
 
 def _places_of_module_exchanges(ops: Ops, named: Mapping[str, RunningUnit]) -> dict[str, int]:
