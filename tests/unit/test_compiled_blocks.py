@@ -116,6 +116,46 @@ class OfTwoKinds(Plain):
         self.blocks.append(nn.Sequential(Block(10, 0.0)))
 
 
+class _BreaksInside(nn.Module):
+    """A module whose own code leaves a graph, and drops before and behind that."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.dropout = inner, nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.dropout(self.inner(x), 0.2, self.training)
+        torch._dynamo.graph_break()
+        return self.dropout(torch.nn.functional.dropout(x, 0.2, self.training))
+
+
+class BreaksBetweenMasks(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.mix = _BreaksInside(block.mix)
+
+
+class BreaksInItsOwnCode(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda x, own=block.forward: self.dropped(own(x))
+
+    @staticmethod
+    def dropped(x: Tensor) -> Tensor:
+        x = torch.nn.functional.dropout(x, 0.3)
+        torch._dynamo.graph_break()
+        return torch.nn.functional.dropout(x, 0.3)
+
+
+class BreaksAtABlock(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = _BreaksInside(block)
+
+
 def test_equal_blocks_share_one_graph():
     run, said = stepped(Plain)
     assert run.assembly.model.compiled.compiler.num_graphs == 1
@@ -140,6 +180,17 @@ def test_masks_of_graphs_are_those_of_code_that_is_not_compiled(model):
     plainly, _ = stepped(model, clipped("float32"))
     pairs = zip(run.model.parameters(), plainly.model.parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("model", [BreaksBetweenMasks, BreaksInItsOwnCode, BreaksAtABlock])
+def test_masks_behind_a_break_of_the_users_own_are_those_of_code_that_is_not_compiled(model):
+    run, said = stepped(model)
+    plainly, _ = stepped(model, clipped("float32"))
+    pairs = zip(run.model.parameters(), plainly.model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs), said
+    assert said == [
+        "run.compile: blocks.0 and 2 more run uncompiled: it cannot be compiled: it draws masks of dropout, and its graph breaks"
+    ]
 
 
 def test_a_block_that_draws_numbers_runs_uncompiled_and_says_so():

@@ -79,6 +79,10 @@ class _Compiler:
         """The paths of the modules in it, by their `id`."""
         self.num_graphs = self.num_again = 0
         """All graphs, and those of code that had been compiled before."""
+        self.drawing: Set[str] = frozenset()
+        """The paths of modules that draw masks."""
+        self.breaks_before = 0
+        """The breaks of all graphs before the module's call."""
         self.uncompiled: dict[str, str] = {}
         """Why a block, or a module in one, runs uncompiled, by its path."""
         self._codes: set[int | None] = set()
@@ -95,6 +99,9 @@ class _Compiler:
         self.num_again += code in self._codes
         self._codes.add(code)
         rank_crossings.share(graph.graph)
+        if num_graph_breaks() > self.breaks_before and self._draws():
+            # The graphs of one call do not know of each other, so masks behind a break would be counted anew. Nothing has run yet.
+            raise dynamo().exc.TorchDynamoException("it draws masks of dropout, and its graph breaks")
         unnamed = graph_draws.replace_dropouts(graph.graph, self.modules)
         if unnamed:
             raise dynamo().exc.TorchDynamoException(unnamed)
@@ -110,6 +117,9 @@ class _Compiler:
             return graph.forward
         self.num_graphs += 1
         return made
+
+    def _draws(self) -> bool:
+        return any(path == self.running or path.startswith(f"{self.running}.") for path in self.drawing)
 
 
 class CompiledBlocks:
@@ -188,20 +198,22 @@ class CompiledBlocks:
             if any(isinstance(mode, MaskSource) and mode.sees_all for mode in modes):
                 return forward(*args, **kwargs)
             source = next((mode for mode in modes if isinstance(mode, MaskSource)), None)
-            outer, compiler.running = (compiler.running, compiler.modules), path
+            outer = compiler.running, compiler.modules, compiler.breaks_before
+            compiler.running = path
             compiler.modules = names
+            compiler.breaks_before = num_graph_breaks()
             began, graphs, islands = time.perf_counter(), compiler.num_graphs, self._num_islands
             try:
                 with self._without_masks(modes), graph_draws.running(path, source):
                     return graph(*args, **kwargs)
             except dynamo().exc.TorchDynamoException as error:
-                reason = f"it cannot be compiled: {_first_line(error)}"
+                reason = f"it cannot be compiled: {_first_line(getattr(error, 'inner_exception', error))}"
                 if self._num_islands > islands:  # to run it once more would communicate twice
                     raise ModelError(f'{path}: {reason}: run.compile = "none" works') from None
                 compiler.uncompiled[path] = reason
                 return forward(*args, **kwargs)
             finally:
-                compiler.running, compiler.modules = outer
+                compiler.running, compiler.modules, compiler.breaks_before = outer
                 if not outer[0] and compiler.num_graphs > graphs:
                     self.seconds += time.perf_counter() - began
 
@@ -285,6 +297,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     torch.compiler.allow_in_graph(rank_crossings.cross)
     by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
     blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode)
+    blocks.compiler.drawing = {mask.owner for mask in program.step.model.masks}
     model = traced.module
     experts = traced.analysis.experts.counts
     uncompiled = {
