@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from html import unescape
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ from samestep.program.recorded_kernels import Kernel, StepKernels, head_line, pa
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.simulation import cases, prediction_page
 from samestep.simulation.memory_curve import memory_over_step
+from samestep.simulation.partition import ROWS, WAIT
 from samestep.simulation.prediction import Prediction, predict
+from samestep.simulation.spans import Span
+from samestep.simulation.timeline import Timeline
 from samestep.training.summary import Summary
 from tests.unit import pages
 from tests.unit.pages import assert_whole
@@ -96,6 +100,17 @@ def test_a_prediction_is_a_whole_page(layout: str) -> None:
     lanes = [(f"stage {stage}", stream) for stage in found.timeline.stages for stream in found.timeline.streams(stage)]
     drawn = [svg.label for svg in page.svgs if svg.label.startswith("stage ")]
     assert drawn == [f"{stage}, {stream}" for stage, stream in lanes]
+
+
+def test_each_op_has_the_colour_of_its_row_or_its_own() -> None:
+    css = files("samestep.output.page").joinpath("page.css").read_text()
+    kinds = ("forward", "backward", "weight", "recompute", "update", "outer", "copy", *ROWS)
+    spans = [Span(0, "compute", f"{kind}:a", "F0", at, at + 1) for at, kind in enumerate(kinds)]
+    (lane,) = prediction_page.lanes_of(Timeline(tuple(spans)), [0])
+    drawn = [box.kind for box in lane.boxes]
+    assert drawn[:7] == ["forward", "backward", "weight", "recompute", "optimizer", "optimizer", "transfer"]
+    for kind in {*drawn, *(prediction_page.row_kind(row, None) for row in ROWS)} - {WAIT}:
+        assert re.search(rf"\.{kind}[,{{]", css), kind
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -15,27 +15,15 @@ from samestep.output.page.timeline_figure import Box, Lane, TimelineFigure, most
 from samestep.program.ops import OpKind
 from samestep.simulation import bound_by
 from samestep.simulation.memory_curve import memory_over_step
-from samestep.simulation.partition import TRANSFER, WAIT
+from samestep.simulation.partition import TRANSFER, WAIT, row_name
 from samestep.simulation.prediction import Prediction, intervals
 from samestep.simulation.spans import COMPUTE
 from samestep.simulation.timeline import Timeline
 
 MOST_CHARTS = 8
 """Number of stages whose memory is drawn."""
-_KINDS = {
-    OpKind.FORWARD: "forward",
-    OpKind.BACKWARD: "backward",
-    OpKind.WEIGHT: "weight",
-    OpKind.RECOMPUTE: "recompute",
-    OpKind.UPDATE: "optimizer",
-    OpKind.OUTER: "optimizer",
-    OpKind.COPY: "host",
-    "data": "data",
-    "host": "host",
-    "checkpoint": "checkpoint",
-    "watching": "watching",
-}
-"""Colour of each kind of op on the compute stream."""
+_PASSES = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT)
+"""Kinds of ops on the compute stream that have a colour each; all others have that of their row."""
 
 
 def page_of(found: Prediction, *, small: bool = False) -> Page:
@@ -133,7 +121,10 @@ def lanes_of(timeline: Timeline, drawn: list[int], *, predicted: bool = False) -
 
 
 def _kind(stream: str, name: str) -> str:
-    return _KINDS.get(name.partition(":")[0], "other") if stream == COMPUTE else axis_kind(stream)
+    if stream != COMPUTE:
+        return axis_kind(stream)
+    kind = name.partition(":")[0]
+    return kind if kind in _PASSES else row_name(kind)
 
 
 def axis_kind(axis: str) -> str:
