@@ -5,6 +5,7 @@
     operands                    what torch's operators nest: one list at most
     fold                        nested lists and tuples, made into a text or something that can be compared
     replace_tensors             the attributes of a module, whose lists and dicts stay the same objects
+    can_be_kept, noted          tensors, numbers and plain containers, noted so that they can be put back in place
     have_same_values            whether two tensors are equal, where NaN equals NaN
 
 `torch.utils._pytree` was seen in torch 2.11 and 2.13; `torch.utils.pytree` of 2.13 is its public successor.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,11 +31,16 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+_DEPTH = 4
+_NUMBERS = (str, bool, int, float, complex, type(None))
+
 __all__ = [
+    "can_be_kept",
     "fold",
     "have_same_values",
     "keystr",
     "map_tensors",
+    "noted",
     "operands",
     "replace_tensors",
     "tensors_in",
@@ -142,3 +149,50 @@ def replace_tensors(name: str, value: Any, change: Callable[[str, Tensor], Tenso
         after = tuple(replace_tensors(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
         return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
     return value
+
+
+def can_be_kept(value: Any, depth: int = _DEPTH) -> bool:
+    """Return whether a value is a tensor, a number, or a plain container of such values."""
+    if isinstance(value, nn.Parameter):
+        return False
+    if type(value) in (list, tuple, deque, dict):
+        items = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(can_be_kept(item, depth - 1) for item in items)
+    return isinstance(value, Tensor) or type(value) in _NUMBERS
+
+
+def noted(value: Any) -> Callable[[], Any]:
+    """Return a function that gives a value the numbers and items it has now, and returns it."""
+    if isinstance(value, Tensor):
+        return _noted_tensor(value)
+    if type(value) is dict:
+        items = {key: noted(item) for key, item in value.items()}
+        return lambda: _refilled(value, value.update, {key: put() for key, put in items.items()})
+    if isinstance(value, list | deque):
+        rows = [noted(item) for item in value]
+        return lambda: _refilled(value, value.extend, [put() for put in rows])
+    if type(value) is tuple:
+        parts = [noted(item) for item in value]
+        return lambda: tuple(put() for put in parts)
+    return lambda: value
+
+
+def _noted_tensor(value: Tensor) -> Callable[[], Tensor]:
+    before = value.detach().clone()
+
+    def put_back() -> Tensor:
+        if value.shape == before.shape:
+            value.data.copy_(
+                before
+            )  # a backward that has saved the tensor finds the same numbers once the forward has run again
+        else:
+            value.data = before.clone()
+        return value
+
+    return put_back
+
+
+def _refilled(held: Any, fill: Callable[[Any], Any], items: Any) -> Any:
+    held.clear()
+    fill(items)
+    return held

@@ -33,13 +33,12 @@ from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError
 from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
-from samestep.state.kept_slots import can_be_kept
 from samestep.state.reachable import Variable
 from samestep.state.snapshot import OUTSIDE, Content, Slot, Snapshot
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands, run_on_meta
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import operands, tensors_in, tree_leaves
+from samestep.trees import can_be_kept, operands, tensors_in, tree_leaves
 
 _FEW = 16
 _MOST_JUMPS, _LARGEST_JUMP = 8, 10_000
