@@ -102,7 +102,7 @@ def test_a_bound_is_never_above_what_it_bounds(
     least_bytes, least_s = needs.least_bytes(step), bounds.least_s(step)
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
-    group_bytes, split_need = needs.group_bytes(group), _split_need(needs, group, layout)
+    group_bytes, split_need = needs.group_bytes(group), needs.split_need(group, needs.stages(group), layout).total
     chunked = [group.but(layout=replace(base, loss_chunk=one)) for one in candidates.loss_chunks(base, model)]
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]
@@ -111,11 +111,18 @@ def test_a_bound_is_never_above_what_it_bounds(
     assert max(least_bytes, group_bytes, split_need, needs.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
-def _split_need(needs: Needs, group: StepSpec, layout: Layout) -> float:
-    experts = max(1, (layout.num_shards if layout.num_shards > 1 else layout.dp_cp_size) // layout.ep)
-    is_whole = layout.accumulate == "full" and group.num_microbatches > 1
-    stages = needs.stages(group)
-    return needs.split_need(group, stages, layout.zero, layout.num_shards, experts, whole_gradients=is_whole).total
+def test_a_split_is_bounded_without_weights_in_the_hosts_memory() -> None:
+    hardware = MACHINES["slow"]
+    for zero, what in itertools.product(range(4), sorted(MODELS)):
+        model = MODELS[what]
+        frozen = replace(model, params=tuple(replace(param, trainable=False) for param in model.params))
+        roots = tuple({param.name.rpartition(".")[0] for param in frozen.params if "." in param.name})
+        given_job = job_of(8).model_copy(update={"model": job_of(8).model.model_copy(update={"offload": roots})})
+        layout = Layout(dp_shard=4 if zero else 1, dp_replicate=1 if zero else 4, zero=zero)
+        needs = Needs(Prices(frozen, given_job, hardware), 2)
+        step = StepSpec.of(frozen, given_job, layout, hardware.devices_per_node)
+        group = StepSpec.of(frozen, given_job, Layout(dp_replicate=4), hardware.devices_per_node)
+        assert needs.split_need(group, needs.stages(group), layout).total <= needs.need(step).total * (1 + 1e-9), what
 
 
 _AXES = ("dp=4", "dp=2 tp=2", "dp=2 tp=2 sequence_parallel", "dp=2 cp=2", "dp=8 ep=4", "dp=8 zero=3 tp=2 ep=2")

@@ -171,7 +171,7 @@ class _Search:
         self._too_large: dict[tuple[Layout, object], tuple[str, float]] = {}
         """The reason and the bytes of layouts of which a stage without a head does not fit, by their other words."""
         self._whole_losses: dict[tuple[Layout, bool], float] = {}
-        """Seconds of a step of layouts that fit without chunks of the loss."""
+        """Seconds of a step of layouts that fit without chunks of the loss, by whether they cut it by vocabulary."""
         self.considered = self.played = 0
         self._open: list[tuple[float, int, _Open]] = []
         self._number = itertools.count()
@@ -267,34 +267,25 @@ class _Search:
 
     def _open_splits(self, chain: _Chain, bound_s: float) -> None:
         """Bound each layout of a chain's first group whose states leave room."""
-        group, layout = chain.groups[0], chain.step.layout
-        for split in group.splits:
-            shards = split.dp_shard * layout.cp if split.zero else 1
-            experts = max(1, (shards if shards > 1 else layout.dp_cp_size) // layout.ep)
-            is_whole = split.accumulate == "full" and chain.step.num_microbatches > 1
-            need = self.needs.split_need(
-                chain.step, chain.stages, split.zero, shards, experts, whole_gradients=is_whole
-            )
-            one = group._replace(splits=(split,))
-            if self._leaves_room(need, one):
-                self._open_layout(one, bound_s)
+        for layout in chain.groups[0].layouts():
+            if self._leaves_room(self.needs.split_need(chain.step, chain.stages, layout), layout):
+                self._open_layout(layout, bound_s)
 
-    def _open_layout(self, group: CandidateGroup, bound_s: float) -> None:
-        layout = next(group.layouts())
+    def _open_layout(self, layout: Layout, bound_s: float) -> None:
         step = self.builder.step(layout)
-        if not self._leaves_room(self.needs.need(step), group):
+        if not self._leaves_room(self.needs.need(step), layout):
             return
         if reason := refusal_of(step):
-            self.fallen.append(Fallen(group, "refused", reason))
+            self._throw_out(layout, "refused", reason)
             return
         self._put(max(bound_s, self.bounds.step_s(step)), layout)
 
-    def _leaves_room(self, need: Need, group: CandidateGroup) -> bool:
+    def _leaves_room(self, need: Need, layout: Layout) -> bool:
         needed = need.total + self.hardware.reserved_bytes
         if needed <= self.hardware.room_bytes:
             return True
-        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(group.sized, self.job)}"
-        self.fallen.append(Fallen(group, "memory", reason, needed))
+        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(layout, self.job)}"
+        self._throw_out(layout, "memory", reason, needed)
         return False
 
     def _put(self, bound_s: float, what: _Open) -> None:
@@ -315,12 +306,13 @@ class _Search:
             self._play(what)
 
     def _play(self, layout: Layout) -> None:
-        step = self.builder.step(layout)
-        if (whole_s := self._whole_losses.get(_without_chunks(step))) is not None and layout.loss_chunk:
+        step, without_chunks = self.builder.step(layout), layout.but(loss_chunk=None)
+        whole = without_chunks, step.cuts_loss  # of which chunks only save memory
+        if layout.loss_chunk and (whole_s := self._whole_losses.get(whole)) is not None:
             self._throw_out(layout, "slower", f"fits in {whole_s:.4g} s a step without chunks of the loss")
             return
         # The stages without a head hold the same with chunks of the loss and without.
-        rest = (layout.but(loss_chunk=None), self.prices.runs(step).counts)
+        rest = (without_chunks, self.prices.runs(step).counts)
         if (known := self._too_large.get(rest)) is not None:
             self._throw_out(layout, "memory", *known)
             return
@@ -340,7 +332,7 @@ class _Search:
             return
         found = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
         if not layout.loss_chunk:
-            self._whole_losses[_without_chunks(step)] = found.step_s
+            self._whole_losses[whole] = found.step_s
         self.best = sorted([*self.best, found], key=lambda one: one.step_s)
         for left in self.best[self.top :]:
             self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
@@ -353,11 +345,6 @@ class _Search:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
             self.fallen += [Fallen(group, rule, reason) for group in _groups_of(what)]
-
-
-def _without_chunks(step: StepSpec) -> tuple[Layout, bool]:
-    """Return the key of steps that differ in chunks of the loss alone, which then only save memory."""
-    return step.layout.but(loss_chunk=None), step.cuts_loss
 
 
 def plan(

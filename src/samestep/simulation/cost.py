@@ -318,7 +318,7 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
 def exposed_s(op: Op, alone_s: float, step: StepSpec, hardware: Hardware) -> float:
     """Return by how much a collective within a layer makes it longer that takes so many seconds alone.
 
-    The products beside it are part of the layer's op, which they lengthen if they are slowed.
+    The products that run at the same time are part of the layer's op, which they lengthen if they are slowed.
     """
     is_shift = op.kind is OpKind.SHIFT
     if not op.beside or not hardware.overlap or (step.splits_backward and not is_shift):

@@ -56,10 +56,10 @@ class Sizes(NamedTuple):
     block_trained: float = 0.0
     """Elements that are trained and belong to blocks."""
     in_units: float = 0.0
-    """Bytes of weights that ZeRO-2 and ZeRO-3 gather with their layer, of which several ranks have a part each."""
-    expert_in_units: float = 0.0
+    """Bytes of weights that ZeRO-2 and ZeRO-3 gather with their layer, if several ranks have a part each."""
     units_trained: float = 0.0
     """Elements of their gradients."""
+    expert_in_units: float = 0.0
     expert_units_trained: float = 0.0
 
 
@@ -129,35 +129,33 @@ def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
         apart(trained),
         apart(of_experts),
         sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
-        *_in_units(step, params),
+        *_in_units(step, [(param, param.numel) for param in params]),
     )
 
 
-def _in_units(step: StepSpec, params: Sequence[ParamSpec]) -> tuple[float, ...]:
-    """Return the bytes of the weights that are gathered with their layer, and of the expert-sharded ones; and their trained elements."""
-    unit_bytes, trained = [0.0, 0.0], [0.0, 0.0]
-    for param in params:
+def _in_units(step: StepSpec, numels: Sequence[tuple[ParamSpec, int]]) -> list[float]:
+    """Return the bytes and the trained elements of those weights that are gathered with their layer, then of expert-sharded ones."""
+    sizes = [0.0] * 4
+    for param, numel in numels:
         if _is_in_unit(step, param):
-            sharded = step.holding(param).is_expert_sharded
-            unit_bytes[sharded] += step.weight_bytes(param)
-            trained[sharded] += param.numel * param.trainable
-    return *unit_bytes, *trained
+            first = 2 * step.holding(param).is_expert_sharded
+            sizes[first] += step.weight_bytes(param, numel)
+            sizes[first + 1] += numel * param.trainable
+    return sizes
 
 
 def units(step: StepSpec, layer: int) -> Units:
     """Return the gathered and scattered weights of a layer."""
-    sizes = [0.0] * 4
+    shared: list[tuple[ParamSpec, int]] = []
     held = held_trained = 0.0
     for param in step.model.params_of(layer):
-        sharded = step.holding(param).is_expert_sharded
-        parts = step.ranks.size("dp_expert") if sharded else step.layout.num_shards
+        parts = step.ranks.size("dp_expert") if step.holding(param).is_expert_sharded else step.layout.num_shards
         numel = padded_rows(param, parts)
         held += param.bytes_of(numel, BYTES_OF[step.master_dtype]) / parts
         held_trained += numel / parts * param.trainable
-        if parts > 1 and _is_in_unit(step, param):
-            sizes[2 * sharded] += step.weight_bytes(param, numel)
-            sizes[2 * sharded + 1] += numel * param.trainable
-    return Units._make((*sizes, held, held_trained))
+        if parts > 1:
+            shared.append((param, numel))
+    return Units._make((*_in_units(step, shared), held, held_trained))
 
 
 def _is_in_unit(step: StepSpec, param: ParamSpec) -> bool:

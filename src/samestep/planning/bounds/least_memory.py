@@ -1,10 +1,10 @@
 """Lower bounds of the memory of layouts: bytes of a rank, in closed form, without building their programs.
 
 A bound never exceeds what `simulation/memory.py` finds. It is taken first for all layouts with these degrees and this micro-batch,
-then for all ways to split the data axis, then for each of these by its states alone, then for each layout. It adds up the states, each divided by the axes that shard it; the
-activations of as many micro-batches as the schedule has in flight, and the recomputed ones of one backward; and the gathered weights
-and gradients of one layer with those reduced just before, or under zero=2 all weights. Gradients that are in no bucket may be
-allocated only when the activations are freed.
+then for all ways to split the data axis, then for each of these by its states alone, then for each layout. It adds up the states, each
+divided by the axes that shard it; the activations of as many micro-batches as the schedule has in flight, and the recomputed ones of one
+backward; and the gathered weights and gradients of one layer with those reduced just before, or under zero=2 all weights. Gradients that
+are in no bucket may be allocated only when the activations are freed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from samestep.layout import Layout
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Sizes, Units
 from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
@@ -76,7 +77,9 @@ class Needs:
 
     def _on_host(self, step: StepSpec) -> float:
         """Return at least the bytes of weights that may be on the host: no bound counts them."""
-        named = (param for param in self.prices.model.params if step.offload and is_named(step, param))
+        if not step.offload:
+            return 0.0
+        named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
     def least_bytes(self, step: StepSpec) -> float:
@@ -107,44 +110,31 @@ class Needs:
             needed = max(needed, states, states - gradients + kept)
         return max(0.0, needed - self._on_host(step))
 
-    def split_need(
-        self,
-        step: StepSpec,
-        stages: Sequence[StageHeld],
-        zero: int,
-        shards: int,
-        experts: int,
-        *,
-        whole_gradients: bool,
-    ) -> Need:
-        """Bound the memory of stages of these sizes by activations and states, whose pieces are not padded.
+    def split_need(self, step: StepSpec, stages: Sequence[StageHeld], split: Layout) -> Need:
+        """Bound the memory of a split of the data axis by activations and states, whose pieces are not padded.
 
         Args:
-            step: any step of their group, under zero=0.
-            stages: their sizes.
-            zero: the ZeRO stage.
-            shards: number of ranks that share the weights and states of ZeRO.
-            experts: number of ranks that share those that are expert-sharded.
-            whole_gradients: whether several micro-batches add up whole gradients, which are then scattered.
+            step: the step of its group, under zero=0.
+            stages: the sizes of the group's stages.
+            split: the layout.
         """
-        words = zero, shards, experts, whole_gradients
-        return max((self._split_need(step, one, *words) for one in stages), key=lambda need: need.total)
+        return max((self._split_need(step, stage, split) for stage in stages), key=lambda need: need.total)
 
-    def _split_need(
-        self, step: StepSpec, stage: StageHeld, zero: int, shards: int, experts: int, whole_gradients: bool
-    ) -> Need:
-        mine, master = stage.sizes, BYTES_OF[step.master_dtype]
-        if zero < 2:
-            states = self._whole_states(step, mine, zero, shards, experts)
-            return Need(states, stage.kept, 0.0, mine.trained * master)
+    def _split_need(self, step: StepSpec, stage: StageHeld, split: Layout) -> Need:
+        mine, master, on_host = stage.sizes, BYTES_OF[step.master_dtype], self._on_host(step)
+        shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
+        if split.zero < 2:
+            states = self._whole_states(step, mine, split.zero, shards, experts)
+            return Need(states - on_host, stage.kept, 0.0, mine.trained * master)
         updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained / experts
         states, gradients = self._least_states(step, mine, updated)
-        gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if zero == 2 else 0.0
-        need = Need(states, stage.kept, gathered, gradients)
-        if not whole_gradients:
+        gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if split.zero == 2 else 0.0
+        need = Need(states - on_host, stage.kept, gathered, gradients)
+        if split.accumulate != "full" or step.num_microbatches == 1:
             return need
         whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
-        return max(need, Need(states - gradients + whole * master, 0.0, gathered, 0.0), key=lambda one: one.total)
+        added_up = Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
+        return max(need, added_up, key=lambda one: one.total)
 
     def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
         """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
