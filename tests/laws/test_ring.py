@@ -133,9 +133,9 @@ def test_heads_are_exchanged_where_the_degree_divides_them(layout: str, found: s
 
 def test_causal_models_hold_heads_and_tails_where_these_divide_the_tokens() -> None:
     ring = Layout.parse("cp=4 exchange=ring")
-    assert placement_of(model(), ring, 64).is_head_tail
-    assert not placement_of(model(), ring, 36).is_head_tail
-    assert not placement_of(model(), Layout.parse("cp=4"), 64).is_head_tail
+    assert placement_of(model(), ring, 64, None).is_head_tail
+    assert not placement_of(model(), ring, 36, None).is_head_tail
+    assert not placement_of(model(), Layout.parse("cp=4"), 64, None).is_head_tail
 
 
 @pytest.mark.parametrize(

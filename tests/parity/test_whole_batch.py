@@ -193,6 +193,7 @@ def whole_sequences(model: str) -> tuple[list[float], dict[str, Tensor], float, 
         pytest.param("dp=2 cp=2 microbatch=1 recompute=full", "llama", marks=pytest.mark.nightly),
         pytest.param("pp=2 cp=2 microbatch=3", "llama", marks=pytest.mark.nightly),
         pytest.param("tp=2 cp=2", "llama", marks=pytest.mark.nightly),
+        pytest.param("cp=4 exchange=hybrid", "llama", marks=pytest.mark.nightly),
     ],
 )
 def test_a_loss_is_given_whole_sequences(layout: str, model: str) -> None:

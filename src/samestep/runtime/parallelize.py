@@ -69,7 +69,7 @@ def parallelize(
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.
     """
-    job = (job or Job()).with_modules(stages=stages, offload=offload)
+    job = (job or Job()).with_stages(stages).with_offload(offload)
     place, where = _joined(job, layout)
     averages = ModelAverages(ema or {})
     averages.check(where, job)

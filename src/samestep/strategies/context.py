@@ -146,7 +146,7 @@ def divisors_by_heads(model: ModelSpec, layout: Layout) -> list[int]:
     ]
 
 
-def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: int | None = None) -> SlicePlacement:
+def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: int | None) -> SlicePlacement:
     """Return which tokens of a sequence of this length each rank of `cp` holds.
 
     They are from its head and its tail where a ring computes causal attentions. Masks of dropped elements are drawn for one run

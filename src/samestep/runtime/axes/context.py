@@ -166,9 +166,7 @@ class Slicing:
         return torch.Size([shape[0], shape[1] // self.degree, *shape[2:]]) if self.length else shape
 
     def _rows(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        runs = self.placement(length).runs(self.index)
-        parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return whole_parts.rows_of(tensor, self.placement(length).runs(self.index), dim)
 
     # -- around blocks -----------------------------------------------------------------------------
 

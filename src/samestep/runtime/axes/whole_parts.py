@@ -91,7 +91,7 @@ class _GatheredCalls:
                 f"{self._part.owner} is given {place} of shape {list(leaf.shape)}, and in the traced forward a row for each of a "
                 f"rank's {placement.size} tokens along dimension {one.dim}: cp=1 works"
             )
-        there = functools.partial(_gathered, placement=placement, dim=one.dim)
+        there = functools.partial(gather_tokens, placement=placement, dim=one.dim)
         back = functools.partial(_summed, placement=placement, dim=one.dim)
         return apply_move(leaf, self._slicing.group, self._part.owner, there, back)
 
@@ -123,32 +123,43 @@ def with_whole(part: Tensor, whole: Tensor) -> Tensor:
     return part
 
 
-def _gathered(part: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:
-    """Return all tokens in their order, from those of each rank."""
+def rows_of(tensor: Tensor, runs: Sequence[range], dim: int) -> Tensor:
+    """Return the rows at some runs of places along a dimension; of a single run it is a view."""
+    parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def gather_tokens(part: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:
+    """Return all tokens in their order along a dimension, from those of each rank.
+
+    Collective over `cp`, see [Note: collective calls].
+    """
     mine = part.movedim(dim, 0).contiguous()
     found = mine.new_empty((placement.degree * len(mine), *mine.shape[1:]))
     with owned(owner):
         all_gather(found, mine, group=group)
     if placement.is_head_tail:
-        found = torch.cat([found.narrow(0, start, size) for start, size in _places(placement)])
+        found = rows_of(found, _places(placement), 0)
     return found.movedim(0, dim).contiguous()  # as code may view it
 
 
 def _summed(gradient: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:
     """Return the sum over ranks of this rank's tokens of a gradient."""
-    sent = gradient.movedim(dim, 0)
-    runs = [run for rank in range(placement.degree) for run in placement.runs(rank)]
-    sent = torch.cat([sent.narrow(0, run.start, len(run)) for run in runs])
+    sent = rows_of(gradient.movedim(dim, 0), _in_order_of_ranks(placement), 0).contiguous()
     mine = sent.new_empty((placement.size, *sent.shape[1:]))
     with owned(owner):
         reduce_scatter(mine, sent, group=group)
     return mine.movedim(0, dim).contiguous()
 
 
-def _places(placement: SlicePlacement) -> Sequence[tuple[int, int]]:
+def _in_order_of_ranks(placement: SlicePlacement) -> list[range]:
+    return [run for rank in range(placement.degree) for run in placement.runs(rank)]
+
+
+def _places(placement: SlicePlacement) -> list[range]:
     """Return where the runs of tokens are that ranks hold one after another, in the order of the sequence."""
-    found, start = [], 0
-    for run in (run for rank in range(placement.degree) for run in placement.runs(rank)):
-        found.append((run.start, start, len(run)))
+    found, start = dict[int, range](), 0
+    for run in _in_order_of_ranks(placement):
+        found[run.start] = range(start, start + len(run))
         start += len(run)
-    return [(at, size) for _, at, size in sorted(found)]
+    return [found[first] for first in sorted(found)]

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from samestep.building.loss import prediction_of
 from samestep.errors import JobError
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather
+from samestep.runtime.axes.whole_parts import gather_tokens, rows_of
+from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import placement_of
 from samestep.trees import tensors_in
 
@@ -61,23 +60,13 @@ class TokenRanks:
 
         Collective over `cp`, see [Note: collective calls].
         """
-        rows = mine.movedim(DIM, 0).contiguous()
-        everything = rows.new_empty((self._degree * len(rows), *rows.shape[1:]))
-        with owned(owner):
-            all_gather(everything, rows, group=self._group)
-        return (
-            torch.empty_like(everything).index_copy_(0, self._order(len(everything), rows), everything).movedim(0, DIM)
-        )
+        assert self._group is not None
+        placement = self._placement(self._degree * mine.shape[DIM])
+        return gather_tokens(mine, self._group, owner, placement=placement, dim=DIM)
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """Return the rows of this rank's tokens along a dimension."""
-        runs = self._placement(whole.shape[dim]).runs(self.index)
-        return torch.cat([whole.narrow(dim, run.start, len(run)) for run in runs], dim)
-
-    def _order(self, length: int, like: Tensor) -> Tensor:
-        placement = self._placement(length)
-        tokens = [token for rank in range(self._degree) for run in placement.runs(rank) for token in run]
-        return torch.tensor(tokens, device=like.device)
+        return rows_of(whole, self._placement(whole.shape[dim]).runs(self.index), dim)
 
     def _placement(self, length: int) -> SlicePlacement:
-        return placement_of(self._step.model, self._step.layout, length)
+        return placement_of(self._step.model, self._step.layout, length, self._step.ranks_per_node)
