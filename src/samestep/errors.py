@@ -30,8 +30,7 @@ import difflib
 import site
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from samestep.error_kinds import ErrorKind, kind_of
@@ -177,20 +176,28 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-@contextmanager
-def failures_of(what: str, error: type[InputError]) -> Iterator[None]:
+class failures_of:  # noqa: N801  # a context, entered in every step: a generator takes twice as many calls
     """Turn an exception of the user's code into an error that says what failed, how, and in which line of that code.
 
     Raises:
         error: the code in the context raised an exception that is none of ours.
     """
-    try:
-        yield
-    except (SamestepError, MemoryError):
-        raise
-    except Exception as failed:
+
+    __slots__ = ("_error", "_what")
+
+    def __init__(self, what: str, error: type[InputError]) -> None:
+        """Name what the code does, and the class of the error."""
+        self._what, self._error = what, error
+
+    def __enter__(self) -> None:
+        """Enter the context."""
+
+    def __exit__(self, kind: type[BaseException] | None, failed: BaseException | None, *_: object) -> None:
+        """Raise the error where the code has raised an exception that is none of ours."""
+        if not isinstance(failed, Exception) or isinstance(failed, SamestepError | MemoryError):
+            return
         text = " ".join(str(failed).split()) or "no text"
-        raise error(f"{what} fails: {type(failed).__name__}: {text[:300]}{line_of(failed)}") from failed
+        raise self._error(f"{self._what} fails: {type(failed).__name__}: {text[:300]}{line_of(failed)}") from failed
 
 
 def line_of(failed: Exception) -> str:

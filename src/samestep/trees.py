@@ -25,14 +25,16 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
-    tree_leaves,
     tree_map,
-    tree_map_only,
     tree_unflatten,
 )
+from torch.utils._pytree import tree_leaves as _leaves
+from torch.utils._pytree import tree_map_only as _map_only
 
 _DEPTH = 4
 _NUMBERS = (str, bool, int, float, complex, type(None))
+_LEAVES = frozenset((*_NUMBERS, Tensor, nn.Parameter))
+"""Classes that no walk looks into."""
 
 __all__ = [
     "can_be_kept",
@@ -51,6 +53,37 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+
+def tree_map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a nested value with `change` applied to its leaves of a kind, as torch's function of this name does, whose walk of a
+    plain tuple or dict takes the host microseconds for each item."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) not in (tuple, list, dict):
+        return _map_only(kind, change, value)
+    changed = []
+    for item in value.values() if type(value) is dict else value:
+        if isinstance(item, kind):
+            changed.append(change(item))
+        else:
+            changed.append(item if type(item) in _LEAVES else tree_map_only(kind, change, item))
+    return dict(zip(value, changed, strict=True)) if type(value) is dict else type(value)(changed)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """Return the leaves of a nested value in torch's order, whose own function takes the host microseconds for each."""
+    if type(value) in _LEAVES:
+        return [value]
+    if type(value) not in (tuple, list, dict):
+        return _leaves(value)
+    found = []
+    for item in value.values() if type(value) is dict else value:
+        if type(item) in _LEAVES:
+            found.append(item)
+        else:
+            found += tree_leaves(item)
+    return found
 
 
 def have_same_values(one: Tensor, other: Tensor) -> bool:
@@ -76,6 +109,9 @@ def tensors_in(value: Any, *, records: bool = False) -> list[Tensor]:
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any], *, records: bool = False) -> Any:
     """Return a copy of a nested value with `change` applied to its tensors; what holds none is the same object."""
+
+    if isinstance(value, Tensor):
+        return change(value)
 
     def leaf(item: Any) -> Any:
         if isinstance(item, Tensor):

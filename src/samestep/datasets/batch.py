@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -314,6 +315,12 @@ def shares(
     """Return the sample indices of each micro-batch of one data rank (`samestep/shares.py`)."""
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     assert num_microbatches >= 1, f"{num_microbatches} micro-batches"
-    places = Shares(len(indices), num_ranks, num_microbatches, by_microbatch)
-    mine = (places.positions(rank, microbatch) for microbatch in range(num_microbatches))
-    return [indices[where.start : where.stop] for where in mine]
+    return [indices[where] for where in _places(len(indices), rank, num_ranks, num_microbatches, by_microbatch)]
+
+
+@functools.lru_cache
+def _places(count: int, rank: int, num_ranks: int, num_microbatches: int, by_microbatch: bool) -> list[slice]:
+    """Return where the samples of each micro-batch of a rank are, which every step asks for."""
+    parts = Shares(count, num_ranks, num_microbatches, by_microbatch)
+    mine = (parts.positions(rank, microbatch) for microbatch in range(num_microbatches))
+    return [slice(where.start, where.stop) for where in mine]

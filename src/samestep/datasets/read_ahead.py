@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -44,7 +43,7 @@ class Wanted(NamedTuple):
 
     def is_same(self, other: Wanted) -> bool:
         """Return whether these are the same samples of the same step."""
-        return self.step == other.step and np.array_equal(self.indices, other.indices)
+        return self.step == other.step and self.indices.tobytes() == other.indices.tobytes()
 
 
 Read = Callable[[Wanted], Any]

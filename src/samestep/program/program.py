@@ -85,6 +85,8 @@ class Program:
 
     def tasks_of(self, index: int) -> tuple[Task, ...]:
         """Return the forwards and backwards of one of the replicas that this rank trains; all, where it trains one."""
+        if self.step.replicas_each == 1:
+            return self.tasks[:-1]
         size = self.step.num_microbatches // self.step.replicas_each
         return tuple(task for task in self.tasks[:-1] if task.microbatch // size == index)
 

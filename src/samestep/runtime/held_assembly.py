@@ -48,7 +48,8 @@ class HeldAssembly:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        return self.replicas.assemblies[self._turn]
+        replicas = self._replicas
+        return (self.replicas if replicas is None else replicas).assemblies[self._turn]
 
     def assemble(self, example: Any) -> tuple[str, ...]:
         """Build the model in its layout, from a batch; return what the user should know of it, as text.

@@ -58,9 +58,11 @@ class StepBackward:
 
         It can where each rank has all weights, and no exchange in a backward is waited for by ranks whose graphs may differ.
         """
+        if self.names is None:
+            return None
         layout = held.parallel.program.step.layout
         is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
-        if self.names is None or not is_whole or not isinstance(held.objective.exchanges, NothingToJoin):
+        if not is_whole or not isinstance(held.objective.exchanges, NothingToJoin):
             return None
         named = held.model.module.named_parameters()
         return [weight for name, weight in named if name in self.names and weight.requires_grad] or None

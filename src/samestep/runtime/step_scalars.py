@@ -37,8 +37,13 @@ def _flags_in(slots: Sequence[float]) -> dict[StepFlag, float]:
     """Return the number of ranks that raise each flag."""
     shared = FLAG_PLACES[StepFlag.RECORD][1]
     asked = slots[StepFlag.SAVE]
-    numbers = {StepFlag.RECORD: asked // shared, StepFlag.SAVE: asked % shared}
-    return {flag: numbers[flag] if flag in numbers else slots[flag] for flag in StepFlag}
+    found: dict[StepFlag, float] = {flag: slots[flag] for flag in _IN_SLOTS}
+    found[StepFlag.RECORD], found[StepFlag.SAVE] = asked // shared, asked % shared
+    return found
+
+
+_IN_SLOTS = [flag for flag in StepFlag if flag not in (StepFlag.RECORD, StepFlag.SAVE)]
+"""The flags that have a slot each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,11 @@ class SummedScalars:
         flags = _flags_in(numbers[-FLAG_SLOTS:])
         each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
         parts = [sums[start : start + each] for start in range(0, len(sums), each)]
-        replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
-        loss_sum, count, norm_squared = (sum(column) for column in [*zip(*parts, strict=True)][:width])
+        replicas = tuple([ReplicaScalars(*part[:width]) for part in parts])
+        columns = [*map(sum, zip(*parts, strict=True))]
+        loss_sum, count, norm_squared = columns[:width]
         agreed = StepScalars(loss_sum, count, norm_squared, flags[StepFlag.STOP], replicas)
-        reported = [sum(one) for one in zip(*(part[uses.stop :] for part in parts), strict=True)]
-        return cls(agreed, flags, [part[uses] for part in parts], reported)
+        return cls(agreed, flags, [part[uses] for part in parts], columns[uses.stop :])
 
 
 @dataclass(frozen=True, slots=True)

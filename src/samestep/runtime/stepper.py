@@ -74,7 +74,8 @@ class Stepper:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        self.close()
+        if self._open is not None:
+            self.close()
         return self._own.current
 
     @property
@@ -133,12 +134,13 @@ class Stepper:
         began = time.perf_counter()
         forget_peak(self.place.device)
         # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
-        self.guards.begin_step(self.held, batch)
+        held = self.held
+        self.guards.begin_step(held, batch)
         # Forwards and backwards, of one replica after the other.
-        weights = self.held.weights
-        running = nonfinite.save_values(self.held.model.running_buffers)
+        weights = held.weights
+        running = nonfinite.save_values(held.model.running_buffers)
         self._deciders.begin_step(weights.updater)
-        numerator = self.held.objective.nominal_count / weights.updater.loss_scale.scale
+        numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
             own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
             # Agree: one all_reduce, whose sums the host does not wait for.
@@ -155,7 +157,7 @@ class Stepper:
             data_wait_s=self._data_wait_s,
             decider=decider,
             state=decider.first_state,
-            names=(of.held or self.held).objective.names,
+            names=(of.held or held).objective.names,
             of=of,
         )
 
@@ -323,14 +325,16 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls].
         """
-        held, trials = of.held or self.held, of.trials or self.guards.trials
+        own = self.held
+        held, trials = of.held or own, of.trials or self.guards.trials
         interpreter = Interpreter(held, self.job, self.place, self.guards.observer, trials, self.steps_taken + 1, of)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
-        self.refusals.gave_up_at = self.held.weights.store.gave_up
-        for reason in self.held.model.replaced.take_over(inside=True):
+        self.refusals.gave_up_at = own.weights.store.gave_up
+        for reason in own.model.replaced.take_over(inside=True):
             self.guards.refuse_state(batch, reason)
-        for line in self.whole_assembly.model.compiled.news():
+        own.weights.store.settle()
+        for line in own.model.compiled.news():
             self.refusals.remark(line)
         return totals
 
@@ -345,7 +349,7 @@ class Stepper:
             StepFlag.RECORD: join.record_requested(),
         }
         sums = torch.cat([self._own.replicas.sums(own), flag_slots(flags, self.place.device)])
-        if self._own.layout.world_size > 1:
+        if self.place.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])
         return sums

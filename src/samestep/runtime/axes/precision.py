@@ -166,7 +166,7 @@ def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
 
 def raise_islands(program: Program) -> AbstractContextManager[Any]:
     """Return the context of a forward, in which the model's float32 islands are raised under float64."""
-    return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
+    return RaiseIslands() if program.step.compute_dtype == "float64" else _AS_IT_IS
 
 
 def recompute_contexts(program: Program) -> Contexts:
@@ -178,11 +178,19 @@ _DEFAULTS: list[torch.dtype] = []
 """The default dtypes in front of which islands are raised, from the outermost on."""
 
 
+def default_outside() -> AbstractContextManager[None]:
+    """Return a context whose code, as that of a data set, sees the default dtype from outside a forward: it draws other numbers in
+    float64."""
+    return _default_of(_DEFAULTS[0]) if _DEFAULTS else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
 @contextmanager
-def default_outside() -> Iterator[None]:
-    """Let code inside, as that of a data set, see the default dtype from outside a forward: it draws other numbers in float64."""
+def _default_of(dtype: torch.dtype) -> Iterator[None]:
     now = torch.get_default_dtype()
-    torch.set_default_dtype(_DEFAULTS[0] if _DEFAULTS else now)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

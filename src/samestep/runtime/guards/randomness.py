@@ -58,6 +58,7 @@ class GeneratorWatch:
         self._own = tuple(generator for _, generator in own)
         self._names = (*_NAMES[: 3 if self._device.type != "cuda" else 5], *(name for name, _ in own))
         self._seen: tuple[object, ...] = ()
+        self._states = marks_of_process if self._device.type != "cuda" and not self._own else self._all_states
 
     def settle(self) -> None:
         """Take the present states as those before the next call."""
@@ -79,7 +80,7 @@ class GeneratorWatch:
             return ""
         return next(name for name, old, new in zip(self._names, before, now, strict=True) if old != new)
 
-    def _states(self) -> tuple[object, ...]:
+    def _all_states(self) -> tuple[object, ...]:
         states = states_of(self._device)
         return (*states, *(state_of_generator(own)[0] for own in self._own)) if self._own else states
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -205,6 +205,26 @@ def is_split(program: Program) -> bool:
     return program.step.layout.dp > 1 or program.step.num_microbatches > 1
 
 
+class _Trying:
+    """The context of a call of the user's code; a class, since a generator takes twice as many calls."""
+
+    __slots__ = ("_given", "_refused", "_trials")
+
+    def __init__(self, trials: StepTrials, given: tuple[Assembly, int, str, Any]) -> None:
+        self._trials, self._given = trials, given
+        self._refused = refuse_collectives(given[2]) if trials.is_watched else None
+
+    def __enter__(self) -> None:
+        if self._refused is not None:
+            self._refused.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self._refused is not None:
+            self._refused.__exit__(kind, *error)
+        if kind is None:
+            self._trials.check_generators(*self._given)
+
+
 class StepTrials:
     """The trials of a run's data and loss on this rank, and the watch over its generators."""
 
@@ -226,16 +246,17 @@ class StepTrials:
         """Return a context that leaves out the generators that move while samples are read inside a call."""
         return self._generators.reading
 
-    @contextmanager
-    def trying(self, held: Assembly, step: int, what: str, samples: Any = None) -> Iterator[None]:
-        """Refuse, inside, calls of torch.distributed by the user's code while the loss is tried, and then random numbers it has drawn.
+    @property
+    def is_watched(self) -> bool:
+        """Whether calls of torch.distributed by the user's code are looked for."""
+        return not self.loss_is_tried and self._layout.world_size > 1
+
+    def trying(self, held: Assembly, step: int, what: str, samples: Any = None) -> AbstractContextManager[None]:
+        """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried, and then random numbers it has drawn.
 
         `samples` are those of a forward, which may run once more to name the module.
         """
-        is_watched = self._layout.world_size > 1 and not self.loss_is_tried
-        with refuse_collectives(what) if is_watched else nullcontext():
-            yield
-        self.check_generators(held, step, what, samples)
+        return _Trying(self, (held, step, what, samples))
 
     def settle(self) -> None:
         """Take the present states of the generators as those before the next call."""

@@ -83,15 +83,16 @@ class GroupRates:
         """
         if self.optimizer is None:
             return
-        self._follow_options()
-        changed = {
-            index: now
-            for index, (now, before) in enumerate(zip(_rates_of(self.optimizer), self._set, strict=True))
-            if now != before
-        }
-        theirs = self._theirs()
-        changed |= {index: now for index, now in theirs.items() if now != self._given_rates[index]}
-        self._given_rates = theirs
+        if self.given or len(self.optimizer.param_groups) != len(self.first):
+            self._follow_options()
+        rates, changed = _rates_of(self.optimizer), dict[int, float]()
+        if rates != self._set:
+            both = enumerate(zip(rates, self._set, strict=True))
+            changed = {index: now for index, (now, before) in both if now != before}
+        if self.given:
+            theirs = self._theirs()
+            changed |= {index: now for index, now in theirs.items() if now != self._given_rates[index]}
+            self._given_rates = theirs
         factors = factor if isinstance(factor, Mapping) else dict.fromkeys(range(len(self.first)), factor)
         if changed and any(value != 1.0 for value in factors.values()):
             raise ModelError(

@@ -46,7 +46,7 @@ from samestep.runtime.optimizers.update_rule import TRIED, has_hooks, is_torchs_
 from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
-from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.pieces import Piece, gradients_of
 from samestep.state.fingerprints import optimizer_digests
 from samestep.state.reachable import optimizers_with_states
 
@@ -160,7 +160,7 @@ class Updater:
 
         The host waits for neither number. They are there once it has read a number that it asks for later.
         """
-        gradients = [piece.gradient() for piece in self.pieces]
+        gradients = gradients_of(self.pieces)
         torch._foreach_mul_(gradients, torch.where(held_back > 0, 1.0, factor))
         self.offload.send(gradients)
 
@@ -171,7 +171,7 @@ class Updater:
         sent, pieces = self.offload.take(), self.pieces_of(part)
         if self.optimizer is None or not pieces:
             return
-        gradients = [piece.gradient() for piece in pieces] if sent is None else sent
+        gradients = gradients_of(pieces) if sent is None else sent
         if factor != 1.0 and (sent is None or was_held_back):
             torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
         self._update(gradients, part=part)
@@ -184,7 +184,7 @@ class Updater:
         pieces = self.pieces_of(part)
         if self.optimizer is None or not pieces:
             return None, False
-        of_piece = _beside(pieces, [piece.gradient() for piece in pieces])
+        of_piece = _beside(pieces, gradients_of(pieces))
         result = None
         with self._widened(pieces), self._lent(pieces, of_piece):
             with alone(type(self.optimizer).__name__):
@@ -219,7 +219,7 @@ class Updater:
         """
         if self.optimizer is None:
             return
-        gradients = [piece.gradient() for piece in self.pieces]
+        gradients = gradients_of(self.pieces)
         scaling: Any = self.optimizer
         scaling.found_inf = held_back
         if all(gradient.dtype == torch.float32 for gradient in gradients):

@@ -25,6 +25,8 @@ from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.split_masters import SplitMasters
 
+_AS_THEY_ARE = nullcontext()
+
 
 @dataclass(frozen=True, slots=True)
 class OneChunk:
@@ -39,7 +41,7 @@ class OneChunk:
         self, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused, step: int
     ) -> AbstractContextManager[None]:
         """Return a context that changes nothing."""
-        return nullcontext()
+        return _AS_THEY_ARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,13 @@ def begun_first(chunks: Chunks, optimizer: Optimizer, pieces: Sequence[Piece], u
     return [part for part in parts if part]
 
 
+def holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> AbstractContextManager[None]:
+    """Return a context inside which an optimizer holds the pieces of a chunk alone; None lets it hold what it does."""
+    return _AS_THEY_ARE if chunk is None else _holding(optimizer, chunk)
+
+
 @contextmanager
-def holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> Iterator[None]:
-    """Let an optimizer hold the pieces of a chunk alone inside; None lets it hold what it does."""
-    if chunk is None:
-        yield
-        return
+def _holding(optimizer: Optimizer, chunk: list[Piece]) -> Iterator[None]:
     mine = {id(piece.value) for piece in chunk}
     held = [group["params"] for group in optimizer.param_groups]
     for group, params in zip(optimizer.param_groups, held, strict=True):

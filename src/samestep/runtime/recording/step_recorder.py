@@ -116,22 +116,25 @@ class _Issued:
 class _RunningTask:
     """The context of a task, whose begin and end are noted; a class, since a generator takes twice as many calls."""
 
-    __slots__ = ("_end", "_event", "_inner", "_opened", "_recorder", "_task")
+    __slots__ = ("_event", "_inner", "_opened", "_recorder", "_task", "_twin")
 
     def __init__(
-        self, recorder: StepRecorder, inner: AbstractContextManager[None], task: Task, opened: _OpenStep
+        self, recorder: StepRecorder, inner: AbstractContextManager[None] | None, task: Task, opened: _OpenStep
     ) -> None:
         self._recorder, self._inner, self._task, self._opened = recorder, inner, task, opened
 
     def __enter__(self) -> None:
-        self._inner.__enter__()
-        self._event, self._end = self._recorder.note_task(self._task, self._opened)
+        if self._inner is not None:
+            self._inner.__enter__()
+        self._event, self._twin = self._recorder.note_task(self._task, self._opened)
 
     def __exit__(self, *error: Any) -> bool | None:
-        self._end()
+        self._event[3] = self._recorder.now()
+        if self._twin is not None:
+            self._twin[3] = time.perf_counter_ns()
         if self._opened.window is not None:
             self._recorder.sample(self._event[3])
-        return self._inner.__exit__(*error)
+        return None if self._inner is None else self._inner.__exit__(*error)
 
 
 class StepRecorder(StepObserver):
@@ -157,6 +160,8 @@ class StepRecorder(StepObserver):
         self._processor = ProcessorTime()
         self.sums = StepSums()
         """The sums of the newest step whose times are known."""
+        self._sees_tasks = type(inner).running is not StepObserver.running
+        """Whether the observer that it is given does something around tasks."""
 
     # -- what the run calls ------------------------------------------------------------------------
 
@@ -237,18 +242,19 @@ class StepRecorder(StepObserver):
 
     def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
         """Note when a task begins and ends."""
-        inner, opened = self._inner.running(task, samples), self._open
-        return inner if opened is None or opened.end is not None else _RunningTask(self, inner, task, opened)
+        opened = self._open
+        if opened is None or opened.end is not None:
+            return self._inner.running(task, samples)
+        return _RunningTask(self, self._inner.running(task, samples) if self._sees_tasks else None, task, opened)
 
-    def note_task(self, task: Task, opened: _OpenStep) -> tuple[list[Any], Callable[[], None]]:
-        """Note that a task begins; return its event, and a function that ends it."""
-        event = ["task", f"{task.kind.value}{task.microbatch}", self.now(), None]
-        end = self.add(event)
+    def note_task(self, task: Task, opened: _OpenStep) -> tuple[list[Any], list[Any] | None]:
+        """Note that a task begins; return its event and the twin of that, which await their end."""
+        event: list[Any] = ["task", f"{task.body.kind}{task.microbatch}", self.now(), None]
         if self._device.type == "cuda":
             opened.begun.append((time.perf_counter_ns(), event[2]))
         if opened.window is not None:
-            self._doing = _AROUND_LAYERS.get(task.kind.value, "host")
-        return event, end
+            self._doing = _AROUND_LAYERS.get(task.body.kind, "host")
+        return event, self._append(event)
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
@@ -313,9 +319,7 @@ class StepRecorder(StepObserver):
 
     def _next(self, step: int, program: Program, module: nn.Module, spec: ModelSpec) -> None:
         self._finish_open()
-        for one in [one for one in self._windows if step >= one.steps.stop]:
-            self._leave(one)
-        window = next((one for one in self._windows if step in one.steps), None)
+        window = self._window_of(step) if self._windows else None
         if window is not None and not window.is_open:
             window.open(self, head_of(program, spec, self.rank, self._device), module, spec)
         if window is not None and window.profile is not None:
@@ -324,7 +328,14 @@ class StepRecorder(StepObserver):
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
         self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window)
         marks.listen(self)
-        self._read()
+        if self._unread:
+            self._read()
+
+    def _window_of(self, step: int) -> RecordWindow | None:
+        """Return the window that a step is in, and leave those before it."""
+        for one in [one for one in self._windows if step >= one.steps.stop]:
+            self._leave(one)
+        return next((one for one in self._windows if step in one.steps), None)
 
     def _finish_open(self) -> None:
         if self._open is None:
@@ -345,36 +356,43 @@ class StepRecorder(StepObserver):
             self.sums = sums_of(step, self._axes or {})
             if one.window is not None:
                 one.window.write(step, _since_begin(one.host_events, step))
-            self._close_files()
+            if self._left:
+                self._close_files()
 
     def _closed(self, one: _OpenStep) -> RecordedStep:
         """Return a step with its times in nanoseconds."""
-        base, clock = one.base, self._clock
-        (begin,) = clock.ns([base[1]], base)
-
-        def since(stamps: Sequence[Stamp]) -> list[int]:
-            return [time - begin for time in clock.ns(stamps, base)]
-
-        end, until = since([one.end, one.until])
-        begins = since([event[2] for event in one.events])
-        ends = since([one.until if event[3] is None else event[3] for event in one.events])
-        times = zip(one.events, begins, ends, strict=True)
-        sampled = zip(
-            since([mark[0] for mark in one.memory]), self._memory.read([mark[1] for mark in one.memory]), strict=True
-        )
-        ahead = clock.ns([stamp for _, stamp in one.begun], base)
+        stamps = [one.base[1], one.end, one.until]
+        for event in one.events:
+            stamps += event[2], one.until if event[3] is None else event[3]
+        begin, end, until, *times = self._clock.ns(stamps, one.base)
+        events = []
+        for number, event in enumerate(one.events):
+            start, stop = times[2 * number] - begin, times[2 * number + 1] - begin
+            events.append([*event[:2], start, stop, *event[4:]])
         return RecordedStep(
             step=one.step,
             begin_ns=begin,
-            end_ns=begin + end,
-            until_ns=begin + until,
+            end_ns=end,
+            until_ns=until,
             cpu_ns=one.processor[0],
             queued_ns=one.processor[1],
-            ahead_ns=max([0, *(time - host for time, (host, _) in zip(ahead, one.begun, strict=True))]),
-            events=[[*event[:2], start, stop, *event[4:]] for event, start, stop in times],
-            memory=[MemoryMark(at, *used, mark[2]) for (at, used), mark in zip(sampled, one.memory, strict=True)],
+            ahead_ns=self._ahead_of(one) if one.begun else 0,
+            events=events,
+            memory=self._memory_of(one, begin) if one.memory else [],
             held=one.held,
         )
+
+    def _ahead_of(self, one: _OpenStep) -> int:
+        """Return the most nanoseconds by which the host began a task before the device did."""
+        begun = self._clock.ns([stamp for _, stamp in one.begun], one.base)
+        return max([0, *(time - host for time, (host, _) in zip(begun, one.begun, strict=True))])
+
+    def _memory_of(self, one: _OpenStep, begin: int) -> list[MemoryMark]:
+        """Return what was sampled of the memory, at times since the begin of a step."""
+        times = self._clock.ns([mark[0] for mark in one.memory], one.base)
+        used = self._memory.read([mark[1] for mark in one.memory])
+        marked = zip(times, used, one.memory, strict=True)
+        return [MemoryMark(at - begin, *amounts, mark[2]) for at, amounts, mark in marked]
 
     def _leave(self, window: RecordWindow) -> None:
         """End a window: its marks are removed now, and its file is closed once its last step is written."""

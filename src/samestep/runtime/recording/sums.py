@@ -31,10 +31,6 @@ class StepSums:
 def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
     """Return the sums of a step; `axes` are those of owners."""
     found: dict[str, float] = {"sent": 0}
-
-    def add(name: str, begin: int, end: int) -> None:
-        found[name] = found.get(name, 0.0) + (end - begin) / 1e9
-
     tasks, recomputed, waits = [], [], []
     for form, name, begin, end, *more in step.events:
         if form == "task":
@@ -42,20 +38,20 @@ def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
         elif form == "region" and name.startswith("recompute:"):
             recomputed.append(("recompute_s", begin, end))
         elif form == "region":
-            add(f"{name.partition(':')[0]}_s", begin, end)
+            waited = f"{name.partition(':')[0]}_s"
+            found[waited] = found.get(waited, 0.0) + (end - begin) / 1e9
             waits.append((begin, end))
         elif form == "sent":
             found["sent"] += 1
         if form == "wait" or (form == "sent" and not more[2]):
-            add(f"wait_{axes.get(name, 'other')}_s", begin, end)
+            waited = f"wait_{axes.get(name, 'other')}_s"
+            found[waited] = found.get(waited, 0.0) + (end - begin) / 1e9
             waits.append((begin, end))
     for name, begin, end in (*tasks, *recomputed):
-        add(name, begin, end)
-    repeated = [(begin, end) for _, begin, end in recomputed]
-    for name, seconds in (
-        *_waited_inside(tasks, waits + repeated),
-        *_waited_inside(recomputed, waits),
-    ):  # own work alone
+        found[name] = found.get(name, 0.0) + (end - begin) / 1e9
+    for name, seconds in _waited_inside(tasks, [*waits, *(one[1:] for one in recomputed)]):  # own work alone
+        found[name] -= seconds
+    for name, seconds in _waited_inside(recomputed, waits) if recomputed else ():
         found[name] -= seconds
     if step.ahead_ns:
         found["host_ahead_s"] = step.ahead_ns / 1e9

@@ -55,5 +55,5 @@ class ProcessorTime:
 
     def read(self) -> tuple[int, int | None]:
         """Return the nanoseconds for which this thread had a processor, and for which it was queued; None where the system does not say."""
-        counts = self._counts.read()
+        counts = self._counts.text().split()
         return time.thread_time_ns(), int(counts[1]) if len(counts) > 1 else None

@@ -100,10 +100,13 @@ def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, 
     gradients; `judged` holds, by identity, those that have been.
     """
     layout = program.step.layout
+    hooked = [one for one in params if one[1]._backward_hooks or getattr(one[1], "_post_accumulate_grad_hooks", None)]
+    if not hooked:
+        return ""
     word = f"zero={layout.zero}" if layout.gathers_weights else ""
     divides = forward_state.splits(layout, program.step.num_microbatches)
     is_cut = any(degree > 1 for degree in layout.weight_axes.values())
-    for name, param in params if word or divides or is_cut else ():
+    for name, param in hooked if word or divides or is_cut else ():
         early, late = param._backward_hooks or {}, getattr(param, "_post_accumulate_grad_hooks", None) or {}
         if all(map(judged.__contains__, map(id, (*early.values(), *late.values())))):
             continue

@@ -6,7 +6,7 @@ in master precision: see [Note: what a rank holds of a weight], the head of `run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,10 @@ class Piece:
     """Master values, which the optimizer updates; on the host under offload."""
     gradient: Callable[[], Tensor]
     """Returns the summed gradient of these elements, once the step's reductions are done."""
+    holder: Tensor | None = None
+    """The weight in whose `grad` the gradient is, where it is no window of a buffer."""
+    window: Tensor | None = None
+    """The window of a buffer that holds the gradient in every step, where it is one."""
     target: Tensor | None = None
     """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use."""
     is_uncut: bool = False
@@ -64,6 +68,15 @@ class Piece:
             masters, index = self.split
             self.value.data = masters.release(index).view(self.value.shape)
             self.split = None
+
+
+def gradients_of(pieces: Iterable[Piece]) -> list[Tensor]:
+    """Return the gradient of each piece; one that is a window or a weight's own is found without a call."""
+    found: list[Tensor] = []
+    for piece in pieces:
+        gradient = piece.window if piece.holder is None else piece.holder.grad
+        found.append(piece.gradient() if gradient is None or gradient.is_sparse else gradient)
+    return found
 
 
 _ROW = 4096
@@ -107,6 +120,6 @@ def norm_of_pieces(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for number in numbers:
         mine = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
-        alike = [piece.gradient() for piece in mine if names is None or piece.name in names]
+        alike = gradients_of(mine if names is None else [piece for piece in mine if piece.name in names])
         total += squared_norm(alike, device) / number
     return total

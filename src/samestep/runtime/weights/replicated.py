@@ -151,13 +151,15 @@ class Replicated:
     ) -> Iterator[Piece]:
         """Yield a parameter's pieces that this rank updates, and let its gradient be added to the bucket."""
         if flat is None or member is None:
-            yield self._piece(name, 0, param.numel(), param, value, functools.partial(_gradient_or_zero, param))
+            piece = self._piece(name, 0, param.numel(), param, value, functools.partial(_gradient_or_zero, param))
+            piece.holder = param
+            yield piece
             return
         gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
         slot = GradientSlot(flat, name, gradient, name in self._postponed)
         param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
         if flat.weights is None:
-            yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
+            yield self._piece(name, 0, member.numel, param, value, gradient)
             return
         size = flat.bucket.padded_numel // flat.bucket.holding.num_shards
         first = self.mesh.index(flat.bucket.holding.data_axis) * size
@@ -168,16 +170,20 @@ class Replicated:
             shape = param.shape if stop - start == param.numel() else (-1,)  # a weight that is whole has its shape
             part = flat.gradients[mine].view(shape)
             live = param.detach().view(-1)[start:stop].view(shape)
-            yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), lambda: part)
+            yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), part)
 
     def _piece(
-        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
+        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, found: Tensor | Callable[[], Tensor]
     ) -> Piece:
-        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host."""
+        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host; `found` is
+        the window of a buffer with its gradient, or returns the gradient."""
+        window, gradient = (found, lambda: found) if isinstance(found, Tensor) else (None, found)
         if live.dtype == value.dtype and not self._separate:
-            return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
+            return Piece(
+                name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient, window=window
+            )
         held = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
-        return Piece(name, start, stop, held, gradient, target=live.detach())
+        return Piece(name, start, stop, held, gradient, window=window, target=live.detach())
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
         """Let the user's hooks change gradients before they are added to a bucket."""
