@@ -24,7 +24,7 @@ import torch
 from canary import LENGTH, VOCABULARY, build
 
 import samestep
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.building.loss import cross_entropy, loss_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of

@@ -22,7 +22,7 @@ import planted_delays
 from planted_delays import Delay, Plan
 
 import samestep
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.explanation.explain import read_run
 from samestep.explanation.step_parts import measured_steps, parts_of
 from samestep.explanation.step_verdict import verdict_of

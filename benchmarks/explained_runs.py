@@ -32,7 +32,7 @@ from torch import nn
 
 import samestep
 from samestep import Job, Layout
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.explanation.explain import explain, read_run
 from samestep.explanation.step_parts import measured_steps, parts_of
 from samestep.program.bodies import UPDATE_BODY, Task

@@ -29,7 +29,7 @@ import circumstances
 import torch
 
 from samestep import Job, Layout
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.datasets import batches
 from samestep.program.codecs import CODECS
 from samestep.runtime.processes.join import RankInfo

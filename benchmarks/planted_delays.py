@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.building.loss import cross_entropy
 from samestep.datasets import open_dataset
 from samestep.runtime import ledger

@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Job, Layout, launch
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.building import drawn_rows
 from samestep.building.model import call_model
 from samestep.building.optimizer import learning_rate_factor

@@ -46,7 +46,7 @@ import circumstances
 from network_namespaces import Host, NetworkError, network
 
 from samestep import Job, Layout, hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.hardware import Hardware, Link
 
 ROWS = Path(__file__).parent / "rows" / "slow_links.json"

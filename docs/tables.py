@@ -21,7 +21,7 @@ import error_kind_table
 from pydantic import BaseModel
 
 from samestep import Job, Layout, hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.models import catalog
 from samestep.models.presets import DECODERS, preset
 from samestep.output.byte_sizes import gib

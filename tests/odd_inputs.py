@@ -33,7 +33,7 @@ import torch
 
 import samestep
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.building.pretrained import pretrained_source
 from samestep.datasets import open_tokenizer
 from samestep.errors import SamestepError

@@ -37,7 +37,8 @@ from samestep.errors import (
     UnprovenError,
     WorkerError,
 )
-from samestep.job import Job, load
+from samestep.job import Job
+from samestep.job_files import load
 from samestep.layout import Layout
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.engines.scripts import ENGINES
 from samestep.layout import Layout
 from samestep.simulation import cases

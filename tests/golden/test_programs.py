@@ -58,7 +58,7 @@ def _titled(case: Case) -> str:
 
 def write() -> None:
     """Trace the default job's model, and write all programs."""
-    from samestep import job as jobs
+    from samestep import job_files as jobs
     from samestep.models import catalog
 
     spec = catalog.model_spec(jobs.load(FOLDER.parents[1] / "jobs" / "default.toml"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.hardware import resolve_hardware
 from samestep.layout import Layout
 from samestep.models import catalog

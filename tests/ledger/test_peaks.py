@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from samestep.datasets import batches
-from samestep.job import Job, load
+from samestep.job import Job
+from samestep.job_files import load
 from samestep.layout import Layout
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.checkpoints import checkpoint

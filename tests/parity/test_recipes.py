@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.hardware import resolve_hardware
 from samestep.layout import Layout
 from samestep.models import catalog

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.diagnosis import all_hosts, doors, gathering, link_rates, one_host
 from samestep.diagnosis.all_hosts import Heard
 from samestep.diagnosis.doors import REACHED, Attempt, Rate

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.datasets import batches
 from samestep.errors import SamestepError
 from samestep.job import Job

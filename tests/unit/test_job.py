@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep import Job, JobError, job_tables, load
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.building.loss import loss_of
 from samestep.datasets import open_dataset
 from samestep.simulation.simulate import simulate

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from samestep.datasets import batches
 from samestep.errors import JobError, LayoutError
-from samestep.job import Job, load
+from samestep.job import Job
+from samestep.job_files import load
 from samestep.layout import Layout
 from samestep.program.state_blocks import block_of
 from samestep.program.update_rules import states_per_param

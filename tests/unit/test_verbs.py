@@ -11,7 +11,8 @@ import pytest
 
 import samestep
 from samestep import cli, hardware
-from samestep.job import Job, default
+from samestep.job import Job
+from samestep.job_files import default
 from samestep.planning import plan, ranking
 
 GPT2 = Job(model={"source": "preset:gpt2"}, train={"global_batch": 8}, numerics={"precision": "bf16"})

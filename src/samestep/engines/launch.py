@@ -12,7 +12,8 @@ from samestep.engines import scripts
 from samestep.engines.site import read_site
 from samestep.engines.wanted import wanted_of
 from samestep.errors import InputError
-from samestep.job import Job, load
+from samestep.job import Job
+from samestep.job_files import load
 from samestep.output.output_file import write
 from samestep.runtime.processes import workers
 from samestep.training.summary import Summary

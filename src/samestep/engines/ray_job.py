@@ -9,7 +9,7 @@ from pathlib import Path
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.engines.ray_worker import ray_worker
 from samestep.errors import InputError
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.engines.site import Site
 from samestep.errors import InputError, LayoutError
 from samestep.layout import Layout

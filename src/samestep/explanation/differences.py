@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.errors import InputError, LayoutError
 from samestep.explanation.explain import Explained, explain
 from samestep.explanation.foreign_traces import ForeignSteps, explain_traces, is_foreign

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.errors import InputError, LayoutError, RecordError
 from samestep.explanation.step_kernels import RankKernels, kernels_of
 from samestep.explanation.step_memory import StepMemory, step_memory

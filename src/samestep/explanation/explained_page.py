@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, cast
 
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.explanation.explain import Explained
 from samestep.explanation.step_kernels import RankKernels, seconds_of
 from samestep.explanation.step_memory import REST, StepMemory

@@ -6,14 +6,15 @@ import os
 from argparse import Namespace
 
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.errors import InputError
+from samestep.job import Job
 from samestep.models import published
 from samestep.models.presets import PRESETS
 from samestep.output import temporary_folder
 
 
-def job_of(words: Namespace) -> jobs.Job:
+def job_of(words: Namespace) -> Job:
     """Return the job of a file, or the default job, with the settings of the command line.
 
     Raises:
@@ -27,14 +28,14 @@ def job_of(words: Namespace) -> jobs.Job:
     return jobs.load(words.job, words.set)
 
 
-def allowing(words: Namespace) -> jobs.Job:
+def allowing(words: Namespace) -> Job:
     """Return the job of a verb that runs, with the refusals that the command line waives too."""
     job = job_of(words)
     allow = tuple(dict.fromkeys((*job.run.allow, *(word for word in words.allow if word != "code"))))
     return job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
 
 
-def planned_job(words: Namespace) -> jobs.Job:
+def planned_job(words: Namespace) -> Job:
     """Return the job of a verb that predicts, and say how a preset is planned."""
     job = job_of(words)
     if note := published.as_published(job)[1]:

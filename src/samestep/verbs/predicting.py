@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import hardware
-from samestep import job as jobs
 from samestep.errors import InputError
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import published
 from samestep.output import results
@@ -76,7 +76,7 @@ def _check_emit(words: Namespace) -> None:
         raise InputError(f"--emit-file {words.emit_file} needs --emit FRAMEWORK: one of {names}")
 
 
-def _recipe(words: Namespace, job: jobs.Job, *found: Prediction) -> Recipe | None:
+def _recipe(words: Namespace, job: Job, *found: Prediction) -> Recipe | None:
     """Return the first predicted layout in the words of another framework; None if none is asked for, or nothing fits."""
     from samestep.planning.recipes import frameworks
 
@@ -95,7 +95,7 @@ def _emitted(words: Namespace, recipe: Recipe | None) -> list[str]:
     return ["\n".join([f"wrote {words.emit_file}", *recipe.notes, *recipe.instead])]
 
 
-def _check_measurable(words: Namespace, job: jobs.Job) -> None:
+def _check_measurable(words: Namespace, job: Job) -> None:
     """Refuse --measure-top before the search where its layouts could not be run on this machine."""
     if words.hardware not in (None, hardware.OWN):
         raise InputError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import hardware
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.errors import InputError, LayoutError, WorkerError
 from samestep.output import results
 from samestep.output.results import Result, VerbFailure

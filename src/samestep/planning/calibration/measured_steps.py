@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from samestep import job as jobs
+from samestep import job_files as jobs
 from samestep.errors import InputError, did_you_mean
 from samestep.job import Job
 from samestep.layout import Layout

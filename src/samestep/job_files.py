@@ -1,0 +1,150 @@
+"""Jobs as text: a TOML file, `--set key=value`, and the default job.
+
+Paths and modules that a file names are looked for in its folder first; those of a setting in the working directory alone.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from samestep.errors import JobError, short_repr
+from samestep.job import Job, exists
+from samestep.job_tables import PRESET, types_in
+
+_KEYS_OF_SOURCES = ("data.source", "data.held_out_sets.", "model.source")
+_WORDS_OF_PATHS = ("text", "tokens", "jsonl", "parquet", "hf", "images")
+"""The words of sources after which a path stands."""
+
+
+def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
+    """Return the job of a file, with `settings` such as `train.steps=50`.
+
+    Paths and modules in the file are looked for in its folder, and then in the working directory; paths in settings only in the
+    working directory.
+
+    Raises:
+        JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and the rule.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise JobError(f"{short_repr(path)} is no path of a job file; samestep.load('job.toml') works")
+    if isinstance(settings, str):
+        raise JobError(f"settings = {settings!r} is one setting, and a list is read: settings = [{settings!r}] works")
+    path = Path(path)
+    tables = _read(path)
+    folder, run = path.parent.resolve(), tables.setdefault("run", {})
+    if isinstance(run, dict) and isinstance(given := run.setdefault("folder", str(folder)), str):
+        run["folder"] = str(folder / Path(os.path.expanduser(given))) if given else None
+    return _checked(path, tables, [_from_here(setting, folder) for setting in settings])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
+    except FileNotFoundError:
+        near = [
+            str(p) for p in (*path.parent.glob("*.toml"), *path.parent.glob("jobs/*.toml")) if p.stem != "pyproject"
+        ]
+        there = f"; there are {', '.join(sorted(near))}" if near else ""
+        raise JobError(f"no job file at {path}{there}") from None
+    except IsADirectoryError:
+        of_run = f", as {path / 'job.toml'}; `--out {path} --resume` resumes this run"
+        raise JobError(f"{path} is a folder; a job is a TOML file{of_run * (path / 'job.toml').exists()}") from None
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not TOML, not text, a number of over 4,300 digits, too many brackets
+        raise JobError(f"{path} is not TOML: {error}") from None
+
+
+def _checked(path: Path, tables: dict[str, Any], settings: Sequence[str]) -> Job:
+    """Return the job of a file's tables with settings; a mistake is named with the file or the setting that it is in."""
+    for setting in settings:
+        set_key(tables, setting)
+
+    def source(key: str) -> str:
+        for setting in reversed(settings):
+            names = {key, setting.partition("=")[0].strip()}
+            if key and all(f"{name}.".startswith(f"{min(names, key=len)}.") for name in names):
+                return f"--set {setting}"
+        return str(path)
+
+    return Job(source, **tables)  # not model_validate, which would wrap the JobError of __init__ in an error of its own
+
+
+def default(settings: Sequence[str] = ()) -> Job:
+    """Return the default job of samestep, with `settings` such as `train.steps=50`.
+
+    Raises:
+        JobError: the settings have mistakes; each is named.
+    """
+    given = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
+    # Fields of the default model mean nothing to another one, and a preset has its own sequence length, batch and precision.
+    without = ["model.config"] * ("model.source" in given)
+    if given.get("model.source", "").strip("\"'").startswith(PRESET):
+        without += ["data.sequence_length", "train.global_batch", "numerics.precision"]
+    with resources.as_file(resources.files("samestep") / "default_job.toml") as path:
+        steps = given.get("train.steps", "")
+        tables = _read(path)
+        if steps.isdecimal() and len(steps) < 10 and int(steps) < tables["schedule"]["warmup_steps"]:
+            without.append("schedule.warmup_steps")  # a run shorter than the default job's warm-up has none
+        for key in without:
+            table, _, name = key.partition(".")
+            tables.get(table, {}).pop(name, None)
+        return _checked(path, tables, settings)
+
+
+def _from_here(setting: str, folder: Path) -> str:
+    """Return a setting whose path is absolute where the job's folder has a file of this name, which is another one."""
+    key, equals, text = setting.partition("=")
+    word, mark, path = text.strip().strip("\"'").rpartition(":")
+    is_path = word in _WORDS_OF_PATHS if key.strip().startswith(_KEYS_OF_SOURCES) else key.strip() == "data.tokenizer"
+    if not (equals and is_path and path) or path == "bytes" or folder == Path.cwd():
+        return setting
+    is_name = word == "hf" and "/" not in path and not exists(Path(path))  # of a family
+    return setting if is_name or not exists(folder / path) else f"{key}={word}{mark}{Path.cwd() / path}"
+
+
+def set_key(tables: dict[str, Any], setting: str) -> None:
+    """Write `key.path=value` into nested tables; a value that is not TOML is taken as text.
+
+    Raises:
+        JobError: the setting is not of that form, or names a table within a value.
+    """
+    key, equals, text = setting.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise JobError(f"--set {setting}: write key=value, as in --set train.steps=50")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        if text.lstrip().startswith("="):
+            raise JobError(
+                f"--set {setting}: one '=' separates key and value, and text that begins with another needs quotes"
+            ) from None
+        value = text
+    table: Any = tables
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise JobError(f"--set {setting}: {part} is a value, not a table")
+    table[parts[-1]] = value
+
+
+def settings() -> tuple[str, ...]:
+    """Return what `--set` takes as one begins to write it: each key with `=`, or with each of its values where they are words."""
+    written = []
+    for table, field in Job.model_fields.items():
+        kinds = [kind for kind in types_in(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        for name, key in (item for kind in kinds for item in kind.model_fields.items()):
+            values = [*filter(lambda one: isinstance(one, str), get_args(key.annotation))]
+            written += [f"{table}.{name}={value}" for value in values or ("",)]
+    return tuple(written)
