@@ -312,7 +312,10 @@ def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
     assert record["verdict"] == found.verdict.line
     assert len(record["ranks"]) == 4
     assert record["missing"] == []
+    listed = [{"axis": op.axis, "predicted_bytes": op.size_bytes, "measured_bytes": None} for op in OPS]
+    assert record["bytes"] == listed  # nobody has counted what torch was given
     text = found.to_text()
+    assert "in a step, listed: tp 1000 B; dp_replicate 4.88 KiB; world 64 B" in text
     assert text.startswith("verdict: compute: ")
     assert "nothing is predicted, since " in text
     events = found.to_chrome_trace()["traceEvents"]
@@ -443,7 +446,7 @@ def test_on_a_cpu_the_memory_is_that_of_the_process(tmp_path: Path) -> None:
 def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
     write(records(), tmp_path)
     for path in (tmp_path / "record").glob("*.jsonl"):
-        text = path.read_text().replace('"version": 3', '"version": 1').replace('"queued_ns":null,', "")
+        text = path.read_text().replace('"version": 4', '"version": 1').replace('"queued_ns":null,', "")
         path.write_text(text.replace('"memory":[]', '"memory":[[5,100],[9,120]]').replace(',"held":{}', ""))
     memory = explain(tmp_path).memory_of(0)
     assert memory is not None

@@ -78,7 +78,11 @@ def test_a_late_rank_of_a_trace_is_waited_for(tmp_path_factory: pytest.TempPathF
     assert seconds_of(found.rows, WAIT, stage=1) == pytest.approx(0, abs=1e-5)
     assert ("others wait for rank 1" in found.verdict) == (late_ms > 5.001)
     assert "ranks 0,1 (guessed)" in found.to_text()
-    json.dumps(found.to_record())
+    record = json.loads(json.dumps(found.to_record()))
+    for one in (record, *record["ranks"]):
+        assert sum(part["measured_s"] for part in one["parts"]) + one["rest_s"] == pytest.approx(one["step_s"])
+    assert record["step_s"] == pytest.approx(0.1)
+    assert [one["rank"] for one in record["ranks"]] == [0, 1]
 
 
 @pytest.mark.parametrize("is_gpu", [False, True])

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from samestep.datasets import batches
 from samestep.errors import InputError, RecordError
 from samestep.explanation import explained_page
-from samestep.explanation.explain import explain
+from samestep.explanation.explain import Explained, explain
 from samestep.explanation.measured_step import segments
 from samestep.explanation.step_kernels import RankKernels, seconds_of
 from samestep.job import Job
@@ -103,11 +103,41 @@ def test_a_window_changes_no_bit_and_no_graph_and_holds_every_op(layout: str, mo
     for (losses, weights, sizes), (others, values, nodes) in zip(plain, recorded, strict=True):
         assert (losses, sizes) == (others, nodes)
         assert all(torch.equal(one, other) for one, other in zip(weights, values, strict=True))
+    found = explain(tmp_path, hardware="cpu-laptop")
     for rank in range(len(plain)):
         record = read_record(path_of(tmp_path, WINDOW, rank))
         assert [*record.steps] == [*WINDOW]
         for step in WINDOW:
             assert_holds_every_op(record, step)
+        assert_bytes_are_those_of_the_prediction(found, rank)
+
+
+def assert_bytes_are_those_of_the_prediction(found: Explained, rank: int) -> None:
+    """Hold what torch was given, axis by axis, against the programs that a prediction makes anew of the recorded job and model."""
+    assert found.predicted is not None
+    listed: Counter[str] = Counter()
+    for _, op in found.predicted.programs[found.found.records[rank].head.stage].ops():
+        listed.update({op.axis: op.size_bytes} if op.axis else {})
+    (row,) = (row for row in cast(list[Any], found.to_record()["ranks"]) if row["rank"] == rank)
+    assert {one["axis"]: one["measured_bytes"] for one in row["bytes"]} == listed
+    assert {one["axis"]: one["predicted_bytes"] for one in row["bytes"]} == listed
+    assert "listed and sent: " in found.to_text()
+    assert sum(part["measured_s"] for part in row["parts"]) + row["rest_s"] == pytest.approx(row["step_s"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("pp=2 microbatch=1 schedule=1f1b", "deep_llama"),
+        pytest.param("dp=2 tp=2 pp=2 microbatch=2", "deep_llama", marks=pytest.mark.nightly),
+        pytest.param("dp=4 pp=2 microbatch=1 schedule=zero-bubble zero=1", "deep_llama", marks=pytest.mark.nightly),
+    ],
+)
+def test_bytes_are_measured_axis_by_axis(layout: str, model: str, tmp_path: Path) -> None:
+    ranks = on_ranks(layout, trained, model, JOB, str(tmp_path))
+    found = explain(tmp_path, hardware="cpu-laptop")
+    for rank in range(len(ranks)):
+        assert_bytes_are_those_of_the_prediction(found, rank)
 
 
 def unheard(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[list[float], list[Tensor], list[int]]:
@@ -231,7 +261,7 @@ def test_damaged_records_are_one_line(tmp_path: Path) -> None:
         "\x00\x01": "damaged",
         '{"traceEvents": []}': "is no record of samestep",
         "[]\n": "is no record of samestep",
-        head.replace('"version": 3', '"version": 4') + "\n": "is a record of version 4; this samestep reads version 3",
+        head.replace('"version": 4', '"version": 5') + "\n": "is a record of version 5; this samestep reads version 4",
         head.replace('"rank"', '"place"') + "\n": "damaged",
         f"{head}\n{first[:40]}\n{second}\n": ":2: damaged",
         f"{head}\n{json.dumps({**step, 'until_ns': 0})}\n": ":2: damaged: ends before it begins",

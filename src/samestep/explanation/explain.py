@@ -13,6 +13,7 @@ from samestep.errors import InputError, LayoutError, RecordError
 from samestep.explanation.step_kernels import RankKernels, kernels_of
 from samestep.explanation.step_memory import StepMemory, step_memory
 from samestep.explanation.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
+from samestep.explanation.step_traffic import AxisBytes, bytes_of, traffic_line
 from samestep.explanation.step_verdict import StepVerdict, verdict_of
 from samestep.explanation.trace_flows import flows_of
 from samestep.hardware import Hardware
@@ -90,6 +91,7 @@ class Explained:
             "rank": found.busiest,
             "parts": [part.to_record() for part in self.parts],
             "rest_s": self.rest_s,
+            "bytes": [one.to_record() for one in self.bytes_of(found.busiest)],
             "verdict": self.verdict.line,
             "reasons": list(self.verdict.reasons),
             "try": list(self.verdict.tries),
@@ -117,6 +119,7 @@ class Explained:
             "step_s": self.found.lasted_s[rank],
             "parts": [part.to_record() for part in parts],
             "rest_s": rest_s,
+            "bytes": [one.to_record() for one in self.bytes_of(rank)],
             "memory_bytes": None if memory is None else memory.peak_bytes,
             "memory": None if memory is None else memory.to_record(),
             "kernels": [row.to_record() for row in self.kernels[rank].rows] if rank in self.kernels else [],
@@ -125,6 +128,10 @@ class Explained:
     def model(self) -> ModelSpec | None:
         """Return the shape of the model, if the record has it."""
         return _model_in(self.folder)
+
+    def bytes_of(self, rank: int) -> tuple[AxisBytes, ...]:
+        """Return the bytes of the buffers that a rank sends in a step, by axis: those that its program lists, and those that torch was given."""
+        return bytes_of(self.found.records[rank])
 
     def memory_of(self, rank: int) -> StepMemory | None:
         """Return the memory of a rank over the last step; None where it was not recorded."""
@@ -159,6 +166,8 @@ class Explained:
         if any(hidden.values()):
             each = ", ".join(f"{axis} {seconds * 1e3:.3g} ms" for axis, seconds in hidden.items() if seconds > 0)
             lines.append(f"communication while it computed, at most: {each}")
+        if sent := self.bytes_of(self.found.busiest):
+            lines.append(traffic_line(self.found.busiest, sent))
         if (memory := self._largest_memory()) is not None:
             lines += memory.to_lines()
         if (kernels := self.kernels.get(self.found.busiest)) is not None:

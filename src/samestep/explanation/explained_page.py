@@ -133,7 +133,22 @@ def _figures(found: Explained, *, small: bool) -> Iterator[Section]:
     yield Section("Where the time goes", bars(rows, found.found.lasted_s[found.found.busiest]), caption)
     if len(found.found.records) > 1:
         yield _each_rank(found)
+    yield from _bytes(found)
     yield from _memory(found, ranks)
+
+
+def _bytes(found: Explained) -> Iterator[Section]:
+    """Yield the bytes of the busiest rank's buffers by axis: those that its program lists, and those that torch was given."""
+    sent = found.bytes_of(found.found.busiest)
+    is_counted = any(one.measured is not None for one in sent)
+    rows = [
+        (one.axis, size(one.predicted).to_html(), *([size(one.measured or 0).to_html()] if is_counted else []))
+        for one in sent
+    ]
+    if rows:
+        head = ("axis", "the program lists", *(["torch was given"] if is_counted else []))
+        caption = f"Buffers of rank {found.found.busiest} in a step, whole and with their padding."
+        yield Section("What is sent", table(head, rows), caption)
 
 
 def _lanes(found: Explained, rank: int) -> Iterator[Lane]:

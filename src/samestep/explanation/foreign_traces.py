@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import RecordError
+from samestep.explanation.step_parts import StepPart
 from samestep.explanation.trace_files import RankTrace, read_trace, trace_paths, uncovered
 from samestep.output.page.page import in_notebook
 from samestep.output.text_table import align_columns
@@ -56,21 +57,20 @@ class ForeignSteps:
         return {
             "run": str(self.folder),
             "steps": list(self.steps),
-            "step_s": self.step_s,
-            "ranks": [
-                {
-                    "rank": rank,
-                    "parts": [
-                        {"name": row.name, "axis": row.axis, "predicted_s": None, "measured_s": row.seconds}
-                        for row in self.rows
-                        if row.stage == rank and row.name != REST
-                    ],
-                    "rest_s": seconds_of(self.rows, REST, stage=rank),
-                }
-                for rank in self.ranks
-            ],
+            **self._of_rank(self.busiest),
+            "ranks": [self._of_rank(rank) for rank in self.ranks],
             "verdict": self.verdict,
             "missing": list(self.missing),
+        }
+
+    def _of_rank(self, rank: int) -> dict[str, object]:
+        rows = [row for row in self.rows if row.stage == rank]
+        parts = [StepPart(row.name, row.axis, row.seconds, None) for row in rows if row.name != REST]
+        return {
+            "rank": rank,
+            "step_s": sum(row.seconds for row in rows),
+            "parts": [part.to_record() for part in parts],
+            "rest_s": seconds_of(rows, REST),
         }
 
     @property

@@ -40,6 +40,8 @@ class SentByRank:
     issued: int
     waited: tuple[int, int] | None
     """The begin and the end of the host's first wait for it; None if it has not waited in this step."""
+    size_bytes: int | None = None
+    """The bytes of the buffers that torch was given; None where they were not counted."""
     entered: int = 0
     starts: int = 0
     """When the last rank has entered it."""
@@ -226,7 +228,7 @@ def _issued(record: RankRecord, number: int, shift: int) -> Iterator[tuple[tuple
     for form, name, begin, end, *more in step.events:
         if form != "sent":
             continue
-        index, kind, is_asynchronous = more
+        index, kind, is_asynchronous, *size = more
         mine = [op for op in ops.get(name, ()) if kind in ("", op.kind)]
         place = seen[f"{name} {kind}"]
         seen[f"{name} {kind}"] += 1
@@ -239,7 +241,8 @@ def _issued(record: RankRecord, number: int, shift: int) -> Iterator[tuple[tuple
         )
         base = step.begin_ns + shift
         waited = None if is_asynchronous else (base + begin, base + end)
-        yield (name, kind, index), SentByRank(record.head.rank, op, base + begin, waited)
+        measured = size[0] if size else None
+        yield (name, kind, index), SentByRank(record.head.rank, op, base + begin, waited, measured)
 
 
 def _waits(record: RankRecord, issued_in: int, number: int, shift: int) -> dict[tuple[str, str, int], tuple[int, int]]:

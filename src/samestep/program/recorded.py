@@ -1,6 +1,6 @@
 """The record of some steps of a run, as each rank writes it: one JSON-lines file, a head and then a line for each step. No torch.
 
-    {"format": "samestep record", "version": 1, "rank": 0, "host": "a", "layout": "dp=2", "ops": [...], ...}
+    {"format": "samestep record", "version": 4, "rank": 0, "host": "a", "layout": "dp=2", "ops": [...], ...}
     {"step": 101, "begin_ns": ..., "end_ns": ..., "until_ns": ..., "events": [["task", "F0", 1200, 8100], ...], ...}
 
 Times are nanoseconds of the host's monotonic clock, and those of events are counted from the step's `begin_ns`. `end_ns` is the end
@@ -10,7 +10,7 @@ of `run.step`, `until_ns` the begin of the next one. An event is `[form, name, b
     layer     a forward of a layer; in the task of a backward it is a recompute
     backward  the point at which the gradient of a layer's output is known
     sent      the issue of a collective or message: owner, begin, end, its number among those of the owner in the step, kind or "",
-              and 1 if the host goes on while it runs
+              1 if the host goes on while it runs, and in the first step of a window the bytes of the buffers that torch was given
     wait      a wait for it: owner, begin, end, number, and the step in which it was issued
     region    other work of the host: `data`, `host:gc`, `watching`, `checkpoint`
 """
@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 from samestep.errors import InputError, RecordError
 
-FORMAT, VERSION = "samestep record", 3
-_READ = (1, 2, 3)
-"""Versions that are read: the first one has fewer numbers in a mark of memory, and the first two do not say for how long a rank was queued."""
+FORMAT, VERSION = "samestep record", 4
+_READ = (1, 2, 3, 4)
+"""Versions that are read: the first one has fewer numbers in a mark of memory, the first two do not say for how long a rank was queued, and
+the first three not how many bytes were sent."""
 FOLDER = "record"
 """The folder of the records in a run folder."""
 MODEL, JOB = "model.json", "job.toml"

@@ -60,7 +60,7 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
     dispatched as an operation. `kind` is needed where a stage sends and receives under one name.
     """
 
-    __slots__ = ("_issue", "_kind", "_label", "_name")
+    __slots__ = ("_issue", "_kind", "_label", "_ledger", "_name")
 
     def __init__(self, name: str, kind: str = "") -> None:
         self._name, self._kind, self._label = name, kind, RecordFunctionFast(f"samestep::owner {name}")
@@ -70,13 +70,19 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
         self._label.__enter__()
         listener = marks.listener()
         self._issue = None if listener is None or _owners.is_outside else listener.issue(self._name, self._kind)
+        self._ledger = Ledger().__enter__() if self._issue is not None and self._issue.is_weighed else None
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._issue is not None:
-            self._issue.end()
+            self._issue.end(None if self._ledger is None else self._weighed(self._ledger))
         self._label.__exit__(*error)
         _owners.names.pop()
+
+    def _weighed(self, ledger: Ledger) -> int:
+        """Return the bytes of the buffers that torch was given under this name, and end their count."""
+        ledger.__exit__(None, None, None)
+        return sum(row.size_bytes for rows in ledger.rows.values() for row in rows if row.owner == self._name)
 
     def sent(self, work: Any) -> Any:
         """Return the work of a collective for which the host does not wait, so that a recorder hears its waits."""

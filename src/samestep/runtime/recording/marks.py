@@ -27,11 +27,14 @@ class Listener(Protocol):
 class Issue(Protocol):
     """One collective or message that is being issued."""
 
+    is_weighed: bool
+    """Whether the bytes that torch is given are wanted."""
+
     def sent(self, work: Any) -> Any:
         """Return the work in a form whose `wait` is heard."""
 
-    def end(self) -> None:
-        """Hear that it was issued; without `sent` it has ended, too."""
+    def end(self, size_bytes: int | None) -> None:
+        """Hear that it was issued, with the bytes of its buffers if they are wanted; without `sent` it has ended, too."""
 
 
 class _Listeners:

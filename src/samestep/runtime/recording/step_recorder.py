@@ -59,6 +59,8 @@ class _OpenStep:
     """What the thread had of a processor, and was queued for one; until its end, since the thread began."""
     window: RecordWindow | None
     """The window that it is in."""
+    is_weighed: bool = False
+    """Whether the bytes of what is sent are counted: in the first step of a window, whose times are left out."""
     events: list[list[Any]] = field(default_factory=list)
     memory: list[tuple[Stamp, Sample, str]] = field(default_factory=list)
     """A stamp, what was sampled then, and the op that had ended."""
@@ -89,10 +91,10 @@ def _unheard() -> _OpenStep:
 class _Issued:
     """A collective or message that is issued; it is an `Issue`."""
 
-    __slots__ = ("_event", "_number", "_recorder", "_step")
+    __slots__ = ("_event", "_number", "_recorder", "_step", "is_weighed")
 
     def __init__(self, recorder: StepRecorder, owner: str, kind: str, step: _OpenStep) -> None:
-        self._recorder, self._step = recorder, step.step
+        self._recorder, self._step, self.is_weighed = recorder, step.step, step.is_weighed
         key = f"{owner} {kind}" if kind else owner
         self._number = step.counts[key]
         step.counts[key] += 1
@@ -105,8 +107,10 @@ class _Issued:
         self._event[6] = 1
         return marks.TimedWork(work, self._wait)
 
-    def end(self) -> None:
+    def end(self, size_bytes: int | None) -> None:
         self._event[3] = self._recorder.now()
+        if size_bytes is not None:
+            self._event.append(size_bytes)
 
     def _wait(self) -> Callable[[], None]:
         event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
@@ -320,13 +324,14 @@ class StepRecorder(StepObserver):
     def _next(self, step: int, program: Program, module: nn.Module, spec: ModelSpec) -> None:
         self._finish_open()
         window = self._window_of(step) if self._windows else None
-        if window is not None and not window.is_open:
+        is_first = window is not None and not window.is_open
+        if window is not None and is_first:
             window.open(self, head_of(program, spec, self.rank, self._device), module, spec)
         if window is not None and window.profile is not None:
             window.profile.begin_step(step)
         if self._axes is None:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
-        self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window)
+        self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window, is_first)
         marks.listen(self)
         if self._unread:
             self._read()
