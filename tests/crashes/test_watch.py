@@ -11,7 +11,7 @@ from samestep.datasets import batches
 from samestep.errors import DriftError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.weights import replicated
+from samestep.runtime.weights import flat_buffers
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 from tests.pool import pool
@@ -85,14 +85,14 @@ def with_other_things(rank: int, world: int, layout: str) -> str:
     """Take the first step, watched; two ranks send gradients in two dtypes of the same size."""
     job = job_of("float32", 1, train={"watch_every": 1}, numerics={"on_nonfinite": "skip"})
     run = make_run(rank, world, "plain", layout, job)
-    send = replicated._start_collective
+    send = flat_buffers.start_collective
 
     def in_another_dtype(kind, flat, group):
         return send(kind, flat.to((torch.bfloat16, torch.float16)[rank]), group)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replicated, "_start_collective", in_another_dtype)
+            patch.setattr(flat_buffers, "start_collective", in_another_dtype)
             run.step(next(iter(batches(Tokens(), job))))
     except DriftError as error:
         return str(error)

@@ -36,6 +36,7 @@ def bucket_of(params: dict[str, nn.Parameter], store: Store) -> FlatBuffer:
         finishes=[],
         gathers=[],
         names=frozenset(params),
+        mine=slice(0, SIZE * len(params)),
         untouched=set(params),
     )
     for (name, param), gradient in zip(params.items(), flat.gradients.split(SIZE), strict=True):
@@ -71,7 +72,7 @@ def test_gradients_of_a_backward_that_failed_are_forgotten() -> None:
     params = {name: nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16)) for name in ("a", "b")}
     flat = bucket_of(params, store)
     params["a"].backward(torch.ones(SIZE, dtype=torch.bfloat16))
-    flat.forget_arrived()
+    flat.begin_step()
     for name in params:
         params[name].backward(torch.full((SIZE,), 2.0, dtype=torch.bfloat16))
     assert flat.gradients.tolist() == [2.0] * 2 * SIZE

@@ -39,7 +39,7 @@ from samestep.runtime.optimizers.optimizer_source import (
 from samestep.runtime.optimizers.optimizer_step import LossScale, Piece, Updater, clip_factor
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.weights.pieces import squared_norm
+from samestep.runtime.weights.gradient_norms import squared_norm
 from samestep.strategies import whole_update
 from tests.covering import daily
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole

@@ -40,6 +40,11 @@ class Member:
     offset: int
     numel: int
 
+    @property
+    def span(self) -> slice:
+        """Its elements in the buffer."""
+        return slice(self.offset, self.offset + self.numel)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:

@@ -80,7 +80,7 @@ from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.weights.placement import Placements
 from samestep.runtime.weights.replaced_weights import ReplacedWeights
-from samestep.runtime.weights.replicated import Replicated
+from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.state.fingerprints import FirstState
 from samestep.strategies import program_of
@@ -393,13 +393,13 @@ def _mark(model: nn.Module, whole: WholeWeights) -> None:
 
 
 def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Materialize], WeightStore]:
-    """Return the class that stores a layout's weights.
+    """Return what makes the store of a layout's weights.
 
     FSDP2 and DTensor take a second to import, which replicated runs need not spend. A process that forks workers calls
     this first, so that the workers need not spend it either.
     """
     if not layout.gathers_weights:
-        return Replicated
+        return whole_weights
     from samestep.runtime.weights.sharded import Sharded  # noqa: PLC0415
 
     return Sharded

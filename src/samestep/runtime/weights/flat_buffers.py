@@ -13,8 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.program.bodies import UPDATE_BODY
 from samestep.program.buckets import Bucket
-from samestep.program.ops import Op
+from samestep.program.ops import Op, OpKind
+from samestep.program.program import Program
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 
 
 @dataclass(slots=True)
@@ -29,7 +34,10 @@ class FlatBuffer:
     """Collectives issued after the step's last backward."""
     gathers: list[Op]
     names: frozenset[str]
+    mine: slice
+    """The elements that this rank updates: all, or its chunk under zero=1."""
     weights: Tensor | None = None
+    """Under zero=1 the weights themselves, in the order of their gradients."""
     missing: set[str] = field(default_factory=set)
     untouched: set[str] = field(default_factory=set)
     arrived: list[tuple[GradientSlot, Tensor]] = field(default_factory=list)
@@ -37,6 +45,29 @@ class FlatBuffer:
     work: dist.Work | None = None
     chunk: Tensor | None = None
     """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, program: Program, mesh: Mesh) -> FlatBuffer:
+        """Allocate the buffers of a bucket, and find the collectives that the program lists for it."""
+        step, bodies = program.step, program.bodies
+        last = [op for key, ops in bodies.items() if step.ends_gradients(key) for op in ops]
+        final = [op for op in bodies[UPDATE_BODY] if op.owner == bucket.name]
+        size = bucket.padded_numel // bucket.holding.num_shards
+        first = size * mesh.index(bucket.holding.data_axis) if bucket.holding.num_shards > 1 else 0
+
+        def buffer(dtype: str) -> Tensor:
+            return torch.zeros(bucket.padded_numel, dtype=DTYPES[dtype], device=mesh.device)
+
+        return cls(
+            bucket=bucket,
+            gradients=buffer(step.master_dtype),
+            starts=[op for op in last if op.owner == bucket.name],
+            finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
+            gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
+            names=frozenset(member.name for member in bucket.members),
+            mine=slice(first, first + size),
+            weights=buffer(bucket.dtype) if step.zero == 1 else None,
+        )
 
     @property
     def remaining(self) -> Tensor:
@@ -59,19 +90,60 @@ class FlatBuffer:
         self.untouched.difference_update([slot.name for slot, _ in self.arrived])
         self.arrived.clear()
 
-    def forget_arrived(self) -> None:
-        """Drop gradients of a backward that failed."""
+    def begin_step(self) -> None:
+        """Wait for the gradients of all weights, and drop those of a backward that failed."""
         for slot, _ in self.arrived:
             slot.found = None
         self.arrived.clear()
+        self.missing, self.untouched = set(self.names), set(self.names)
+        self.work = self.chunk = None
+
+    def arrive(self, slot: GradientSlot, param: Tensor) -> None:
+        """Note a weight's finished gradient, and take in those that have arrived once they are all."""
+        found = param.grad
+        assert found is not None
+        if found.is_sparse:
+            found = found.to_dense()
+        if found is slot.gradient:  # autograd has added to it in its place
+            return
+        is_master = param.dtype == slot.gradient.dtype
+        if slot.found is not None and not is_master:  # it is used in two parts of one backward
+            self.take_in()
+        if slot.found is None:
+            self.arrived.append((slot, param))
+        slot.found = found  # in master precision the sum of all that has arrived
+        if not is_master:
+            param.grad = None
+        if len(self.arrived) == len(self.names):
+            self.take_in()
 
     def zero_untouched(self) -> None:
         """Set the gradients of weights that no sample used to zeros."""
         self.take_in()
         for member in self.bucket.members:
             if member.name in self.untouched:
-                self.gradients[member.offset : member.offset + member.numel].zero_()
+                self.gradients[member.span].zero_()
         self.untouched = set()
+
+    def send(self, op: Op, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Issue one collective of the bucket, on all of a buffer or on what this rank still has to reduce.
+
+        Collective over `group`, see [Note: collective calls].
+        """
+        with owned(op.owner) as issue:
+            sent = self.remaining if op.kind is OpKind.ALL_REDUCE else whole
+            work: dist.Work = issue.sent(start_collective(op.kind, sent, group))
+        if op.kind is OpKind.REDUCE_SCATTER:
+            self.chunk = own_part(whole, group)
+        elif op.kind is OpKind.ALL_GATHER:
+            self.chunk = None
+        return work
+
+    def wait(self) -> None:
+        """Wait for the collective that was issued last."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
     def holds(self, names: Set[str]) -> bool:
         """Return whether the bucket has the gradient of one of some weights."""
@@ -89,3 +161,29 @@ class GradientSlot:
     """Whether a W task adds to it, so that it is not whole before."""
     found: Tensor | None = None
     """A gradient that has arrived and is not in its place."""
+
+
+def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a flat buffer that the ranks of a group divide evenly: a view."""
+    return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def start_collective(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start one collective on a flat buffer, in place.
+
+    An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
+    over `group`, see [Note: collective calls].
+    """
+    if kind is OpKind.ALL_REDUCE:
+        work = dist.all_reduce(flat, group=group, async_op=True)
+    elif kind is OpKind.REDUCE:
+        work = dist.reduce(flat, group_dst=0, group=group, async_op=True)
+    elif kind is OpKind.BROADCAST:
+        work = dist.broadcast(flat, group_src=0, group=group, async_op=True)
+    elif kind is OpKind.REDUCE_SCATTER:
+        work = reduce_scatter(own_part(flat, group), flat, group=group, async_op=True)
+    else:
+        assert kind is OpKind.ALL_GATHER, f"a flat buffer has no use for {kind}"
+        work = all_gather(flat, own_part(flat, group), group=group, async_op=True)
+    assert work is not None
+    return work

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,31 @@ from samestep.runtime.codecs.exchange import CodedExchange, Exchange, exchange_o
 from samestep.runtime.codecs.residuals import Directions, Residual, residuals_of_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.flat_buffers import FlatBuffer
 from samestep.runtime.weights.pieces import Piece
 from samestep.schedules import TaskKind
+
+
+class GradientCodes(Protocol):
+    """The state of the gradient codec that is kept from one step to the next; its methods send nothing."""
+
+    def residuals(self) -> Iterator[Residual]:
+        """Yield what codes have lost of this rank's contributions, to be added to the next ones.
+
+        Ranks on axes within a contribution, which encode the same sums, yield the same.
+        """
+        ...
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients of matrices are projected: equal on all ranks with equal weights."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply all residuals, where gradients are scaled by another number from now on; every rank calls it alike.
+
+        With 0 everything that is kept becomes as it was before the first step.
+        """
+        ...
 
 
 class BucketCodes:
@@ -70,17 +94,23 @@ class BucketCodes:
         for exchange in self._of_steps.values():
             exchange.begin_step()
 
-    def ends_contribution(self, task: Task) -> bool:
-        """Return whether a task leaves the last gradients of a contribution that this rank follows by another one."""
+    def take_contribution(self, task: Task, flats: Sequence[FlatBuffer]) -> bool:
+        """Encode the gradients of a contribution whose last ones a task leaves, if this rank follows it by another one; return whether
+        it does, and gradients begin anew."""
+        if not self._ends_contribution(task):
+            return False
+        for flat in flats:
+            flat.zero_untouched()
+            self.exchanges[flat.bucket.name].add([flat.gradients])
+            flat.untouched = set(flat.names)
+        return True
+
+    def _ends_contribution(self, task: Task) -> bool:
         step = self._program.step
         if not self._of_steps or task.kind is not TaskKind.BACKWARD or ends_step(task.body):
             return False
         assert step.contributions is not None
         return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
-
-    def add(self, bucket: str, gradients: Tensor) -> None:
-        """Encode a bucket's contribution, whose gradients may be overwritten then."""
-        self.exchanges[bucket].add([gradients])
 
     def sends(self, op: Op) -> bool:
         """Return whether a collective of the program carries codes."""

@@ -6,14 +6,13 @@ in master precision: see [Note: what a rank holds of a weight], the head of `run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samestep.building import nf4
-from samestep.program.step import StepSpec
 from samestep.runtime.weights.split_masters import SplitMasters
 
 
@@ -77,49 +76,3 @@ def gradients_of(pieces: Iterable[Piece]) -> list[Tensor]:
         gradient = piece.window if piece.holder is None else piece.holder.grad
         found.append(piece.gradient() if gradient is None or gradient.is_sparse else gradient)
     return found
-
-
-_ROW = 4096
-
-
-def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares over all elements of `tensors`, in float64.
-
-    On a CPU torch adds up a norm one element after the other: in float32 the norm of a bucket is off by 1e-4, by an
-    amount that depends on the layout. So rows of a few thousand elements are summed first.
-    """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    if device.type != "cpu":
-        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
-    if max(map(Tensor.numel, tensors)) < _ROW:
-        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
-    norms: list[Tensor] = []
-    rest: list[Tensor] = []
-    for tensor in tensors:
-        if tensor.numel() < _ROW:
-            rest.append(tensor)
-            continue
-        flat = tensor.reshape(-1)
-        whole = flat.numel() - flat.numel() % _ROW
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-        if whole < flat.numel():
-            rest.append(flat[whole:])
-    if rest:
-        norms.append(torch.stack(torch._foreach_norm(rest)))
-    return torch.cat(norms).double().square().sum()
-
-
-def norm_of_pieces(
-    pieces: Sequence[Piece], step: StepSpec, device: torch.device, names: Set[str] | None = None
-) -> Tensor:
-    """Return the squared norm (float64 []) of the gradients of pieces, or of those of some weights; each is divided by the number of
-    ranks that hold it alike, so that their shares add up to one.
-    """
-    copies, numbers = step.copies
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for number in numbers:
-        mine = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
-        alike = gradients_of(mine if names is None else [piece for piece in mine if piece.name in names])
-        total += squared_norm(alike, device) / number
-    return total

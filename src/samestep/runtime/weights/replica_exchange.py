@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +24,30 @@ from samestep.runtime.codecs.exchange import Exchange
 from samestep.runtime.ledger import owned
 from samestep.runtime.weights.gradient_codes import BucketCodes, UnitCodes
 from samestep.runtime.weights.pieces import Piece
+
+
+class ReplicaExchange(Protocol):
+    """The sums of what the weights of replicas have moved by, part by part.
+
+    `start`, `sum` and `end` of a part are called in this order, by every rank after the same steps.
+    """
+
+    def start(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum, over all replicas, what `fill(index)` writes into the gradients of the store's pieces of a part.
+
+        `fill` is called for each replica of this rank; unless the exchange ends after the same step, the gradients are
+        restored. Collective over the axis of the program's contributions: see [Note: collective calls] in
+        runtime/processes/mesh.py.
+        """
+        ...
+
+    def sum(self, part: int) -> None:
+        """Wait for what a started exchange sends, and issue the collectives that follow; collective as `start` is."""
+        ...
+
+    def end(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients of the store's pieces of the part to its sums; it sends nothing."""
+        ...
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, f
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -25,53 +24,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building import nf4
-from samestep.program.bodies import UPDATE_BODY, Task, ends_step, is_forward
-from samestep.program.buckets import Bucket, Member
+from samestep.program.bodies import Task, ends_step, is_forward
+from samestep.program.buckets import Member
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.host_copies import master_on_host
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot
 from samestep.runtime.weights.gradient_codes import BucketCodes
+from samestep.runtime.weights.gradient_norms import norm_of_buckets, squared_norm
 from samestep.runtime.weights.late_weights import LateWeights
 from samestep.runtime.weights.parameter_hooks import GradientHooks
-from samestep.runtime.weights.pieces import Piece, norm_of_pieces, squared_norm
+from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replica_exchange import BucketExchange
-from samestep.runtime.weights.weight_store import Materialize
+from samestep.runtime.weights.weight_store import Materialize, WeightStore
+from samestep.runtime.weights.weight_watch import WholeWatch
 from samestep.schedules import TaskKind
 
-
-class _WholeWatch:
-    """The `WeightWatch` of whole weights, in which all that code writes is kept."""
-
-    def __init__(self, params: Mapping[str, nn.Parameter], places: Mapping[str, Tensor]) -> None:
-        self._params, self._places = params, places
-        self._held = [*params.values()]
-        self._addresses = [places[name].data_ptr() for name in params]
-
-    def compare_values(self, compares: bool) -> None:
-        """Do nothing, since no write is lost."""
-
-    def written(self) -> list[str]:
-        """Return nothing, since no write is lost."""
-        return []
-
-    def take_back(self) -> None:
-        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
-        if [*map(Tensor.data_ptr, self._held)] == self._addresses:
-            return
-        for name, param in self._params.items():
-            if param.data_ptr() != self._places[name].data_ptr():
-                param.data = self._places[name].copy_(param.data)
+Place = tuple[FlatBuffer, Member]
+"""A weight's bucket, and its place there."""
 
 
-class Replicated:
+class Replicated(WeightStore):
     """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer follow the program's buckets."""
 
-    gave_up = ""
+    codes: BucketCodes
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -87,50 +66,30 @@ class Replicated:
         """The bodies that end with a message to another stage, which goes out before anything is reduced."""
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
-        self._flats = [self._flat(bucket) for bucket in program.buckets]
+        self._flats = [FlatBuffer.of(bucket, program, mesh) for bucket in program.buckets]
         self.codes = BucketCodes(program, mesh)
-        self.exchange = BucketExchange(program, self.codes, [self._chunk_of(flat) for flat in self._flats])
+        self.exchange = BucketExchange(program, self.codes, [flat.gradients[flat.mine] for flat in self._flats])
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._fill(model, materialize)
         gathered = [flat.bucket for flat in self._flats if flat.gathers]
         self._late = LateWeights.of(model, program, gathered, self.params)
-        self.watch = _WholeWatch(self.params, self._places)
+        self.watch = WholeWatch(self.params, self._places)
 
     # -- setting up --------------------------------------------------------------------------------
-
-    def _flat(self, bucket: Bucket) -> FlatBuffer:
-        step = self.program.step
-        device = self.mesh.device
-        bodies = self.program.bodies
-        last = [op for key, ops in bodies.items() if step.ends_gradients(key) for op in ops]
-        final = [op for op in bodies[UPDATE_BODY] if op.owner == bucket.name]
-        weights = None
-        if step.zero == 1:
-            weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
-        gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
-        return FlatBuffer(
-            bucket=bucket,
-            gradients=gradients,
-            starts=[op for op in last if op.owner == bucket.name],
-            finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
-            gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
-            names=frozenset(member.name for member in bucket.members),
-            weights=weights,
-        )
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, materialize: Materialize) -> None:
         """Give every parameter its initial value, and list the pieces that this rank updates."""
-        slot_of = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        places = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
         master = DTYPES[self.program.step.master_dtype]
         for spec in self.program.step.model.params:
             value = materialize(spec.name, master)
-            flat, member = slot_of.get(spec.name, (None, None))
+            place = places.get(spec.name)
             live = nf4.pack_values(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
-            if flat is not None and flat.weights is not None and member is not None:
-                window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
+            if place is not None and (weights := place[0].weights) is not None:
+                window = weights[place[1].span].view(spec.shape)
                 # `.data` has a separate version: a forward may write into one weight of a bucket.
                 live = window.copy_(live).data
             param = nn.Parameter(live, requires_grad=spec.trainable)
@@ -144,31 +103,23 @@ class Replicated:
             else:
                 self.params[spec.name] = param
                 self._places[spec.name] = live
-                self.pieces += self._pieces_of(spec.name, flat, member, param, value)
+                self.pieces += self._pieces_of(spec.name, place, param, value)
 
-    def _pieces_of(
-        self, name: str, flat: FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
-    ) -> Iterator[Piece]:
+    def _pieces_of(self, name: str, place: Place | None, param: nn.Parameter, value: Tensor) -> Iterator[Piece]:
         """Yield a parameter's pieces that this rank updates, and let its gradient be added to the bucket."""
-        if flat is None or member is None:
-            piece = self._piece(name, 0, param.numel(), param, value, functools.partial(_gradient_or_zero, param))
-            piece.holder = param
-            yield piece
-            return
-        gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
+        assert place is not None, "a weight in no bucket"
+        flat, member = place
+        gradient = flat.gradients[member.span].view(param.shape)
         slot = GradientSlot(flat, name, gradient, name in self._postponed)
         param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, gradient)
             return
-        size = flat.bucket.padded_numel // flat.bucket.holding.num_shards
-        first = self.mesh.index(flat.bucket.holding.data_axis) * size
-        start = min(max(first - member.offset, 0), member.numel)
-        stop = min(max(first + size - member.offset, 0), member.numel)
+        start = min(max(flat.mine.start - member.offset, 0), member.numel)
+        stop = min(max(flat.mine.stop - member.offset, 0), member.numel)
         if start < stop:
-            mine = slice(member.offset + start, member.offset + stop)
             shape = param.shape if stop - start == param.numel() else (-1,)  # a weight that is whole has its shape
-            part = flat.gradients[mine].view(shape)
+            part = flat.gradients[member.offset + start : member.offset + stop].view(shape)
             live = param.detach().view(-1)[start:stop].view(shape)
             yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), part)
 
@@ -202,15 +153,16 @@ class Replicated:
         """Discard the gradients of the previous step; with `waits` nothing is reduced before `finish_gradients` is called."""
         self._waits = waits
         self.watch.take_back()
-        for param in self.params.values():
-            param.grad = None
+        self._drop_gradients()
         self._unused = set(self.params)
         for flat in self._flats:
-            flat.forget_arrived()
-            flat.missing, flat.untouched = set(flat.names), set(flat.names)
-            flat.work = flat.chunk = None
+            flat.begin_step()
         self.codes.begin_step()
         self._next = 0
+
+    def _drop_gradients(self) -> None:
+        for param in self.params.values():
+            param.grad = None
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
@@ -232,30 +184,10 @@ class Replicated:
         yield
         for flat in self._flats:
             flat.take_in()
-        if not self._flats and not is_forward(task.body):
-            self._note_gradients()
         if completes:
             self._start_ready()
-        if self.codes.ends_contribution(task):
-            self._begin_contribution()
-
-    def _note_gradients(self) -> None:
-        """Note which weights have a gradient, where there are no buckets; a micro-batch that does not count adds only zeros."""
-        unused = {name for name in self._unused if self.params[name].grad is None}
-        if self._counts:
-            self._unused = unused
-            return
-        for name in self._unused - unused:
-            self.params[name].grad = None
-
-    def _begin_contribution(self) -> None:
-        """Hand over the gradients of a part of the step that is summed by itself, and begin those of the next one."""
-        for flat in self._flats:
-            flat.zero_untouched()
-            self.codes.add(flat.bucket.name, flat.gradients)
-            flat.untouched = set(flat.names)
-        for param in self.params.values():
-            param.grad = None
+        if self.codes.take_contribution(task, self._flats):
+            self._drop_gradients()
 
     def _start_ready(self) -> None:
         while self._next < len(self._flats) and not self._flats[self._next].missing:
@@ -278,10 +210,10 @@ class Replicated:
         self._next, self._waits = len(self._flats), False
         for flat in flats:
             for op in flat.finishes:
-                _wait(flat)
+                flat.wait()
                 flat.work = self._send(flat, op, flat.gradients)
         for flat in flats:
-            _wait(flat)
+            flat.wait()
             self.codes.finish(flat.bucket.name, flat.remaining)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -292,7 +224,7 @@ class Replicated:
         for flat in self._flats:
             for op in flat.gathers:
                 flat.work = self._send(flat, op, flat.gradients)
-                _wait(flat)
+                flat.wait()
         return self._whole_gradients()
 
     def unreduced(self) -> dict[str, Tensor]:
@@ -302,73 +234,25 @@ class Replicated:
         return self._whole_gradients()
 
     def _whole_gradients(self) -> dict[str, Tensor]:
-        if not self._flats:
-            return {name: _gradient_or_zero(param) for name, param in self.params.items()}
         return {
-            member.name: flat.gradients[member.offset : member.offset + member.numel].view(
-                self.params[member.name].shape
-            )
+            member.name: flat.gradients[member.span].view(self.params[member.name].shape)
             for flat in self._flats
             for member in flat.bucket.members
         }
-
-    def deliver(self) -> None:
-        """Do nothing: the ranks that have the gradients update the weights."""
-
-    @property
-    def reduced(self) -> list[Piece]:
-        """The pieces that this rank updates."""
-        return self.pieces
-
-    def _chunk_of(self, flat: FlatBuffer) -> Tensor:
-        """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
-        holding = flat.bucket.holding
-        chunk = self.mesh.index(holding.data_axis) if holding.num_shards > 1 else 0
-        return flat.gradients.chunk(holding.num_shards)[chunk]
 
     def _send(self, flat: FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
         """Issue one collective on the bucket's buffer, or on this rank's part of it."""
         assert op.axis is not None
         if self.codes.sends(op):
             return self.codes.send(op, flat.remaining)
-        group = self.mesh.groups[op.axis]
-        with owned(op.owner) as issue:
-            sent = flat.remaining if op.kind is OpKind.ALL_REDUCE else whole
-            work: dist.Work = issue.sent(_start_collective(op.kind, sent, group))
-        if op.kind is OpKind.REDUCE_SCATTER:
-            flat.chunk = _own_part(whole, group)
-        elif op.kind is OpKind.ALL_GATHER:
-            flat.chunk = None
-        return work
+        return flat.send(op, whole, self.mesh.groups[op.axis])
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
-        if not self._flats:
-            return norm_of_pieces(self.pieces, self.program.step, self.mesh.device, names)
         if self._waits:
             own = [one for name, one in self.unreduced().items() if names is None or name in names]
             return squared_norm(own, self.mesh.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
-            alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
-            _, repeated_over = self.program.step.norm_axes(alike[0].bucket.holding)
-            mine = [part for flat in alike for part in self._norm_share(flat, names)]
-            total += squared_norm(mine, self.mesh.device) / (math.prod(map(self.mesh.size, repeated_over)) * copies)
-        return total
-
-    def _norm_share(self, flat: FlatBuffer, names: Set[str] | None) -> Iterator[Tensor]:
-        """Yield the runs of a bucket's gradients, or of those of some weights, whose squares this rank adds up."""
-        divided_over, _ = self.program.step.norm_axes(flat.bucket.holding)
-        number, index = (self.mesh.size(divided_over), self.mesh.index(divided_over)) if divided_over else (1, 0)
-        share = flat.gradients.view(number, -1)[index]
-        if names is None:
-            yield share
-            return
-        first = index * share.numel()
-        for member in flat.bucket.members:
-            start, stop = max(member.offset - first, 0), min(member.offset + member.numel - first, share.numel())
-            if member.name in names and start < stop:
-                yield share[start:stop]
+        return norm_of_buckets(self._flats, self.program.step, self.mesh, names)
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.
@@ -387,84 +271,20 @@ class Replicated:
         """Wait for the weights that are still gathered."""
         self._late.settle_all()
 
-    def before_exchange(self, path: str) -> None:
-        """Do nothing: buckets are reduced while exchanges go on."""
-
-    def give_up_forward(self) -> None:
-        """Do nothing: no forward waits for others."""
-
-    def end_forward_only(self) -> None:
-        """Do nothing: a forward gathers no weights here."""
-
-
-def _own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of a flat buffer that the ranks of a group divide evenly: a view."""
-    return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-
-
-def _start_collective(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start one collective on a flat buffer, in place.
-
-    An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
-    over `group`, see [Note: collective calls].
-    """
-    if kind is OpKind.ALL_REDUCE:
-        work = dist.all_reduce(flat, group=group, async_op=True)
-    elif kind is OpKind.REDUCE:
-        work = dist.reduce(flat, group_dst=0, group=group, async_op=True)
-    elif kind is OpKind.BROADCAST:
-        work = dist.broadcast(flat, group_src=0, group=group, async_op=True)
-    elif kind is OpKind.REDUCE_SCATTER:
-        work = reduce_scatter(_own_part(flat, group), flat, group=group, async_op=True)
-    else:
-        assert kind is OpKind.ALL_GATHER, f"a flat buffer has no use for {kind}"
-        work = all_gather(flat, _own_part(flat, group), group=group, async_op=True)
-    assert work is not None
-    return work
-
-
-def _wait(flat: FlatBuffer) -> None:
-    if flat.work is not None:
-        flat.work.wait()
-        flat.work = None
-
-
-def _gradient_or_zero(param: nn.Parameter) -> Tensor:
-    found = param.grad
-    if found is None:
-        param.grad = found = torch.zeros_like(param)
-    elif found.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
-        param.grad = found = found.to_dense()
-    return found
-
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Tensor) -> None:
-    """Note a finished gradient, let its bucket take in those that have arrived once they are all, and start the reduction of
-    buckets that are complete.
+    """Let a finished gradient arrive in its bucket, and start the reduction of buckets that are complete.
 
     A strong reference from a tensor's hook to the store would never be collected.
     """
     held = store()
     if held is None:
         return
-    flat, name, found = slot.flat, slot.name, param.grad
-    assert found is not None
-    if found.is_sparse:
-        found = found.to_dense()
-    if found is not slot.gradient:
-        is_master = param.dtype == slot.gradient.dtype
-        if slot.found is not None and not is_master:  # it is used in two parts of one backward
-            flat.take_in()
-        if slot.found is None:
-            flat.arrived.append((slot, param))
-        slot.found = found  # in master precision the sum of all that has arrived
-        if not is_master:
-            param.grad = None
-        if len(flat.arrived) == len(flat.names):
-            flat.take_in()
+    flat = slot.flat
+    flat.arrive(slot, param)
     if held._counts and id(param) not in held._left_out:
-        held._unused.discard(name)
+        held._unused.discard(slot.name)
     if held._last and (held._is_weight_task or not slot.is_postponed):
-        flat.missing.discard(name)
+        flat.missing.discard(slot.name)
     if held._starts and not flat.missing:
         held._start_ready()

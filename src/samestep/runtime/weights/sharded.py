@@ -54,17 +54,21 @@ from samestep.runtime.weights.fsdp_units import (
     sharded_shape,
 )
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
+from samestep.runtime.weights.gradient_norms import norm_of_pieces
 from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScatter
 from samestep.runtime.weights.parameter_hooks import GradientHooks
-from samestep.runtime.weights.pieces import Piece, norm_of_pieces
+from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replica_exchange import UnitExchange
 from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
-from samestep.runtime.weights.weight_store import Materialize
+from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.schedules import TaskKind
 
 
-class Sharded:
+class Sharded(WeightStore):
     """A `WeightStore` of weights, gradients and optimizer sharded over `dp_shard` along their first dimension."""
+
+    codes: UnitCodes
+    gave_up = ""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -76,7 +80,6 @@ class Sharded:
         keep_order(model, self._units, self._order)
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
-        self.gave_up = ""
         self._params: dict[str, DTensor] = {}
         self._trained: dict[str, DTensor] = {}
         self._fill(slots, materialize)
@@ -152,12 +155,9 @@ class Sharded:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    can_wait = False
-    """A rank keeps its rows of the gradients alone, so that each backward is reduced by itself."""
-
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step."""
-        assert not waits, "a rank has no room for whole gradients"
+        assert not waits, "a rank has no room for whole gradients: each backward is reduced by itself"
         self.watch.take_back()
         self.gave_up = ""
         for param in self._params.values():
@@ -224,10 +224,6 @@ class Sharded:
         made = set[str]().union(*(unit.made for unit in self._units))
         return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
 
-    def unreduced(self) -> dict[str, Tensor]:
-        """Return nothing, since no reduction waits."""
-        return {}
-
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
@@ -270,25 +266,11 @@ class Sharded:
             if _gradient(param) is not None and param.grad is not None
         }
 
-    def deliver(self) -> None:
-        """Do nothing: the ranks that have the gradients update the weights."""
-
-    @property
-    def reduced(self) -> list[Piece]:
-        """The pieces that this rank updates."""
-        return self.pieces
-
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         step = self.program.step
         total = norm_of_pieces(self.pieces, step, self.mesh.device, names)
         return total / math.prod(map(self.mesh.size, step.summed_replicas))
-
-    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
-        """Do nothing: the next forward gathers the rows that the ranks have updated."""
-
-    def settle(self) -> None:
-        """Do nothing: no gather goes on between two steps."""
 
     def end_forward_only(self) -> None:
         """Reshard the units that a forward without a backward left gathered."""

@@ -16,7 +16,8 @@ collective method alike, since they agree on skipping a step first, see [Note: c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -24,63 +25,53 @@ import torch
 from torch import Tensor
 
 from samestep.program.bodies import Task
-from samestep.runtime.codecs.residuals import Directions, Residual
+from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.replica_exchange import ReplicaExchange
+from samestep.runtime.weights.weight_watch import WeightWatch
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""
 
 
 class WeightStore(Protocol):
-    """The weights and gradients of one rank, stored as its layout says."""
+    """The weights and gradients of one rank, stored as its layout says; what is written here is done where a layout asks for no more."""
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """The pieces that this rank updates, in the order of the model's parameters."""
-        ...
+    pieces: list[Piece]
+    """The pieces that this rank updates, in the order of the model's parameters."""
+    frozen: list[Piece]
+    """The pieces of weights that are not trained, which only the user's code may change."""
+    exchange: ReplicaExchange
+    """The exchange of weights between replicas."""
+    codes: GradientCodes
+    """The state of the codec that compresses gradients."""
+    watch: WeightWatch
+    """The watch for writes into weights that would be lost."""
 
     @property
     def reduced(self) -> list[Piece]:
         """The pieces whose gradients this rank has once they are reduced: `pieces`, unless other ranks update them whole."""
-        ...
-
-    @property
-    def frozen(self) -> list[Piece]:
-        """The pieces of weights that are not trained, which only the user's code may change."""
-        ...
-
-    @property
-    def exchange(self) -> ReplicaExchange:
-        """The exchange of weights between replicas."""
-        ...
-
-    @property
-    def codes(self) -> GradientCodes:
-        """The state of the codec that compresses gradients."""
-        ...
-
-    @property
-    def watch(self) -> WeightWatch:
-        """The watch for writes into weights that would be lost."""
-        ...
-
-    def hook_gradients(self, hooks: GradientHooks) -> None:
-        """Let the user's hooks change gradients before they are added up. Called once, by every rank; sends nothing."""
-        ...
+        return self.pieces
 
     @property
     def gave_up(self) -> str:
         """The path of the module at which this rank has given the step up, in whose other tasks it only takes part in what
         others wait for; empty if it has not.
         """
-        ...
+        return ""
 
     @property
     def can_wait(self) -> bool:
         """Whether the gradients of several backwards can be added up on a rank before they are reduced."""
+        return False
+
+    @abstractmethod
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change gradients before they are added up. Called once, by every rank; sends nothing."""
         ...
 
+    @abstractmethod
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing.
 
@@ -92,28 +83,30 @@ class WeightStore(Protocol):
         """Return this rank's own gradient of each whole weight after a backward whose reduction waits, zeros where it gave none: what
         is written there is reduced. Sends nothing.
         """
-        ...
+        return {}
 
     def before_exchange(self, path: str) -> None:
         """Reduce what the program lists before the exchange of a module, whose backward starts.
 
         Collective over the data axes, see [Note: collective calls].
         """
-        ...
+        return
 
     def give_up_forward(self) -> None:
         """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
 
         Collective over the axes of the units, see [Note: collective calls].
         """
-        ...
+        return
 
+    @abstractmethod
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which no counted micro-batch of this rank gave a gradient in the step, each with
         whether the loop has frozen it. Called after `finish_gradients`; sends nothing.
         """
         ...
 
+    @abstractmethod
     def running(
         self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()
     ) -> AbstractContextManager[None]:
@@ -126,6 +119,7 @@ class WeightStore(Protocol):
         """
         ...
 
+    @abstractmethod
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Wait for all reductions of the step, and issue those that follow its last backward; `deliver` them too, unless told not to.
 
@@ -136,6 +130,7 @@ class WeightStore(Protocol):
         """
         ...
 
+    @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """Return the finished gradient of each trained weight of which this rank has a part, with that part's shape: what is changed
         in it is changed in `reduced`.
@@ -149,8 +144,9 @@ class WeightStore(Protocol):
 
         Called before an update, by every rank. Collective over the axes of such weights, see [Note: collective calls].
         """
-        ...
+        return
 
+    @abstractmethod
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared gradient norm of all weights, or of those with these names: the shares of all
         ranks, or of all ranks of its replica where replicas are trained independently, add up to the whole. Of gradients whose
@@ -168,78 +164,12 @@ class WeightStore(Protocol):
         have updated; otherwise it sends nothing. Collective over `dp_shard` with zero=1: see [Note: collective calls] in
         runtime/processes/mesh.py.
         """
-        ...
+        return
 
     def settle(self) -> None:
         """Wait for the weights that a `publish` without waiting still gathers; any rank may call it, and it sends nothing."""
-        ...
+        return
 
     def end_forward_only(self) -> None:
         """Free the weights that forwards without a backward left gathered; every rank calls it, and sends nothing."""
-        ...
-
-
-class ReplicaExchange(Protocol):
-    """The sums of what the weights of replicas have moved by, part by part.
-
-    `start`, `sum` and `end` of a part are called in this order, by every rank after the same steps.
-    """
-
-    def start(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum, over all replicas, what `fill(index)` writes into the gradients of the store's pieces of a part.
-
-        `fill` is called for each replica of this rank; unless the exchange ends after the same step, the gradients are
-        restored. Collective over the axis of the program's contributions: see [Note: collective calls] in
-        runtime/processes/mesh.py.
-        """
-        ...
-
-    def sum(self, part: int) -> None:
-        """Wait for what a started exchange sends, and issue the collectives that follow; collective as `start` is."""
-        ...
-
-    def end(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients of the store's pieces of the part to its sums; it sends nothing."""
-        ...
-
-
-class GradientCodes(Protocol):
-    """The state of the gradient codec that is kept from one step to the next; its methods send nothing."""
-
-    def residuals(self) -> Iterator[Residual]:
-        """Yield what codes have lost of this rank's contributions, to be added to the next ones.
-
-        Ranks on axes within a contribution, which encode the same sums, yield the same.
-        """
-        ...
-
-    def directions(self) -> Iterator[Directions]:
-        """Yield the directions along which the next gradients of matrices are projected: equal on all ranks with equal weights."""
-        ...
-
-    def scale(self, factor: float) -> None:
-        """Multiply all residuals, where gradients are scaled by another number from now on; every rank calls it alike.
-
-        With 0 everything that is kept becomes as it was before the first step.
-        """
-        ...
-
-
-class WeightWatch(Protocol):
-    """The writes into a store's weights, of which guards ask; its methods send nothing, and every rank calls them."""
-
-    def compare_values(self, compares: bool) -> None:
-        """Compare values too, from the next step on, in `written`: `.data` lets code change them without a trace."""
-        ...
-
-    def written(self) -> list[str]:
-        """Return the weights that a forward of this step has written where that is lost."""
-        ...
-
-    def take_back(self) -> None:
-        """Copy weights that a user has given another storage back to the one in use.
-
-        Raises:
-            LayoutError: the store cannot take over its values.
-        """
-        ...
+        return

@@ -1,0 +1,88 @@
+"""The squared norm of the gradients of all weights, as shares of ranks that add up to it: each element counts once.
+
+What several ranks hold alike is divided by their number (`norm_of_pieces`), or each of them adds up a run of it (`norm_of_buckets`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from samestep.program.step import StepSpec
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.flat_buffers import FlatBuffer
+from samestep.runtime.weights.pieces import Piece, gradients_of
+
+_ROW = 4096
+
+
+def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares over all elements of `tensors`, in float64.
+
+    On a CPU torch adds up a norm one element after the other: in float32 the norm of a bucket is off by 1e-4, by an
+    amount that depends on the layout. So rows of a few thousand elements are summed first.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    if max(map(Tensor.numel, tensors)) < _ROW:
+        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    norms: list[Tensor] = []
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() < _ROW:
+            rest.append(tensor)
+            continue
+        flat = tensor.reshape(-1)
+        whole = flat.numel() - flat.numel() % _ROW
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
+        if whole < flat.numel():
+            rest.append(flat[whole:])
+    if rest:
+        norms.append(torch.stack(torch._foreach_norm(rest)))
+    return torch.cat(norms).double().square().sum()
+
+
+def norm_of_pieces(
+    pieces: Sequence[Piece], step: StepSpec, device: torch.device, names: Set[str] | None = None
+) -> Tensor:
+    """Return the squared norm (float64 []) of the gradients of pieces, or of those of some weights; each is divided by the number of
+    ranks that hold it alike, so that their shares add up to one.
+    """
+    copies, numbers = step.copies
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for number in numbers:
+        mine = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
+        alike = gradients_of(mine if names is None else [piece for piece in mine if piece.name in names])
+        total += squared_norm(alike, device) / number
+    return total
+
+
+def norm_of_buckets(flats: Sequence[FlatBuffer], step: StepSpec, mesh: Mesh, names: Set[str] | None = None) -> Tensor:
+    """Return this rank's share of the squared norm (float64 []) of the gradients in buckets, or of those of some weights."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for copies in sorted({flat.bucket.holding.num_copies for flat in flats}):
+        alike = [flat for flat in flats if flat.bucket.holding.num_copies == copies]
+        _, repeated_over = step.norm_axes(alike[0].bucket.holding)
+        mine = [part for flat in alike for part in _share_of(flat, step, mesh, names)]
+        total += squared_norm(mine, mesh.device) / (math.prod(map(mesh.size, repeated_over)) * copies)
+    return total
+
+
+def _share_of(flat: FlatBuffer, step: StepSpec, mesh: Mesh, names: Set[str] | None) -> Iterator[Tensor]:
+    """Yield the runs of a bucket's gradients, or of those of some weights, whose squares this rank adds up."""
+    divided_over, _ = step.norm_axes(flat.bucket.holding)
+    number, index = (mesh.size(divided_over), mesh.index(divided_over)) if divided_over else (1, 0)
+    share = flat.gradients.view(number, -1)[index]
+    if names is None:
+        yield share
+        return
+    first = index * share.numel()
+    for member in flat.bucket.members:
+        start, stop = max(member.offset - first, 0), min(member.offset + member.numel - first, share.numel())
+        if member.name in names and start < stop:
+            yield share[start:stop]

@@ -1,0 +1,63 @@
+"""Weights of a rank whose gradients are summed with those of no other: they stay where autograd puts them, in no bucket."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from samestep.program.bodies import Task, is_forward
+from samestep.program.program import Program
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.gradient_norms import norm_of_pieces
+from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.replicated import Place, Replicated
+from samestep.runtime.weights.weight_store import Materialize, WeightStore
+
+
+class Unsummed(Replicated):
+    """A `WeightStore` without buckets, which sends nothing."""
+
+    def _pieces_of(self, name: str, place: Place | None, param: nn.Parameter, value: Tensor) -> Iterator[Piece]:
+        assert place is None, "a bucket where nothing is summed"
+        piece = self._piece(name, 0, param.numel(), param, value, functools.partial(_gradient_or_zero, param))
+        piece.holder = param
+        yield piece
+
+    @contextmanager
+    def running(self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()) -> Iterator[None]:
+        """Note, after a backward, which weights have a gradient; a micro-batch that does not count adds only zeros."""
+        yield
+        if is_forward(task.body):
+            return
+        unused = {name for name in self._unused if self.params[name].grad is None}
+        if counts:
+            self._unused = unused
+            return
+        for name in self._unused - unused:
+            self.params[name].grad = None
+
+    def _whole_gradients(self) -> dict[str, Tensor]:
+        return {name: _gradient_or_zero(param) for name, param in self.params.items()}
+
+    def norm_squared(self, names: Set[str] | None = None) -> Tensor:
+        """Return the squared norm of all gradients, or of those of some weights."""
+        return norm_of_pieces(self.pieces, self.program.step, self.mesh.device, names)
+
+
+def _gradient_or_zero(param: nn.Parameter) -> Tensor:
+    found = param.grad
+    if found is None:
+        param.grad = found = torch.zeros_like(param)
+    elif found.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = found = found.to_dense()
+    return found
+
+
+def whole_weights(model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> WeightStore:
+    """Return the store of weights that each rank holds whole."""
+    kind = Replicated if program.buckets else Unsummed
+    return kind(model, program, mesh, materialize)
