@@ -61,6 +61,42 @@ class Penalised(Language):
         return outputs * (1 + gradient.square().sum((1, 2))[:, None, None])
 
 
+class Likely(Language):
+    """Steps up the likelihood of each token, by the sign of the gradient of a mean (PGD): the divisor is taken away again."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        moved = x.detach()
+        for _ in range(2):
+            moved.requires_grad_()
+            loss = F.cross_entropy(self.through(moved).flatten(0, 1), input_ids.flatten())
+            (gradient,) = torch.autograd.grad(loss, moved)
+            moved = (moved + 0.1 * gradient.sign()).detach()
+        return self.through(x + moved - x.detach())
+
+
+class RunsBackward(Language):
+    """The same by a backward of its own, whose gradients of weights a loop clears (`clears`)."""
+
+    clears = True
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        moved = x.detach().clone().requires_grad_()
+        F.mse_loss(
+            self.through(moved), torch.ones(VOCABULARY, device=x.device, dtype=x.dtype).expand(*x.shape[:2], -1)
+        ).backward()
+        gradient = moved.grad
+        assert gradient is not None
+        if self.clears:
+            self.zero_grad(set_to_none=len(x) % 2 == 0)
+        return self.through(x + 0.1 * gradient.sign())
+
+
+class LeavesGradients(RunsBackward):
+    clears = False
+
+
 class Energy(nn.Module):
     """A step along the gradient of a learned energy."""
 
@@ -170,6 +206,9 @@ class AnotherBias(Language):
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "perturbed": Perturbed,
     "penalised": Penalised,
+    "likely": Likely,
+    "runs backward": RunsBackward,
+    "leaves gradients": LeavesGradients,
     "energy": functools.partial(Language, Energy),
     "energy of a transform": functools.partial(Language, EnergyOfTransform),
     "directional": functools.partial(Language, Directional),
@@ -188,6 +227,8 @@ PP = "dp=1 pp=2 microbatch=4"
 EQUAL = {
     "perturbed": [DATA, PARTS, AGAIN, PP],
     "penalised": [DATA, PARTS, AGAIN],
+    "likely": [DATA, PARTS, AGAIN],
+    "runs backward": [DATA, PARTS, AGAIN, "dp=2 zero=1 microbatch=1"],
     "energy": [DATA, PARTS, AGAIN, PP, "dp=2 zero=3 recompute=full"],
     "energy of a transform": [DATA, PARTS, AGAIN, PP],
     "directional": [PARTS, AGAIN, PP],
@@ -202,6 +243,8 @@ REFUSED = {
     ("perturbed", "dp=1 recompute=selective"): "takes gradients itself: recompute=full works",
     ("perturbed", "dp=1 cp=2"): "mixes tokens by sum",
     ("energy", "dp=1 pp=2 microbatch=2 schedule=zero-bubble"): "takes gradients itself: schedule=1f1b works",
+    ("leaves gradients", "dp=1"): "leaves gradients in weights.* model.zero_grad.. behind it works",
+    ("runs backward", PP): "takes gradients across blocks",
     ("one by one", PP): "no stage can begin with",
     ("ensemble", PP): "a transform of torch.func.* reads many between blocks",
     ("one by one", "dp=1 recompute=full"): r"blocks.0 runs inside of a transform of torch.func .*recompute=none works",

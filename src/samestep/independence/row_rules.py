@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -222,6 +223,40 @@ def _sort_rows(call: Call) -> Iterator[Dependence]:
         yield Mixed(call.text, shown=False) if is_order else found
 
 
+# -- gradients of losses ---------------------------------------------------------------------------
+
+_LIKELIHOODS = (_aten.nll_loss_backward, _aten.nll_loss2d_backward)
+_MEAN = 1
+"""The number of `reduction="mean"` in torch's operations."""
+
+
+def _likelihood_backward(call: Call) -> Iterator[Dependence]:
+    """Rule of the gradient of nll_loss [N, C, ...]: each row's is that of its own label, divided by the labels that count in a mean."""
+    named = bind_arguments(call)
+    x, labels, gradient = named["self"], named["target"], named["grad_output"]
+    channel = min(1, x.dim() - 1)
+    kept = [dim for dim in range(x.dim()) if dim != channel]
+    given: list[Operand] = [(x, range(x.dim())), (labels, kept), (gradient, kept if gradient.dim() else [])]
+    if named["weight"] is not None:
+        given.append((named["weight"], [channel]))
+    if named["reduction"] == _MEAN:
+        given.append((named["total_weight"], []))
+    yield map_dependence(call, given)
+
+
+def of_each_row(call: Call) -> list[Dependence] | None:
+    """Return what the gradient of a mean depends on but for the number by which the mean is divided; None of another operation.
+
+    The number is a factor that all rows share, which a sign or a norm takes away again.
+    """
+    if not call.func.overloadpacket.__name__.endswith("_backward") or bind_arguments(call).get("reduction") != _MEAN:
+        return None
+    if call.func.overloadpacket in _LIKELIHOODS:
+        named = {**bind_arguments(call), "reduction": _MEAN + 1}
+        return list(_likelihood_backward(replace(call, args=tuple(named.values()), kwargs={})))
+    return list(assume_rows_stay(call))
+
+
 ARRANGING = (
     dimension_maps.cat,
     dimension_maps.stack,
@@ -238,8 +273,9 @@ BY_MAP: dict[Map, Rule] = {
 BY_OPERATION: dict[Any, Rule] = {
     **dict.fromkeys((_aten.nonzero, _aten.bincount, _aten.histc), _places),
     **dict.fromkeys((_aten.sort, _aten.argsort), _sort_rows),
+    **dict.fromkeys(_LIKELIHOODS, _likelihood_backward),
 }
-"""The rule of operations that name places."""
+"""The rule of operations that name places, and of the gradients of losses."""
 
 
 def by_map(of: Map, call: Call) -> Iterator[Dependence]:

@@ -32,7 +32,7 @@ from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mi
 from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.loss_pairs import pair_elements
 from samestep.independence.row_prover import Prover
-from samestep.independence.row_rules import assume_rows_stay
+from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.models.analysis import ExpertModules
 from samestep.models.layer_spec import BatchValueCall
 from samestep.models.spec import LossTensor
@@ -188,7 +188,13 @@ class _SampleProver(Prover):
 
     def _follow(self, call: Call) -> None:
         """Assume that batch norm keeps samples independent: a layout computes its statistics over the same groups of
-        samples."""
+        samples. The factor of a mean in its gradient is tried: it may be taken away again."""
+        if (of_each := of_each_row(call)) is not None:
+            self.tried.append(f"{call.text}, which divides by the number of samples")
+            for result, found in zip(call.results, of_each, strict=True):
+                self.learn(result, found)
+            self._note_rows(call.func, call.args, call.kwargs, call.results)
+            return
         is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
         if not is_one or not bind_arguments(call).get("training", True):
             super()._follow(call)

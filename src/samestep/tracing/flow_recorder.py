@@ -240,7 +240,7 @@ class FlowRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:
+        if func in (torch.autograd.grad, Tensor.backward):
             self._note_gradient(*args, **kwargs)
         if self._depth or self._running is not None or is_transformed():
             return func(*args, **kwargs)
@@ -259,13 +259,16 @@ class FlowRecorder(TorchFunctionMode):
             self._running = None
         return outcome
 
-    def _note_gradient(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
-        """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs."""
+    def _note_gradient(self, outputs: Any, inputs: Any = None, *_: Any, **__: Any) -> None:
+        """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs, or to its begin."""
         self.differentiates_at = self.differentiates_at or (self._running.name if self._running else "the model itself")
         if self._depth == 0 and self._running is None:
             numbers = [self._numbers.get(tensor) for tensor in tensors_in(inputs, records=True)]
             made = min((-1 if number is None else self._values[number].event for number in numbers), default=-1)
-            self._hidden.setdefault((made, len(self._events)), "the model's own code takes gradients across blocks")
+            end = (
+                len(self._events) if inputs is not None else sys.maxsize
+            )  # what backward() leaves in x.grad, no event passes on
+            self._hidden.setdefault((made, end), "the model's own code takes gradients across blocks")
 
     def _begin(self, number: int, name: str, given: Sequence[Tensor], *, is_call: bool = False) -> None:
         self._running = _Running(number, name, {self._tracer.key(tensor) for tensor in given}, is_call)

@@ -37,6 +37,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.randomness import mode as dropout
+from samestep.runtime.axes import own_backwards
 from samestep.runtime.axes.context import Slicing, WholeSequences
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
@@ -414,6 +415,7 @@ def stage_of(
 ) -> Stage | WholeModel:
     """Return the layers that this rank runs, and their exchange with other stages where there are any."""
     running = _running_in(program.step.layout, traced.module)
+    running = own_backwards.around(traced.module, running) if traced.spec.differentiates_at else running
     return (
         Stage(traced, program, mesh, slicing, flows, running)
         if mesh.size("pp") > 1

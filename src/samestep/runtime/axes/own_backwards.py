@@ -1,0 +1,122 @@
+"""Backwards that a model's own forward runs, as an adversarial example or a virtual one does: `loss.backward()`, then `x.grad`.
+
+A plain loop clears the gradients that such a backward leaves in weights before its own, so only the tensors count that the forward has
+made. Within a forward here, no gradient reaches a weight:
+
+    x = x.detach().requires_grad_()
+    criterion(model(x), y).backward()       gradients of x alone; none in weights, whose reduction has not begun
+    model.zero_grad()                       what the micro-batches before have left in weights is put aside, and stays
+    model(x + epsilon * x.grad.sign())
+
+A forward that does not clear the weights would add its own gradients to those of the loss in a plain loop. A mark in the first weight shows
+that, and the forward is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+
+
+def around(
+    model: nn.Module, running: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], AbstractContextManager[object]]:
+    """Return the context of forwards of a model that takes gradients itself, around another context."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with running(), _of_own_tensors(model):
+            yield
+
+    return both
+
+
+@contextmanager
+def _of_own_tensors(model: nn.Module) -> Iterator[None]:
+    """Let backwards that run inside reach the tensors that the forward makes, and none of the weights.
+
+    Raises:
+        ModelError: the forward ends with gradients of its own in weights.
+    """
+    held = [(param, param.grad) for param in model.parameters() if param.grad is not None]
+    for param, _ in held:
+        param.grad = None
+    torchs, mark = torch.autograd.backward, _Mark(model)
+    torch.autograd.backward = functools.partial(_backward, torchs, mark)
+    try:
+        yield
+        mark.refuse_left()
+    finally:
+        torch.autograd.backward = torchs
+        mark.remove()
+        for param, gradient in held:
+            param.grad = gradient
+
+
+class _Mark:
+    """A gradient of ones in one weight, which shows whether the forward clears those that its backward would leave."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._at: nn.Parameter | None = None
+
+    def set(self) -> None:
+        """Mark the first weight, as the forward that runs has it."""
+        if self._at is None:
+            self._at = next((param for param in self._model.parameters() if param.requires_grad), None)
+        if self._at is not None:
+            self._at.grad = torch.ones_like(self._at)
+
+    def refuse_left(self) -> None:
+        """Refuse a forward that has left the mark.
+
+        Raises:
+            ModelError: it has.
+        """
+        left = None if self._at is None else self._at.grad
+        if left is not None and bool(getattr(left, "_local_tensor", left).any()):
+            raise ModelError(
+                "the forward runs a backward of its own and leaves gradients in weights, which a plain loop would add to those of the "
+                "loss: model.zero_grad() behind it works, and so does torch.autograd.grad(loss, x)"
+            )
+
+    def remove(self) -> None:
+        """Leave the weight without a gradient."""
+        if self._at is not None:
+            self._at.grad = None
+
+
+def _backward(
+    torchs: Callable[..., None], mark: _Mark, tensors: Tensor | Sequence[Tensor], *args: Any, **options: Any
+) -> None:
+    """Run a backward to the leaves that are no weights, and mark a weight where these would have gradients."""
+    given = options.pop("inputs", None)
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    asked = _leaves(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
+    own = [leaf for leaf in asked if not isinstance(leaf, nn.Parameter)]
+    if len(own) < len(asked):
+        mark.set()
+    if own:
+        torchs(tensors, *args, **options, inputs=own)
+
+
+def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors to which a backward of these roots adds gradients."""
+    found: dict[int, Tensor] = {id(root): root for root in roots if root.grad_fn is None and root.requires_grad}
+    nodes, seen = [root.grad_fn for root in roots if root.grad_fn is not None], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        nodes += [one for one, _ in node.next_functions if one is not None]
+    return [*found.values()]
