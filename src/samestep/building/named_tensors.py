@@ -114,11 +114,15 @@ def unwrapped_name(name: str, prefixes: Mapping[str, str]) -> str:
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch with its floating tensors cast to `dtype`."""
     # The arguments of a module, most often; torch's walk of a tree takes the host microseconds each.
-    if type(batch) is tuple:
-        return tuple([_cast_leaf(value, dtype) for value in batch])
-    if type(batch) is dict:
-        return {name: _cast_leaf(value, dtype) for name, value in batch.items()}
-    return _cast_leaf(batch, dtype)
+    if type(batch) is not tuple and type(batch) is not dict:
+        return _cast_leaf(batch, dtype)
+    found = []
+    for value in batch.values() if type(batch) is dict else batch:
+        if isinstance(value, Tensor):
+            found.append(value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value)
+        else:
+            found.append(_cast_leaf(value, dtype))
+    return dict(zip(batch, found, strict=True)) if type(batch) is dict else tuple(found)
 
 
 def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:

@@ -61,6 +61,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "DispatchMode",
     "RecordFunctionFast",
+    "Replaced",
     "abandon_groups",
     "autograd_sequence_number",
     "call_after_backward",
@@ -233,11 +234,41 @@ def is_transformed() -> bool:
     return current_transform_level() is not None
 
 
-@contextmanager
-def transforms_beside_hooks() -> Iterator[None]:
-    """Let transforms of `torch.func` run inside while hooks of saved tensors are active."""
-    original = graph.disable_saved_tensors_hooks
+class Replaced:
+    """A context, which may be entered any number of times, inside which attributes are others.
 
+    Each is given by its owner, its name, and a function of the value outside, which is called once for each such value.
+    """
+
+    def __init__(self, *attributes: tuple[Any, str, Callable[[Any], Any]]) -> None:
+        """Replace these attributes."""
+        self.attributes = attributes
+        self._made: list[tuple[Any, Any]] = [(self, None)] * len(attributes)
+        self._before: list[list[Any]] = []
+
+    def __enter__(self) -> None:
+        before = []
+        for place, (owner, name, make) in enumerate(self.attributes):
+            before.append(vars(owner).get(name))  # None where it is inherited
+            if self._made[place][0] is not before[-1]:
+                self._made[place] = before[-1], make(getattr(owner, name))
+            setattr(owner, name, self._made[place][1])
+        self._before.append(before)
+
+    def __exit__(self, *error: object) -> None:
+        for (owner, name, _), before in zip(self.attributes, self._before.pop(), strict=True):
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def transforms_beside_hooks() -> Replaced:
+    """Return a context inside which transforms of `torch.func` run while hooks of saved tensors are active."""
+    return Replaced((graph, "disable_saved_tensors_hooks", _setting_hooks_aside))
+
+
+def _setting_hooks_aside(original: Callable[[str], AbstractContextManager[None]]) -> Callable[..., Any]:
     @contextmanager
     def disabled(error_message: str) -> Iterator[None]:
         aside: list[Any] = []
@@ -251,8 +282,4 @@ def transforms_beside_hooks() -> Iterator[None]:
             for hooks in reversed(aside):
                 torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
-    graph.disable_saved_tensors_hooks = disabled
-    try:
-        yield
-    finally:
-        graph.disable_saved_tensors_hooks = original
+    return disabled

@@ -108,7 +108,7 @@ class Parallel:
     """Weight gradients that a split backward has postponed."""
     pending: Callable[[], AbstractContextManager[None]]
     """Returns the context of a forward whose loss makes the logits, in chunks."""
-    checkpoints: Callable[[], AbstractContextManager[None]]
+    checkpoints: AbstractContextManager[None]
     """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
 
 
@@ -335,8 +335,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
         batch_norms=cut.batch_norms,
         deferred=cut.deferred,
         pending=chunked_loss.pending_of(traced.module, program, mesh),
-        checkpoints=functools.partial(
-            recompute.in_our_modes,
+        checkpoints=recompute.in_our_modes(
             functools.partial(recompute.nest_each, repeated),
             plainly=traced.analysis.recomputes_blocks or keeps_calls,
             detached=traced.analysis.detached_checkpoints,

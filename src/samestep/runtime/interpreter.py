@@ -30,7 +30,7 @@ from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.open_step import WHOLE, StepBackward
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.step_observer import StepObserver
+from samestep.runtime.step_observer import MakeMode, StepObserver
 from samestep.schedules import TaskKind
 
 
@@ -75,7 +75,7 @@ class Interpreter:
         for part in parallel.step_parts:
             part.begin_step(batch, microbatches.shapes_of)
         objective.sums.begin_step(batch.shares)
-        with parallel.checkpoints():
+        with parallel.checkpoints:
             for task in parallel.program.tasks_of(index):
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
@@ -95,12 +95,13 @@ class Interpreter:
     def _run(self, task: Task, microbatches: Microbatches, totals: Tensor) -> None:
         """Carry out one task, and add the loss and the count of a micro-batch to the totals."""
         place, parallel = (task.microbatch, task.chunk), self.assembly.parallel
-        if task.kind is TaskKind.OUTPUTS:
+        kind = task.body.kind
+        if kind is TaskKind.OUTPUTS:
             self._outputs_alone(task, microbatches)
-        elif task.kind is TaskKind.FORWARD:
+        elif kind is TaskKind.FORWARD:
             self._losses[place] = self._forward(task, microbatches, totals)
         else:
-            if task.kind is TaskKind.WEIGHT:
+            if kind is TaskKind.WEIGHT:
                 parallel.deferred.add_up(task.microbatch)
             else:
                 self._backward(task, self._losses.pop(place))
@@ -172,15 +173,17 @@ class Interpreter:
                 with self._trying("the loss"):
                     over_batch.keep(task.microbatch, outputs, samples, objective.loss)
 
-    @contextmanager
-    def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
+    def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
-        parallel, model = self.assembly.parallel, self.assembly.model
         make_mode = self.observer.dropout_mode()
+        if make_mode is None and self.assembly.model.dropout.dropout is dropout.Dropout.ABSENT:
+            return precision.raise_islands(self.assembly.parallel.program)
+        return self._with_dropout(microbatches, microbatch, make_mode)
+
+    @contextmanager
+    def _with_dropout(self, microbatches: Microbatches, microbatch: int, make_mode: MakeMode | None) -> Iterator[None]:
+        parallel, model = self.assembly.parallel, self.assembly.model
         with precision.raise_islands(parallel.program):
-            if make_mode is None and model.dropout.dropout is dropout.Dropout.ABSENT:
-                yield
-                return
             samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
             draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
             with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:

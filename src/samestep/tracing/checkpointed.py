@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
+from samestep.building.torch_seams import Replaced
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -29,33 +31,28 @@ _GENERATOR = next(
 )
 
 
-@contextmanager
-def _replace_checkpoint(
+def replaced_checkpoint(
     generator: Callable[[_Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any]
-) -> Iterator[None]:
-    """Replace the two functions that torch's `checkpoint` calls.
+) -> Replaced:
+    """Return a context inside which the two functions that torch's `checkpoint` calls are others.
 
     `generator` is given what begins torch's own with the contexts that it is to enter, and the contexts of the call.
     """
-    original = getattr(torch_checkpoint, _GENERATOR)
-    function = torch_checkpoint.CheckpointFunction
-    before = vars(function).get("apply")  # of a replacement around this one; torch's own is inherited
 
-    def started(*given: Any, **named: Any) -> Iterator[None]:
-        if "context_fn" in named:
-            return generator(lambda around: original(*given, **{**named, "context_fn": around}), named["context_fn"])
-        return generator(lambda around: original(*given[:2], around, *given[3:], **named), given[2])
+    def starting(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+        def started(*given: Any, **named: Any) -> Iterator[None]:
+            if "context_fn" in named:
+                both = {**named}
+                own = both.pop("context_fn")
+                return generator(lambda around: original(*given, context_fn=around, **both), own)
+            return generator(lambda around: original(*given[:2], around, *given[3:], **named), given[2])
 
-    setattr(torch_checkpoint, _GENERATOR, started)
-    function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        setattr(torch_checkpoint, _GENERATOR, original)
-        if before is None:
-            del function.apply
-        else:
-            function.apply = before  # type: ignore[method-assign]
+        return started
+
+    return Replaced(
+        (torch_checkpoint, _GENERATOR, starting),
+        (torch_checkpoint.CheckpointFunction, "apply", lambda _: staticmethod(reentrant)),
+    )
 
 
 def _takes_gradient(args: tuple[Any, ...]) -> bool:
@@ -99,7 +96,7 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
         module.register_forward_pre_hook(functools.partial(enter, path)) for path, module in model.named_modules()
     ]
     try:
-        with _replace_checkpoint(counted, reentrant):
+        with replaced_checkpoint(counted, reentrant):
             yield seen
     finally:
         for handle in handles:

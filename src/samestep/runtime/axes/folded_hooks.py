@@ -13,18 +13,26 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from samestep.program.program import Program
 
-_MARK = "is_foldable"
+_MARK, _UNLESS_IN = "is_foldable", "unless_in"
 
 Hook = Callable[..., Any]
 
 
-def before_forward(module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
-    """Install a foldable hook before a module's forward, with keyword arguments as `hook(module, args, kwargs)`."""
+def before_forward(
+    module: nn.Module, hook: Hook, *, prepend: bool = False, unless_in: torch.dtype | None = None
+) -> None:
+    """Install a foldable hook before a module's forward, with keyword arguments as `hook(module, args, kwargs)`.
+
+    It changes nothing where the forward is given one tensor of the dtype `unless_in` and nothing else.
+    """
     setattr(hook, _MARK, True)
+    setattr(hook, _UNLESS_IN, unless_in)
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
 
@@ -66,13 +74,44 @@ def _folded(module: nn.Module, before: Sequence[Hook], after: Sequence[tuple[Hoo
     forward, given = type(module).forward, vars(module).get("forward")
     if isinstance(given, MethodType) and given.__self__ is module:
         forward, given = given.__func__, None
+    if given is not None:
+        inside: Hook = given
+
+        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return inside(*args, **kwargs)
+
+    dtype = getattr(before[0], _UNLESS_IN) if len(before) == 1 and not after else None
+    folded = _after_cast(forward, before[0], dtype) if dtype is not None else _around(forward, before, after)
+    vars(folded).update(vars(given or forward))  # the marks of what is inside
+    return folded
+
+
+def _after_cast(forward: Hook, cast: Hook, dtype: torch.dtype) -> Hook:
+    """Return a forward after a cast that most calls do not need, at the price of one function, or of none of a linear layer."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dtype != dtype:
+            args, kwargs = cast(module, args, kwargs)
+        return forward(module, *args, **kwargs)
+
+    def call_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == dtype:
+            return F.linear(args[0], module.weight, module.bias)
+        args, kwargs = cast(module, args, kwargs)
+        return forward(module, *args, **kwargs)
+
+    return call_linear if forward is nn.Linear.forward else call
+
+
+def _around(forward: Hook, before: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Hook:
+    """Return a forward with hooks before and behind it."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for hook in before:
             changed = hook(module, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
-        return forward(module, *args, **kwargs) if given is None else given(*args, **kwargs)
+        return forward(module, *args, **kwargs)
 
     def call_both(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output, has_ended = None, False
@@ -86,6 +125,9 @@ def _folded(module: nn.Module, before: Sequence[Hook], after: Sequence[tuple[Hoo
                     output = changed
         return output
 
-    folded = call_both if after else call
-    vars(folded).update(vars(given or forward))  # the marks of what is inside
-    return folded
+    return call_both if after else call
+
+
+def with_hooks(forward: Hook, before: Hook, after: Hook) -> Hook:
+    """Return the forward of a class with a hook before it, and one behind it that is always called."""
+    return _around(forward, [before], [(after, True)])

@@ -24,7 +24,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import NumericsTable
 from samestep.program.program import Program
 from samestep.runtime.axes import fused_norms
-from samestep.runtime.axes.folded_hooks import after_forward, before_forward
+from samestep.runtime.axes.folded_hooks import after_forward, before_forward, with_hooks
 from samestep.tracing.checkpointed import Contexts
 from samestep.trees import map_tensors
 
@@ -34,6 +34,9 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def set_products(numerics: NumericsTable) -> None:
@@ -72,47 +75,43 @@ def apply(traced: TracedModel, program: Program, device: torch.device) -> None:
     for path, module in model.named_modules():
         if facts.is_norm(module):
             call = fused_norms.fused_call(module, compute, master, device)
-            fused = None if call is None else (call, compute)
-            _compute_in(module, master, cast_inputs=True, fused=fused)
-            if fused is not None:
-                _call_fused(module, fused)
+            if call is None:
+                _compute_in(module, master, cast_inputs=True)
+            else:
+                _call_fused(module, call, compute, master)
         elif path in shared:
             _compute_in(module, compute, cast_inputs=False)
 
 
 def for_loss(outputs: Any) -> Any:
     """Return outputs with half-precision tensors raised to float32, in which losses are computed."""
-    half = (torch.float16, torch.bfloat16)
-    return map_tensors(outputs, lambda t: t.float() if t.dtype in half else t)
+    if isinstance(outputs, Tensor):  # most often
+        return outputs.float() if outputs.dtype in _HALF else outputs
+    return map_tensors(outputs, lambda t: t.float() if t.dtype in _HALF else t)
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == dtype:
-            return None  # most often
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
 
-    before_forward(module, cast)
+    before_forward(module, cast, unless_in=dtype)
 
 
-def _compute_in(
-    module: nn.Module,
-    dtype: torch.dtype,
-    *,
-    cast_inputs: bool,
-    fused: tuple[fused_norms.Call, torch.dtype] | None = None,
-) -> None:
-    """Make `module` compute in `dtype`: its weights are replaced by casts while its forward runs.
+def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
+    """Make `module` compute in `dtype`: its weights are replaced by casts while its forward runs."""
+    before, after = _island(dtype, cast_inputs=cast_inputs)
+    before_forward(module, before)
+    # always_call: a recomputed forward ends with an exception once it has what backward needs.
+    after_forward(module, after, always_call=True)
 
-    With a call and its dtype as `fused`, weights and an input of that dtype are left to the call.
-    """
+
+def _island(dtype: torch.dtype, *, cast_inputs: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what replaces a module's weights by casts before its forward, and what puts them back behind it."""
     originals: dict[str, tuple[nn.Parameter, Tensor]] = {}
     """The module's own weights, each with its cast."""
     given: list[torch.dtype] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if fused is not None and _is_alone_in(fused[1], module, args, kwargs):
-            return None
         for name, param in list(module._parameters.items()):
             if param is not None and param.is_floating_point() and param.dtype != dtype:
                 originals[name] = param, param.to(dtype)
@@ -132,26 +131,22 @@ def _compute_in(
         dtype_given = given.pop() if given else None
         return cast_floating(output, dtype_given) if dtype_given and output is not None else None
 
-    before_forward(module, before)
-    # always_call: a recomputed forward ends with an exception once it has what backward needs.
-    after_forward(module, after, always_call=True)
+    return before, after
 
 
-def _call_fused(module: nn.Module, fused: tuple[fused_norms.Call, torch.dtype]) -> None:
-    """Let a norm be the call, where input and weights have its dtype, and otherwise the forward of its class, which is an island."""
-    (call, dtype), inner = fused, type(module).forward
+def _call_fused(module: nn.Module, call: fused_norms.Call, dtype: torch.dtype, master: torch.dtype) -> None:
+    """Let a norm be the call where it is given one tensor and nothing else, and has it and its weight in this dtype; elsewhere it
+    is an island of its class's forward."""
+    inner = with_hooks(type(module).forward, *_island(master, cast_inputs=True))
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        alone = _is_alone_in(dtype, module, args, kwargs)
-        return call(module, args[0]) if alone else inner(module, *args, **kwargs)
+        if len(args) == 1 and not kwargs:
+            x, weight = args[0], module._parameters.get("weight")
+            if isinstance(x, Tensor) and weight is not None and x.dtype == weight.dtype == dtype:
+                return call(module, x)
+        return inner(module, *args, **kwargs)
 
     module.forward = MethodType(forward, module)
-
-
-def _is_alone_in(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Return whether a norm is given one tensor and nothing else, and has it and its weight in this dtype."""
-    x = args[0] if len(args) == 1 and not kwargs else None
-    return isinstance(x, Tensor) and x.dtype == module.weight.dtype == dtype
 
 
 def _relist(module: nn.Module) -> None:

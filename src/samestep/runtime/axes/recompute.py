@@ -29,13 +29,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from samestep.building.torch_seams import is_transformed, transforms_beside_hooks
+from samestep.building.torch_seams import Replaced, is_transformed, transforms_beside_hooks
 from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
 from samestep.runtime.recording import marks
-from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _replace_checkpoint, _takes_gradient
+from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _takes_gradient, replaced_checkpoint
 from samestep.trees import map_tensors, tensors_in, tree_leaves
 
 """What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
@@ -92,9 +92,9 @@ def apply(model: nn.Module, program: Program) -> None:
 # -- every call of torch.utils.checkpoint ----------------------------------------------------------
 
 
-@contextmanager
-def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Iterator[None]:
-    """Give every checkpointed forward inside the contexts of a forward and of its recomputation.
+def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Replaced:
+    """Return a context, to be entered in each step, that gives every checkpointed forward inside the contexts of a forward and of
+    its recomputation.
 
     With `plainly`, the model's checkpointed code keeps all that its backward needs, as if it were not checkpointed.
     With `detached`, a reentrant call whose inputs take no gradient trains nothing. Where the trace has shown no such call,
@@ -108,8 +108,7 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Itera
         with torch.no_grad() if detached and not _takes_gradient(args) else nullcontext():
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    with _replace_checkpoint(generator, reentrant), transforms_beside_hooks():
-        yield
+    return Replaced(*replaced_checkpoint(generator, reentrant).attributes, *transforms_beside_hooks().attributes)
 
 
 def _plain() -> Iterator[None]:

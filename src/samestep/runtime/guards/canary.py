@@ -231,8 +231,8 @@ class WatchedStep(StepObserver):
         self._is_measured = True
         if {"samples", "random", "state", "data", "loss"} & self._canary.waived:
             return
-        checkpoints = self._assembly.parallel.checkpoints
-        with outside_step(), torch.no_grad(), preserve_generators(self._again.state.generators), checkpoints():
+        again, checkpoints = self._again.state.generators, self._assembly.parallel.checkpoints
+        with outside_step(), torch.no_grad(), preserve_generators(again), checkpoints:
             finding = self._repeat()
             self._assembly.weights.store.end_forward_only()
         if finding is not None:

@@ -74,11 +74,13 @@ class FlatBuffer:
         """The gradients that this rank still has to reduce: its chunk, or all."""
         return self.gradients if self.chunk is None else self.chunk
 
-    @torch.no_grad()
     def take_in(self) -> None:
         """Copy the gradients that have arrived to their places, or add them to those of earlier micro-batches, all at once."""
-        if not self.arrived:
-            return
+        if self.arrived:
+            self._take_in()
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
         for is_first, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
             slots = [slot for slot, _ in self.arrived if (slot.name in self.untouched) is is_first]
             if slots:
