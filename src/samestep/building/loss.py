@@ -58,9 +58,11 @@ def check_results_of(loss: Loss) -> Callable[[Any, Any], LossResult]:
         JobError: raised by the returned function where the loss fails, or returns something else, such as a mean.
     """
 
+    what = f"the loss {_name_of(loss)}"
+
     @functools.wraps(loss)
     def called(outputs: Any, batch: Any) -> LossResult:
-        return loss_result(_result_of(loss, "loss", outputs, batch), f"the loss {_name_of(loss)}")
+        return loss_result(_result_of(loss, "loss", outputs, batch), what)
 
     return called
 
@@ -88,12 +90,12 @@ def _result_of(function: Loss, word: str, outputs: Any, batch: Any) -> Any:
         JobError: it fails.
     """
     try:
-        with failures_of(f"the {word} {_name_of(function)}, a function (outputs, batch) -> (sum, count),", JobError):
-            return function(outputs, batch)
-    except JobError as error:
-        if isinstance(error.__cause__, torch.OutOfMemoryError):
-            raise error.__cause__ from None
+        return function(outputs, batch)
+    except torch.OutOfMemoryError:
         raise
+    except Exception:
+        with failures_of(f"the {word} {_name_of(function)}, a function (outputs, batch) -> (sum, count),", JobError):
+            raise
 
 
 def _name_of(function: Callable[..., Any]) -> str:

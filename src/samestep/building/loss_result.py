@@ -102,6 +102,8 @@ class LossResult:
         Raises:
             JobError: the loss has returned a name that is not among them.
         """
+        if not (names.terms or names.values or self.values) and [*self.terms] == [UNNAMED]:
+            return like.new_zeros(0)
         self.checked(names)
         pairs = [self.terms.get(name, (0.0, 0.0)) for name in names.terms]
         pairs += [self.values.get(name, (0.0, 0.0)) for name in names.values]
@@ -117,6 +119,8 @@ def loss_result(returned: Any, what: str = "the loss") -> LossResult:
     """
     if isinstance(returned, LossResult):
         return returned
+    if type(returned) is tuple and (alone := _amount(returned)) is not None:  # most often
+        return LossResult({UNNAMED: alone})
     terms, values = _split(returned)
     if isinstance(terms, Mapping):
         named = {name: _amount(amount) for name, amount in terms.items()}
@@ -189,12 +193,13 @@ def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
     is_sum = isinstance(total, Tensor) if is_term else True
     if not is_sum or not _is_number(total, may_be_negative=True) or not _is_number(count):
         return None
-    device = next((one.device for one in pair if isinstance(one, Tensor)), None)
-    total, count = (
-        one.reshape(()) if isinstance(one, Tensor) else torch.full((), one, dtype=torch.float64, device=device)
-        for one in pair
-    )
-    return (total if is_term else total.detach()), count.detach()
+    device = total.device if isinstance(total, Tensor) else count.device if isinstance(count, Tensor) else None
+    if not isinstance(total, Tensor):
+        total = torch.full((), total, dtype=torch.float64, device=device)
+    if not isinstance(count, Tensor):
+        count = torch.full((), count, dtype=torch.float64, device=device)
+    total = total.reshape(())
+    return (total if is_term else total.detach()), count.reshape(()).detach()
 
 
 def _is_number(value: Any, *, may_be_negative: bool = False) -> bool:

@@ -175,8 +175,8 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
     if getattr(type(inner), "takes_batch", False):
         with nullcontext() if plainly or not isinstance(batch, Mapping) else packed_documents(inner):
             return model(batch)
-    accepted, own = _accepted_arguments(type(inner).forward), loss_within(inner)
-    if isinstance(batch, Mapping):
+    accepted, own = _accepted_arguments(type(inner).forward), vars(inner).get(_LOSS_WITHIN, _OUTSIDE)
+    if not isinstance(batch, tuple | list) and isinstance(batch, Mapping):
         given = {
             name: value
             for name, value in batch.items()

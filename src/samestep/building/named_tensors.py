@@ -84,10 +84,11 @@ def join_name(prefix: str, key: str) -> str:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module that is wrapped, or a module itself that is no wrapper."""
-    inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
-    if inner is None and isinstance(module, _PARALLEL):
-        inner = module.module
-    return module if inner is None else unwrap(inner)
+    held = module._modules
+    for key in _WRAPPED:
+        if (inner := held.get(key)) is not None:
+            return unwrap(inner)
+    return unwrap(module.module) if "module" in held and isinstance(module, _PARALLEL) else module
 
 
 def unwrapped_prefixes(module: nn.Module) -> dict[str, str]:

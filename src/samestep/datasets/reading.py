@@ -67,6 +67,8 @@ class SampleReader:
         """Whether its items have drawn from a generator of the process."""
         self.draws_together = False
         """Whether what puts samples together has."""
+        self._looks_at_items = False
+        """Whether it is found out if items or what puts them together draws: something has."""
         self._whole: tuple[int, Any] | None = None
         """The step whose whole batch was read last, and its values."""
 
@@ -101,6 +103,9 @@ class SampleReader:
                 return values
             put_back(before)
             _refuse_thread()
+            if not self._looks_at_items:
+                self._looks_at_items = True
+                return self._together(read, rows, draw)
             self.draws_together = True
         whole = draw.whole_of(draw.step) if draw is not None and draw.whole_of is not None else None
         if draw is None or whole is None or not {*rows.tolist()} <= {*whole.tolist()}:
@@ -131,15 +136,18 @@ class SampleReader:
         """Return samples one by one, each with numbers of its own if they draw any."""
 
         def item(index: int) -> Any:
-            with failures_of(f"reading sample {index} of a {type(self.dataset).__name__}", DataError):
+            try:
                 return self.dataset[index] if changed is None or draw is None else changed(index, draw.generator(index))
+            except Exception:
+                with failures_of(f"reading sample {index} of a {type(self.dataset).__name__}", DataError):
+                    raise
 
         wanted = [int(index) for index in (rows if rows.size else [0])]
         if not self.draws:
-            before = states_of_process()
+            before = states_of_process() if self._looks_at_items else None
             at_once = getattr(self.dataset, "__getitems__", None) if changed is None else None
             items = at_once(wanted) if at_once else [item(index) for index in wanted]
-            if states_of_process() == before:
+            if before is None or states_of_process() == before:
                 return list(items)
             put_back(before)
             _refuse_thread()

@@ -68,6 +68,10 @@ class HeldAssembly:
 
     def each(self) -> Iterator[tuple[int, Assembly]]:
         """Yield the number and the assembly of each replica that this rank trains, which is the current one meanwhile."""
+        replicas = self.replicas
+        return iter([(replicas.first, replicas.assemblies[0])]) if len(replicas.assemblies) == 1 else self._in_turn()
+
+    def _in_turn(self) -> Iterator[tuple[int, Assembly]]:
         try:
             for turn, (number, assembly) in enumerate(self.replicas.numbered_assemblies):
                 self._turn = turn

@@ -102,12 +102,16 @@ class Microbatches:
         """Return the samples of a micro-batch, and the weight of its loss."""
         if microbatch not in self._held:
             began = time.perf_counter()
-            with marks.region("data"), self._reading():
-                self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
+            with marks.region("data"):
+                if self._reading is nullcontext:
+                    found = read(self._assembly, self.batch, self._shares[microbatch])
+                else:
+                    with self._reading():
+                        found = read(self._assembly, self.batch, self._shares[microbatch])
+                self._held[microbatch] = found
             after_reading(self._assembly.model.module)
             self.wait_s += time.perf_counter() - began
-            leaves = tree_leaves(self._held[microbatch][0])
-            self._shapes[microbatch] = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+            self._shapes[microbatch] = tuple([one.shape for one in tree_leaves(found[0]) if isinstance(one, Tensor)])
         return self._held[microbatch]
 
     def keep(self, microbatch: int, outputs: Any) -> None:

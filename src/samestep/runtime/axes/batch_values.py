@@ -31,6 +31,8 @@ from samestep.strategies.batch_values import OWNER, is_sent_once
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
+_NOTHING = nullcontext()
+
 
 class BatchValues:
     """The scope of `samestep.batch_sum` and its like in the forwards of one rank, and the keeper of `samestep.after_step`."""
@@ -65,7 +67,7 @@ class BatchValues:
         Collective over `dp` where the code inside asks for values of all samples, in its backward too.
         """
         if not (self.are_used or self.keeps) or self._batch is None:
-            return nullcontext()
+            return _NOTHING
         return self._of_step(microbatch, self._batch.num_samples)
 
     @contextmanager

@@ -76,7 +76,7 @@ class OutsideChanges:
         self._versions = versions_of(self._tensors)
         self._some = self._some_elements()
         self._num_steps = 0
-        self._facts = [*_facts_of(module)]
+        self._facts = [*_facts_of(module)] if isinstance(given, nn.Module) else []
         self._is_copy = False
         """Whether the loop loads the instance with what the run has trained, to evaluate it as it likes."""
         self._of_optimizer = [
@@ -121,6 +121,8 @@ class OutsideChanges:
 
     def _find_written(self, held: Assembly) -> str:
         """Return which tensor of the instance was written since the last call, with other values than the run's weights or averages."""
+        if not self._tensors:
+            return ""
         now, some = versions_of(self._tensors), self._some
         self._num_steps += 1
         if not self._num_steps & (self._num_steps - 1):  # steps 1, 2, 4, 8, ...

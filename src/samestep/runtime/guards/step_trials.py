@@ -212,7 +212,7 @@ class _Trying:
 
     def __init__(self, trials: StepTrials, given: tuple[Assembly, int, str, Any]) -> None:
         self._trials, self._given = trials, given
-        self._refused = refuse_collectives(given[2]) if trials.is_watched else None
+        self._refused = None if trials.loss_is_tried or trials.is_alone else refuse_collectives(given[2])
 
     def __enter__(self) -> None:
         if self._refused is not None:
@@ -235,6 +235,8 @@ class StepTrials:
         self._given_loss, self._refusals, self._device = given_loss, refusals, device
         self._layout = held.parallel.program.step.layout
         self._is_split = is_split(held.parallel.program)
+        self.is_alone = self._layout.world_size == 1
+        """Whether there is no other rank."""
         own = randomness.own_generators(held.model.module, given_loss)
         self._generators = randomness.GeneratorWatch(device, own)
         self._before: tuple[tuple[Any, Any], int] | None = None
@@ -245,11 +247,6 @@ class StepTrials:
     def reading(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a context that leaves out the generators that move while samples are read inside a call."""
         return self._generators.reading
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether calls of torch.distributed by the user's code are looked for."""
-        return not self.loss_is_tried and self._layout.world_size > 1
 
     def trying(self, held: Assembly, step: int, what: str, samples: Any = None) -> AbstractContextManager[None]:
         """Return a context that refuses, inside, calls of torch.distributed by the user's code while the loss is tried, and then random numbers it has drawn.

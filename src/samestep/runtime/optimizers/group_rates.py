@@ -48,7 +48,7 @@ class GroupRates:
     def factors(self, schedule: Callable[[int], float], step: int) -> float | dict[int, float]:
         """Return the factor of a schedule in a step, for each group by itself where a loop has made updates of its own."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        if not any(_NUM_UPDATES in group for group in groups):
+        if not self.counts_updates:
             return schedule(step)
         return {index: schedule(group.get(_NUM_UPDATES, step)) for index, group in enumerate(groups)}
 
@@ -62,8 +62,10 @@ class GroupRates:
     @property
     def counts_updates(self) -> bool:
         """Whether a loop has called `update` itself."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        return any(_NUM_UPDATES in group for group in groups)
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            if _NUM_UPDATES in group:
+                return True
+        return False
 
     def first_with(self, factor: float | Mapping[int, float], part: UpdatedPart) -> float:
         """Return the learning rate of the first group of a part with a factor; not a number where there is no group."""
@@ -93,7 +95,7 @@ class GroupRates:
             theirs = self._theirs()
             changed |= {index: now for index, now in theirs.items() if now != self._given_rates[index]}
             self._given_rates = theirs
-        factors = factor if isinstance(factor, Mapping) else dict.fromkeys(range(len(self.first)), factor)
+        factors = dict.fromkeys(range(len(self.first)), factor) if isinstance(factor, int | float) else factor
         if changed and any(value != 1.0 for value in factors.values()):
             raise ModelError(
                 f"the learning rate of group {min(changed)} was set to {changed[min(changed)]:g} from outside, and the job's "

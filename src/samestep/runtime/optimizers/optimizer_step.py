@@ -13,8 +13,8 @@ gradients * factor ─► for each chunk: lend them to the values, optimizer.ste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,22 @@ from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.pieces import Piece, gradients_of
 from samestep.state.fingerprints import optimizer_digests
 from samestep.state.reachable import optimizers_with_states
+
+
+class _Lent:
+    """The context in which tensors have gradients that they had not: such a one would stay allocated beside that of the next step."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: list[Tensor]) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        for value in self._values:
+            value.grad = None
 
 
 @dataclass(slots=True)
@@ -275,9 +291,8 @@ class Updater:
         assert self.optimizer is not None
         return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
 
-    @contextmanager
-    def _lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> Iterator[None]:
-        """Let the values of some pieces have their gradients inside, unless the step gave them none."""
+    def _lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> _Lent:
+        """Let the values of some pieces have their gradients, unless the step gave them none, until the end of the context."""
         lent: list[Tensor] = []
         for piece in chunk:
             value, gradient = piece.value, of_piece[id(piece)]
@@ -288,11 +303,7 @@ class Updater:
                 value.grad = None
             elif before is not gradient:
                 value.grad = gradient if gradient.shape == value.shape else gradient.view_as(value)
-        try:
-            yield
-        finally:
-            for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
-                value.grad = None
+        return _Lent(lent)
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """Return the optimizer's state of a piece, with its tensors as the optimizer computes with them."""

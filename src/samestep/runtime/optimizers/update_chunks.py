@@ -89,9 +89,15 @@ def begun_first(chunks: Chunks, optimizer: Optimizer, pieces: Sequence[Piece], u
 
     Torch's fused SGD takes momenta of all weights or of none.
     """
-    descending = [member for member in members_of(optimizer) if isinstance(member, torch.optim.SGD)]
-    if not any(group["fused"] for member in descending for group in member.param_groups):
-        return [*chunks]
+    for member in members_of(optimizer):
+        if isinstance(member, torch.optim.SGD) and any(group["fused"] for group in member.param_groups):
+            return _begun_first(chunks, optimizer, pieces, unused)
+    return [chunks.pieces] if isinstance(chunks, OneChunk) else [*chunks]
+
+
+def _begun_first(
+    chunks: Chunks, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused
+) -> Sequence[list[Piece]]:
     begun = {
         id(piece)
         for piece in pieces

@@ -91,12 +91,12 @@ class UsedWeights:
         """Note the weights that this rank's micro-batches of a replica left without a gradient, and whether they are frozen;
         return this rank's numbers in the scalars (float64), for which the host waits for nothing.
         """
-        known = self._known.setdefault(replica, _Known())
-        own = frozenset(name for name in without if name in self.held)
+        known = self._known.get(replica) or self._known.setdefault(replica, _Known())
+        own = frozenset([name for name in without if name in self.held])
         if known.flags is None or own != known.own:
             flags = [float(name in self.held and name not in own) for name in self.unsure]
             known.flags = host_copies.to_device(torch.tensor(flags, dtype=torch.float64), self.device)
-        known.own, known.frozen = own, frozenset(name for name in own if without[name])
+        known.own, known.frozen = own, frozenset([name for name in own if without[name]])
         return known.flags
 
     @property
@@ -191,5 +191,5 @@ class UsedWeights:
 
     def updated(self, *, is_first: bool) -> None:
         """Note that the weights that are not unused were updated, `is_first` for the first time in this process."""
-        unused = frozenset.intersection(*(known.agreed for known in self._known.values()))
+        unused = frozenset.intersection(*[known.agreed for known in self._known.values()])
         self.asleep = unused if is_first or self.asleep is None else self.asleep & unused

@@ -7,8 +7,8 @@ and threads of autograd, too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -53,18 +53,28 @@ def listen(one: Listener | None) -> None:
     _Listeners.current = staticmethod((lambda: None) if one is None else weakref.ref(one))
 
 
-@contextmanager
-def region(name: str) -> Iterator[None]:
-    """Mark what the host does outside of tasks, such as `data` or `checkpoint`."""
-    one = listener()
-    if one is None:
-        yield
-        return
-    end = one.begin(name)
-    try:
-        yield
-    finally:
-        end()
+def region(name: str) -> AbstractContextManager[None]:
+    """Return a context of what the host does outside of tasks, such as `data` or `checkpoint`; it begins with the call."""
+    one = _Listeners.current()
+    return _UNHEARD if one is None else _Region(one.begin(name))
+
+
+_UNHEARD = nullcontext()
+
+
+class _Region:
+    """The context of a region, which has begun."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
 
 
 class TimedWork:

@@ -10,8 +10,9 @@ no node to a graph: layers are marked by hooks on modules and on the gradients o
 
 from __future__ import annotations
 
+import functools
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class _OpenStep:
     held: Mapping[str, int] = field(default_factory=dict)
     begun: list[tuple[int, Stamp]] = field(default_factory=list)
     """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: defaultdict[str, int] = field(default_factory=functools.partial(defaultdict, int))
     host_events: list[list[Any]] = field(default_factory=list)
     """The events with times of the host, where kernels are recorded and the device is another clock."""
     end: Stamp = None

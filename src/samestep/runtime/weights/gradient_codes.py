@@ -74,6 +74,7 @@ class BucketCodes:
         self.exchanges: dict[str, Exchange] = {}
         """Exchange of each bucket, by its name; empty where gradients are summed without contributions."""
         step, made = program.step, program.step.contributions
+        self._of_steps = {} if step.trains_apart else self.exchanges
         if made is None:
             return
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
@@ -83,11 +84,6 @@ class BucketCodes:
             self.exchanges[bucket.name] = exchange_of(
                 bucket.codec, parts, made, group, like, gathers=gathers, backend=step.codec_backend
             )
-
-    @property
-    def _of_steps(self) -> dict[str, Exchange]:
-        """The exchanges that sum the gradients of every step."""
-        return {} if self._program.step.trains_apart else self.exchanges
 
     def begin_step(self) -> None:
         """Discard the contributions of the previous step."""

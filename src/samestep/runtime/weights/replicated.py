@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -123,12 +123,10 @@ class Replicated(WeightStore):
             live = param.detach().view(-1)[start:stop].view(shape)
             yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), part)
 
-    def _piece(
-        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, found: Tensor | Callable[[], Tensor]
-    ) -> Piece:
-        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host; `found` is
-        the window of a buffer with its gradient, or returns the gradient."""
-        window, gradient = (found, lambda: found) if isinstance(found, Tensor) else (None, found)
+    def _piece(self, name: str, start: int, stop: int, live: Tensor, value: Tensor, window: Tensor) -> Piece:
+        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host; its gradient is the
+        window of a bucket's."""
+        gradient = lambda: window  # noqa: E731
         if live.dtype == value.dtype and not self._separate:
             return Piece(
                 name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient, window=window
@@ -168,20 +166,30 @@ class Replicated(WeightStore):
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
         return {name: not self.params[name].requires_grad for name in self._unused}
 
-    @contextmanager
-    def running(self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()) -> Iterator[None]:
+    def running(
+        self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()
+    ) -> AbstractContextManager[None]:
         """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
 
         Collective over the axes of the program's buckets, see [Note: collective calls].
         """
-        if not is_forward(task.body):
-            self.settle()
-        self._is_weight_task = task.kind is TaskKind.WEIGHT
-        self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
-        completes = self.program.step.ends_gradients(task.body) and not self._waits
-        self._starts = completes and task.body not in self._sending
         self._counts, self._left_out = counts, left_out
-        yield
+        body = task.body
+        if is_forward(body):
+            self._is_weight_task = self._last = self._starts = False
+            return _AfterTask(self, task, completes=False)
+        self.settle()
+        self._is_weight_task = body.kind is TaskKind.WEIGHT
+        self._last = body.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(body)
+        completes = self._last and self.program.step.ends_gradients(body) and not self._waits
+        self._starts = completes and body not in self._sending
+        return _AfterTask(self, task, completes=completes)
+
+    def end_task(self, task: Task, *, completes: bool) -> None:
+        """Take in the gradients of a task, and start the buckets that it completes.
+
+        Collective over the axes of the program's buckets, see [Note: collective calls].
+        """
         for flat in self._flats:
             flat.take_in()
         if completes:
@@ -269,7 +277,24 @@ class Replicated(WeightStore):
 
     def settle(self) -> None:
         """Wait for the weights that are still gathered."""
-        self._late.settle_all()
+        if self._late.under_way:
+            self._late.settle_all()
+
+
+class _AfterTask:
+    """The context of a task, whose end the store takes notice of; a class, since a generator takes twice as many calls."""
+
+    __slots__ = ("_completes", "_store", "_task")
+
+    def __init__(self, store: Replicated, task: Task, *, completes: bool) -> None:
+        self._store, self._task, self._completes = store, task, completes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self._store.end_task(self._task, completes=self._completes)
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Tensor) -> None:
