@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 
 import torch
@@ -123,14 +123,15 @@ class Replicated(WeightStore):
             live = param.detach().view(-1)[start:stop].view(shape)
             yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), part)
 
-    def _piece(self, name: str, start: int, stop: int, live: Tensor, value: Tensor, window: Tensor) -> Piece:
-        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host; its gradient is the
-        window of a bucket's."""
-        gradient = lambda: window  # noqa: E731
+    def _piece(
+        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, found: Tensor | Callable[[], Tensor]
+    ) -> Piece:
+        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host; its gradient is
+        the window of a bucket's, or what a function returns."""
+        window, gradient = (found, lambda: found) if isinstance(found, Tensor) else (None, found)
         if live.dtype == value.dtype and not self._separate:
-            return Piece(
-                name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient, window=window
-            )
+            held = live if isinstance(live, nn.Parameter) else live.detach()
+            return Piece(name, start, stop, held, gradient, window=window)
         held = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
         return Piece(name, start, stop, held, gradient, window=window, target=live.detach())
 
@@ -306,7 +307,14 @@ def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Te
     if held is None:
         return
     flat = slot.flat
-    flat.arrive(slot, param)
+    found = param.grad
+    if found is not slot.gradient:
+        is_first = slot.found is None and found is not None and not found.is_sparse
+        if is_first and found.dtype != slot.gradient.dtype and len(flat.arrived) + 1 < len(flat.names):  # type: ignore[union-attr]
+            flat.arrived.append((slot, param))  # most often in half precision: without another call
+            slot.found, param.grad = found, None
+        else:
+            flat.arrive(slot, param)
     if held._counts and id(param) not in held._left_out:
         held._unused.discard(slot.name)
     if held._last and (held._is_weight_task or not slot.is_postponed):
