@@ -45,7 +45,7 @@ def public_names() -> list[str]:
 
 
 def public_methods() -> list[str]:
-    return [name for name in vars(Run) if not name.startswith("_")]
+    return [*dict.fromkeys(name for kind in Run.__mro__[:-1] for name in vars(kind) if not name.startswith("_"))]
 
 
 def fields_of(kind: type) -> Iterator[tuple[str, str, str]]:

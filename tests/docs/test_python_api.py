@@ -30,7 +30,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_nothing_public_is_missing() -> None:
     shown = set(re.findall(r"^\| `(?:samestep\.|run\.)?(\w+)", TEXT, re.MULTILINE))
-    methods = {name for name in vars(Run) if not name.startswith("_")}
+    methods = {name for name in dir(Run) if not name.startswith("_")}
     fields = {field.name for field in dataclasses.fields(StepReport)}
     assert not (set(samestep.__all__) | methods | fields) - shown
 

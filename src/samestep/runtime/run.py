@@ -7,40 +7,36 @@ for batch in samestep.batches(dataset, job):
 ```
 The forwards and backwards of a step are carried out by an `Interpreter`. The ranks then agree on the step by one all_reduce,
 and each updates its weights, or none does.
-A run is a facade: what its methods do stands in files of their own.
+A run is a facade over few parts. Its steps stand here; its other methods with what they do.
 
 ```
-step, backward, update     ─► RunBatches    what a loop hands over, as a batch         batches/run_batches.py
-                           ─► Stepper       one step, or its two halves                stepper.py, own_steps/steps_in_parts.py
-save, load, state_dict     ─► RunState      weights in files, dicts, and whole         checkpoints/run_state.py
-evaluate, predict          ─► evaluation    forwards without gradients                 evaluation.py
+step                       ─► RunBatches    what a loop hands over, as a batch         batches/run_batches.py
+                           ─► Stepper       one step                                   stepper.py
+backward, update           ─► StepsByHand   the two halves of a step, in any order     own_steps/
+save, load, state_dict     ─► StoredRun     weights in files, dicts, and whole         checkpoints/
+evaluate, predict          ─► EvaluatedRun  forwards without gradients                 evaluated_run.py
 ```
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from samestep import calls
-from samestep.building.loss import named_loss
-from samestep.datasets.batch import Dataset
-from samestep.datasets.opening import batch_to_evaluate
-from samestep.examination.examine import Loss, Source
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import recorded as spans
 from samestep.program.program import Program
-from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.batches.run_batches import RunBatches
-from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.checkpoints.run_state import Lent, RunState
+from samestep.runtime.checkpoints.run_state import RunState
+from samestep.runtime.checkpoints.stored_run import StoredRun
+from samestep.runtime.evaluated_run import EvaluatedRun
 from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
@@ -50,6 +46,7 @@ from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.held_bytes import held_bytes
 from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.own_steps.steps_by_hand import StepsByHand
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
@@ -60,12 +57,10 @@ from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import ModelAverages
 
-Measure = Callable[[Any, Any], Any]
-"""A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run:
+class Run(StepsByHand, StoredRun, EvaluatedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -100,6 +95,7 @@ class Run:
         """Where the time of its steps goes."""
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
         self._parts = StepsInParts(self._stepper, self._own)
+        self._refuse_waiting = self._parts.refuse_waiting
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
         self._state = RunState(self, self._own)
@@ -186,87 +182,6 @@ class Run:
         self.assembly.weights.store.settle()
         self.replicas.change(change)
 
-    @calls.checked
-    def save(self, folder: str | Path) -> Path:
-        """Write a checkpoint below `folder`, named by the steps taken, and return its folder.
-
-        Of the earlier ones there the job's `checkpoint.keep` newest stay.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
-            CheckpointError: the optimizer keeps state that no file can hold.
-            SaveError: the file system does not allow it; what was saved before is untouched.
-        """
-        self._state.refuse("save")
-        self._parts.refuse_waiting("save")
-        return self._state.save(Path(folder))
-
-    @calls.checked
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the model as a new folder that transformers' `from_pretrained` loads as it is, and return it.
-
-        The folder must lie where all ranks can write; each of them writes files of its own.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
-            ModelError: the model is none of transformers.
-            SaveError: the folder exists, or the file system does not allow it.
-        """
-        self._state.refuse("save_pretrained")
-        return self._state.save_pretrained(Path(folder))
-
-    @calls.checked
-    def load(self, folder: str | Path) -> None:
-        """Continue from a checkpoint that any layout has saved; of a folder of checkpoints, from the newest.
-
-        `steps_taken` is then the first step of `samestep.batches`. A run that is not prepared reads the files when it is.
-
-        Raises:
-            CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
-        """
-        self._state.refuse("load")
-        found = checkpoint.find_checkpoint(Path(folder))
-        self._state.load(found)
-        self._stepper.wait_for_first_update()
-        self.data.continues_stream(checkpoint.stream_state_of(found))
-
-    @calls.checked
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the model's weights and buffers to those of a dict, which `run.state_dict()` or a plain module's `state_dict()` gives.
-
-        All ranks have the dict, or rank 0 does and the others have an empty one. The optimizer's state and the number of steps stay.
-        A run that is not prepared sets them when it is.
-
-        Raises:
-            ModelError: names are missing or unexpected, or a tensor has another shape.
-        """
-        self._state.refuse("load_state_dict")
-        self._state.load_state_dict(state)
-
-    def gathered(self) -> AbstractContextManager[nn.Module]:
-        """Return a context in which `run.model` has all weights, whole and in master precision, to be read and written.
-
-        It is so in every layout, on every rank: in a pipeline the weights of all stages. What all ranks write alike is kept at
-        its end. Within it the run takes no step and no forward.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
-            ModelError: ranks have written different values; or the context is entered within another one.
-        """
-        self._state.refuse("gathered")
-        return self._state.gathered()
-
-    def state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
-        """Return the whole model's weights and persistent buffers, on the host, for `load_state_dict` of the plain module.
-
-        Ranks other than 0 return an empty dict, unless `on_every_rank`. Weights are in master precision.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
-        """
-        self._state.refuse("state_dict", Lent.WHOLE)
-        return self._state.state_dict(on_every_rank=on_every_rank)
-
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
 
@@ -286,90 +201,11 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
                 first step it is an UnprovenError, before any weight has changed.
         """
-        self._parts.refuse_waiting("step")
+        self._refuse_waiting("step")
         report, batch = self._taken(batch, "step", self._stepper.take, local=local)
         for act in self._after_step:
             act(batch.step)
         return self._received(report, batch)
-
-    def backward(
-        self,
-        batch: StepBatch | Any,
-        loss: Loss | str | None = None,
-        into: str | int | None = None,
-        *,
-        local: bool = False,
-    ) -> StepReport:
-        """Run the forwards and backwards of a batch, and let the gradients wait for `run.update`; return the report of what waits.
-
-        Gradients add up, each backward's divided by its own count. A step is one batch, however many backwards it has.
-
-        Args:
-            batch: one of `samestep.batches`, or values of a whole batch as `step` takes them.
-            loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`; by default that of the run.
-            into: the name of an optimizer: for its weights alone, to which all others are constants.
-            local: whether each data rank is given its own samples, as `step` takes them.
-
-        Raises:
-            ModelError: no optimizer has the name, or the job trains replicas apart or compresses gradients.
-            InputError: as `step` says.
-        """
-        loss = named_loss(loss) if isinstance(loss, str) else loss
-        report, _ = self._taken(
-            batch, "backward", lambda given: self._parts.backward(given, self._batches.loss_of(loss), into), local=local
-        )
-        return report
-
-    def update(self, name: str | int | None = None, **options: Any) -> StepReport:
-        """Let an optimizer, or all, update their weights by the gradients that wait, which then wait no more; return the report.
-
-        The gradients of what is updated are clipped by their common norm (`optimizer.clip_norm`). `options` go to the optimizer's
-        `step`.
-
-        Raises:
-            ModelError: no gradient waits, no optimizer has the name, or its `step` does not take the options.
-            NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
-        """
-        self._state.refuse("update")
-        with self._kernels():
-            report, batch = self._parts.update(name, options)
-            self._stepper.follow(batch.step, self._parts.weights_of(name))
-        return self._received(report, batch)
-
-    def zero_grad(self, name: str | int | None = None) -> None:
-        """Forget the gradients that wait for an optimizer, or for all. Every rank calls it; it sends nothing.
-
-        Raises:
-            ModelError: no optimizer has the name.
-        """
-        self._parts.zero_grad(name)
-
-    def call(self, name: str | int | None, method: str, *args: Any, **given: Any) -> Any:
-        """Let an optimizer run one of its methods over the weights of this rank, with the gradients that wait; return what it returns.
-
-        So `update_hessian` of Sophia, or the two steps of SAM. `name` is that of the optimizer, or None for the only one. What the
-        method does to weights and states counts; the gradients go on waiting, unless the method drops them.
-
-        Raises:
-            ModelError: no optimizer has the name, or the optimizer no such method.
-            LayoutError: the method couples weights, or elements of one, that the layout divides.
-        """
-        self._state.refuse("call")
-        with self._kernels():
-            return self._parts.call(name, method, args, given)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that wait, by weight: summed over all ranks, divided by the counts, not clipped.
-
-        They may be changed in place, which `run.update` then uses. Under zero=2, zero=3 and tp they are DTensors, of which a rank has
-        its part; under pp a rank has those of its stage.
-
-        Collective over the axes that divide the weights, see [Note: collective calls].
-
-        Raises:
-            ModelError: no gradient waits.
-        """
-        return self._parts.gradients()
 
     def _taken(
         self, batch: StepBatch | Any, method: str, take: Callable[[StepBatch], StepReport], *, local: bool
@@ -420,60 +256,10 @@ class Run:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2]."""
         return self._stepper.forward_backward(self.labelled(batch))
 
-    @calls.checked
-    def evaluate(
-        self, batch: StepBatch | Dataset | Any, measure: Measure | None = None, *, local: bool = False
-    ) -> dict[str, float]:
-        """Return the mean of the loss over a data set or a batch, as {"loss": ...}, without gradients; each sample counts once.
-
-        `measure`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of what it sums up, such as
-        {"accuracy": (right, answers)}. (sum, count) alone has the function's name. Values are taken as by `step`.
-        """
-        given = self._to_evaluate(batch, "evaluate", local=local)
-        self._stepper.guards.find_loss(self._stepper.held, given)
-        with self._kernels(), self.replicas.outer():
-            return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
-
-    @calls.checked
-    def predict(self, batch: StepBatch | Dataset | Any, *, local: bool = False) -> Any:
-        """Return the model's outputs for all samples of a data set or a batch, in order, on every rank's host, without gradients.
-
-        They are dicts, lists and tuples of tensors as the forward nests them, the samples first; other objects, such as caches, are
-        left out. Where samples have sizes of their own, it is a list with the outputs of each. Values are taken as by `step`.
-
-        Raises:
-            DataError: an output has no dimension of samples, and is not the same for all of them.
-        """
-        given = self._to_evaluate(batch, "predict", local=local)
-        with self._kernels(), self.replicas.outer():
-            return evaluation.predict(self.assembly, given, self.job.train.seed)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.
-
-        Raises:
-            ModelError: when it is entered, the job averages no weights.
-        """
-        return self._state.averaged()
-
-    def _to_evaluate(self, given: Any, word: str, *, local: bool) -> StepBatch:
-        """Return a data set or a batch that a method is given, as one batch with labels."""
-        self._state.refuse(word, Lent.WHOLE)
-        method = f"run.{word}"
-        batch = batch_to_evaluate(given, method, self.job.train.global_batch)
-        return self.labelled(self.batch_of(batch, method, local=local))
-
     def all_waived(self) -> tuple[str, ...]:
         """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each."""
         everyone = gather_values(self.job.run.met, self.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
-
-    def outputs(self, samples: Any) -> Any:
-        """Run the model forward on samples that every rank holds, and return its outputs on every rank."""
-        self._state.refuse("outputs", Lent.WHOLE)
-        self.prepare(samples)
-        with self.replicas.outer():
-            return evaluation.outputs_of(self.assembly, samples, self.job.train.seed)
 
     def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
         """Return what a method of this run was given as the batch of its next step, or of another one.

@@ -28,8 +28,9 @@ from samestep.job_tables import HELD_OUT
 from samestep.output import durable_files
 from samestep.output.output_file import write_whole
 from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.evaluated_run import Measure
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.run import Measure, Run
+from samestep.runtime.run import Run
 from samestep.training.workload import Workload, describe_losses, held_out_losses, use_evaluated_weights
 
 FILE = "evaluations.jsonl"

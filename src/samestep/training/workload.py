@@ -46,7 +46,8 @@ from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
 from samestep.runtime.assembly import trace_for_layout
 from samestep.runtime.batches.next_labels import check_labels
-from samestep.runtime.run import Measure, Run
+from samestep.runtime.evaluated_run import Measure
+from samestep.runtime.run import Run
 from samestep.trees import tree_leaves
 
 _TOKENS_LOOKED_AT = 2**24
