@@ -279,12 +279,13 @@ def add_simulate(parser: ArgumentParser) -> None:
 def add_explain(parser: ArgumentParser) -> None:
     """Add the arguments of `explain`."""
     about = "a run folder with recorded steps (train --record); default: the newest run below runs/"
-    about += "; two of a run folder, a layout and the word simulation: their differences; or a folder of traces of torch.profiler"
+    about += "; two of a run folder, a layout, the word simulation and the JSON file of one: their differences; or a folder of traces of torch.profiler"
     parser.add_argument("run", nargs="*", metavar="RUN", help=about)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=_count, metavar="N", help="one step; default: all recorded ones but the first")
     chosen.add_argument("--steps", metavar="A:B", help="some steps, averaged")
-    _add_hardware(parser)
+    about = "a hardware profile to predict the step with; default: this machine's, once `measure` has written it; layouts: else cpu-laptop"
+    parser.add_argument("--hardware", metavar="NAME|FILE", help=about)
     _add_html(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
 

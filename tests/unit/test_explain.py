@@ -389,7 +389,9 @@ def test_steps_that_were_not_recorded(tmp_path: Path, given_: dict[str, Any], wo
 
 
 def test_folders_without_records_say_how_to_make_some(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="has no recorded steps: samestep train --record 5 records some"):
+    with pytest.raises(
+        RecordError, match="has no recorded steps, and no traces: samestep train --record 5 records some"
+    ):
         explain(tmp_path)
     write(records(), tmp_path)
     path = tmp_path / "record" / "steps-1-3.rank1.jsonl"
@@ -454,7 +456,7 @@ def test_a_record_of_the_first_version_is_read(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_no_run_says_what_works(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="nothing has no recorded steps"):
+    with pytest.raises(RecordError, match="nothing does not exist: the folder of a run"):
         read_run(tmp_path / "nothing")
     for name in ("a", "b"):
         write(records(), tmp_path / name)

@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ from hypothesis import strategies as st
 from samestep.errors import InputError, RecordError
 from samestep.explanation.differences import SIMULATION, differences
 from samestep.explanation.foreign_traces import explain_traces, is_foreign
+from samestep.job import Job
+from samestep.program.recorded import RankRecord
 from samestep.simulation.partition import REST, TRANSFER, WAIT, seconds_of
-from tests.unit.test_explain import records, write
+from samestep.simulation.simulate import simulate
+from tests.unit.ranks_on_a_clock import records_of
+from tests.unit.test_explain import LAYOUT, OPS, records, script, write
+from tests.unit.test_explain import TRANSFER as TRANSFERS
 
 BASE_NS = 1_790_000_000_000_000_000
 
@@ -165,6 +171,15 @@ def test_a_flight_recorder_has_collectives_alone(tmp_path: Path) -> None:
         or "number 2" in found.to_text()
     )
     assert "a flight recorder has collectives alone" in found.to_text()
+    assert found.verdict.startswith("transfer ranks 0,1 (guessed): ")  # of the rest nothing is known
+
+
+def test_steps_of_a_trace_are_chosen_as_those_of_a_run(tmp_path: Path) -> None:
+    store(tmp_path, lambda rank: on_cpu(rank, 0))
+    assert explain_traces(tmp_path, step=3).steps == (3,)
+    assert explain_traces(tmp_path, steps="3:9").steps == (3, 4)
+    with pytest.raises(RecordError, match="has no step 7: steps 3 to 4 are in the traces of all ranks"):
+        explain_traces(tmp_path, step=7)
 
 
 def test_what_a_trace_lacks_is_named(tmp_path: Path) -> None:
@@ -233,12 +248,62 @@ def test_differences_of_two_layouts_add_up_to_that_of_their_steps() -> None:
     ("one", "other", "words"),
     [
         (SIMULATION, SIMULATION, "one of the two must be a run folder or a layout"),
-        ("dp=2", "nowhere/at/all", "is no run folder, and no layout"),
+        ("dp=2", "nowhere/at/all", "is no run folder, and no layout: the folder of a run or of traces"),
+        ("dp=2", "colour=3", "is no run folder, and no layout: unknown layout word"),
+        ("dp=2", "dp_replicate=2", "both are one step"),
+        ("dp=2", SIMULATION, "both are one step"),
+        ("{run}", "{run}/record", "both are one step"),
+        ("{run}", "{empty}", "has no recorded steps, and no traces"),
+        ("{traces}", "{traces}", "both are one step"),
+        ("{traces}", SIMULATION, "simulation is the prediction of a run's own layout"),
+        ("{run}", "{json}", "is no trace"),
     ],
 )
-def test_what_is_neither_a_run_nor_a_layout_is_refused(one: str, other: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        differences(one, other, "cpu-laptop")
+def test_what_is_neither_a_run_nor_a_layout_is_refused(one: str, other: str, words: str, tmp_path: Path) -> None:
+    places = {name: tmp_path / name for name in ("run", "traces", "empty", "json")}
+    write(records(), places["run"])
+    for name in ("traces", "empty"):
+        places[name].mkdir()
+    store(places["traces"], lambda rank: on_cpu(rank, 0))
+    places["json"].write_text('{"layout": "dp=2", "step_s": 1}')
+    with pytest.raises((InputError, RecordError), match=words):
+        differences(one.format(**places), other.format(**places), "cpu-laptop")
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_run_is_held_against_the_file_of_a_simulation_and_another_job_is_a_cause(
+    tmp_path: Path, is_whole: bool
+) -> None:
+    write(records(), tmp_path / "run")
+    (tmp_path / "run" / "record" / "job.toml").write_text(Job().to_toml())
+    job = Job(train={"global_batch": Job().train.global_batch * 2})
+    said = simulate(job, "dp=2", "cpu-laptop").to_record() | {"job": job.model_dump(mode="json")}
+    path = tmp_path / "said.json"
+    path.write_text(json.dumps({"samestep": "0", "verb": "simulate", "result": said} if is_whole else said))
+    found = differences(str(tmp_path / "run"), str(path))
+    assert found.other.step_s == said["step_s"]
+    assert sum(found.other.rows.values()) == pytest.approx(found.other.step_s)
+    assert "one is measured, the other predicted for cpu-laptop" in found.causes
+    assert f"train.global_batch: {Job().train.global_batch} and {job.train.global_batch}" in found.causes
+    assert any(cause.startswith("other words of the layout") for cause in found.causes)
+
+
+def test_other_load_and_bytes_are_known_causes(tmp_path: Path) -> None:
+    def loaded(queued_ns: int, ops: Any = OPS) -> dict[int, RankRecord]:
+        made = records_of(LAYOUT, ops, TRANSFERS, {rank: script({}) for rank in range(4)})
+        for one in made.values():
+            one.steps = {step: replace(seen, queued_ns=queued_ns) for step, seen in one.steps.items()}
+        return made
+
+    heavier = [op._replace(size_bytes=2 * op.size_bytes) if op.axis == "tp" else op for op in OPS]
+    write(loaded(0), tmp_path / "quiet")
+    write(loaded(30_000_000, heavier), tmp_path / "loaded")
+    found = differences(str(tmp_path / "quiet"), str(tmp_path / "loaded"))
+    assert found.causes == (
+        "buffers of a rank in a step: tp 1000 B, dp_replicate 4.88 KiB, world 64 B and "
+        "tp 1.95 KiB, dp_replicate 4.88 KiB, world 64 B",
+        "waits for a processor, which other programs had: 0 ms and 30 ms",
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +18,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.models.spec import ModelSpec
+from samestep.output.byte_sizes import readable
 from samestep.output.page.page import in_notebook
 from samestep.output.text_table import align_columns
 from samestep.program import recorded
@@ -40,6 +44,12 @@ class OneSide:
     """Every key of the job, as text."""
     predicted_for: str = ""
     """The hardware profile of a prediction; empty of what was measured."""
+    place: str = ""
+    """The folder or file that it was read from, or the layout that was predicted."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of a rank's buffers in a step by axis, on average; empty where they are not known."""
+    queued_s: float | None = None
+    """Seconds of a step for which the rank that waits least wanted a processor and had none; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +108,14 @@ class Differences:
 
 
 def differences(one: str, other: str, hardware: Hardware | str | Path | None = None) -> Differences:
-    """Return what differs between two steps, each a run folder, a layout, or `simulation`: the prediction of the other's layout.
+    """Return what differs between two steps.
 
-    A layout is predicted for the job of the other side's run, or for the default job where both are layouts.
+    Each is a run folder, a folder of traces, a layout, the JSON file of a prediction (`samestep simulate --json FILE`), or `simulation`:
+    the prediction of the other's layout. A layout is predicted for the job of the other side's run, or for the default job where both
+    are layouts.
 
     Raises:
-        InputError: a word is neither, or a record is damaged.
+        InputError: a word is none of these, both are one step, or a record is damaged.
     """
     words = (one, other)
     if words == (SIMULATION, SIMULATION):
@@ -111,12 +123,18 @@ def differences(one: str, other: str, hardware: Hardware | str | Path | None = N
     run = next((Path(word) for word in words if Path(word).is_dir() and not is_foreign(Path(word))), None)
     measured = None if run is None else explain(run, hardware=hardware)
     sides = [_side(word, words, measured, hardware) for word in words]
+    if sides[0].place == sides[1].place:
+        raise InputError(
+            f"explain {one} {other}: both are one step; two runs, two layouts, or a run and a layout are compared"
+        )
     return Differences(sides[0], sides[1], tuple(_causes(*sides)))
 
 
 def _side(
     word: str, words: tuple[str, str], measured: Explained | None, hardware: Hardware | str | Path | None
 ) -> OneSide:
+    if (saved := _saved(Path(word))) is not None:
+        return saved
     if is_foreign(Path(word)):
         return _of_traces(explain_traces(Path(word)), Path(word))
     if Path(word).is_dir():
@@ -125,6 +143,11 @@ def _side(
     layout = word
     if word == SIMULATION:
         layout = measured.layout if measured else next(given for given in words if given != SIMULATION)
+    if "=" not in layout or Path(layout).exists():
+        raise InputError(
+            f"{layout!r} is no run folder, and no layout: the folder of a run or of traces, a layout such as dp=2, and the JSON file of "
+            f"a simulation work; {SIMULATION} is the prediction of a run's own layout"
+        )
     try:
         where = Layout.parse(layout)
     except LayoutError as error:
@@ -133,9 +156,25 @@ def _side(
     return _of_prediction(found, job, word if word == SIMULATION else str(where))
 
 
+def _saved(path: Path) -> OneSide | None:
+    """Return the prediction in a JSON file that `samestep simulate` has written; None of any other file."""
+    try:
+        with path.open("rb") as file:
+            if b'"layout"' not in file.read(1000):
+                return None
+        found = json.loads(path.read_bytes())
+        found = found.get("result", found)
+        rows = {(row["name"], row["axis"]): float(row["seconds"]) for row in found["parts"]}
+        layout, machine, step_s = str(found["layout"]), str(found["hardware"]), float(found["step_s"])
+        keys = _keys(found.get("job", {}))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return OneSide(str(path), step_s, rows, layout, "", keys, machine, str(path.resolve()))
+
+
 def _of_traces(found: ForeignSteps, folder: Path) -> OneSide:
     rows = {(row.name, row.axis): row.seconds for row in found.rows if row.stage == found.busiest}
-    return OneSide(str(folder), sum(rows.values()), rows, "", "")
+    return OneSide(str(folder), sum(rows.values()), rows, "", "", place=str(folder.resolve()))
 
 
 def _job_of(measured: Explained | None) -> tuple[Job, ModelSpec | None]:
@@ -148,21 +187,49 @@ def _job_of(measured: Explained | None) -> tuple[Job, ModelSpec | None]:
 
 
 def _of_run(found: Explained, folder: Path) -> OneSide:
-    head = found.found.records[found.found.busiest].head
+    records, rank = found.found.records, found.found.busiest
+    head = records[rank].head
     rows = {(part.name, part.axis): part.measured_s for part in found.parts} | {("rest", None): found.rest_s}
     job_file = found.folder / recorded.JOB
-    keys = _keys(jobs.load(job_file)) if job_file.is_file() else {}
-    machine = f"{head.device} of {', '.join(sorted({one.head.host for one in found.found.records.values()}))}"
-    return OneSide(str(folder), found.found.lasted_s[found.found.busiest], rows, found.layout, machine, keys)
+    keys = _keys(jobs.load(job_file).model_dump(mode="json")) if job_file.is_file() else {}
+    machine = f"{head.device} of {', '.join(sorted({one.head.host for one in records.values()}))}"
+    sent = Counter[str]()
+    for one in records:
+        sent.update({axis.axis: axis.predicted for axis in found.bytes_of(one)})
+    queued = [seconds for seconds in found.found.queued_s[rank] if seconds is not None]
+    return OneSide(
+        str(folder),
+        found.found.lasted_s[rank],
+        rows,
+        found.layout,
+        machine,
+        keys,
+        place=str(found.folder.resolve()),
+        sent={axis: size // len(records) for axis, size in sent.items()},
+        queued_s=statistics.median(queued) if queued else None,
+    )
 
 
 def _of_prediction(found: Prediction, job: Job, name: str) -> OneSide:
     rows = {(row.name, row.axis): row.seconds for row in found.parts}
-    return OneSide(name, found.step_s, rows, str(found.layout), "", _keys(job), found.hardware.name)
+    sent = Counter[str]()
+    for program in found.programs:
+        for _, op in program.ops():
+            sent.update({op.axis: op.size_bytes} if op.axis else {})
+    return OneSide(
+        name,
+        found.step_s,
+        rows,
+        str(found.layout),
+        "",
+        _keys(job.model_dump(mode="json")),
+        found.hardware.name,
+        str(found.layout),
+        {axis: size // len(found.programs) for axis, size in sent.items()},
+    )
 
 
-def _keys(job: Job) -> dict[str, str]:
-    tables = job.model_dump(mode="json")
+def _keys(tables: Mapping[str, object]) -> dict[str, str]:
     return {
         f"{table}.{key}": str(value)
         for table, row in tables.items()
@@ -186,10 +253,19 @@ def _causes(one: OneSide, other: OneSide) -> list[str]:
         key for key in one.keys if key in other.keys and one.keys[key] != other.keys[key] and key not in _NO_CAUSE
     ]
     found += [f"{key}: {one.keys[key][:60]} and {other.keys[key][:60]}" for key in changed[:5]]
-    waits = [side.rows.get(("data", None), 0.0) for side in (one, other)]
-    if abs(waits[1] - waits[0]) > 0.05 * max(one.step_s, other.step_s):
-        found.append(f"waits for data: {waits[0] * 1e3:.3g} ms and {waits[1] * 1e3:.3g} ms")
+    if one.sent != other.sent and one.sent and other.sent:
+        found.append(f"buffers of a rank in a step: {_in_bytes(one.sent)} and {_in_bytes(other.sent)}")
+    waits = {"data": [side.rows.get(("data", None), 0.0) for side in (one, other)]}
+    if one.queued_s is not None and other.queued_s is not None:
+        waits["a processor, which other programs had"] = [one.queued_s, other.queued_s]
+    for what, (before, after) in waits.items():
+        if abs(after - before) > 0.05 * max(one.step_s, other.step_s):
+            found.append(f"waits for {what}: {before * 1e3:.3g} ms and {after * 1e3:.3g} ms")
     return found
+
+
+def _in_bytes(sent: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {readable(size)}" for axis, size in sent.items())
 
 
 _NO_CAUSE = ("train.record", "train.steps", "run.folder", "job.layout", "layout")

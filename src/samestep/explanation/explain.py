@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep import hardware
 from samestep import job_files as jobs
-from samestep.errors import InputError, LayoutError, RecordError
+from samestep.errors import LayoutError, RecordError
 from samestep.explanation.step_kernels import RankKernels, kernels_of
 from samestep.explanation.step_memory import StepMemory, step_memory
 from samestep.explanation.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
@@ -257,7 +257,7 @@ def explain(
         RecordError: there is no record, a file is damaged, or the step is not in it.
         InputError: the profile has mistakes, or `steps` names no steps.
     """
-    asked = _asked(step, steps)
+    asked = recorded.asked_steps(step, steps)
     folder, records, others = read_run(Path(run), asked)
     wanted = _steps_of(records, folder, asked, others)
     found = measured_steps(records, wanted)
@@ -321,8 +321,12 @@ def _paths_of(run: Path) -> tuple[Path, list[Path]]:
     if run.is_dir() and (runs := sorted(path.parent for path in run.glob(f"*/{recorded.FOLDER}"))):
         several = ", ".join(path.name for path in runs[:5]) + ", ..." * (len(runs) > 5)
         raise RecordError(f"{run} is a folder of runs ({several}): samestep explain {runs[-1]} works")
+    if not run.exists():
+        raise RecordError(
+            f"{run} does not exist: the folder of a run that has recorded steps works, or a folder of traces"
+        )
     raise RecordError(
-        f"{run} has no recorded steps: samestep train --record 5 records some, and so does --set train.record=100:104"
+        f"{run} has no recorded steps, and no traces: samestep train --record 5 records some, and so does --set train.record=100:104"
     )
 
 
@@ -331,15 +335,6 @@ def _cut_off(records: Mapping[int, RankRecord]) -> list[str]:
     last = max((max(one.steps, default=0) for one in records.values()), default=0)
     short = {rank: max(one.steps, default=0) for rank, one in records.items() if max(one.steps, default=0) < last}
     return [f"steps {step + 1} to {last} of rank {rank}, whose record ends before" for rank, step in short.items()]
-
-
-def _asked(step: int | None, steps: str | None) -> range | None:
-    """Return the steps that are asked for; None where none are named."""
-    if step is not None:
-        return range(step, step + 1)
-    if steps is not None and steps.isdecimal():
-        raise InputError(f"--steps {steps} is one number: --steps {steps}:{steps} works, and --step {steps} does")
-    return None if steps is None else recorded.parse_steps(steps, 0)
 
 
 def _steps_of(

@@ -19,6 +19,7 @@ from samestep.output.page.quantities import count, duration, share, size
 from samestep.output.page.timeline_figure import Lane, TimelineFigure, some_of
 from samestep.program import recorded
 from samestep.simulation import prediction_page
+from samestep.simulation.partition import ROWS
 from samestep.simulation.prediction_page import lanes_of, most_drawn, row_kind
 from samestep.training.logged_steps import LoggedSeries, curves, logged
 
@@ -180,7 +181,8 @@ def _each_rank(found: Explained) -> Section:
         ]
         names |= {label: kind for label, kind, seconds in shown if seconds > 0.002 * longest_s}
         rows.append(stacked(f"rank {rank}", shown, longest_s, duration(found.found.lasted_s[rank])))
-    legend = "".join(f'<span><i class="{kind}"></i>{label}</span>' for label, kind in names.items())
+    in_order = sorted(names, key=lambda label: ROWS.index(label.partition(" ")[0]))
+    legend = "".join(f'<span><i class="{names[label]}"></i>{label}</span>' for label in in_order)
     caption = "The step of every rank: a rank that waits less than the others is waited for."
     return Section("Each rank", f'<ul class="bars">{"".join(rows)}</ul><p class="legend">{legend}</p>', caption)
 

@@ -77,7 +77,8 @@ class ForeignSteps:
     def verdict(self) -> str:
         """The largest part of the step of the rank that waits least, and how long others wait for it, or all for each other."""
         busiest = self.busiest
-        most = max((row for row in self.rows if row.stage == busiest), key=lambda row: row.seconds)
+        rows = [row for row in self.rows if row.stage == busiest]
+        most = max(rows, key=lambda row: (row.name != REST, row.seconds))  # of the rest nothing is known
         label = f"{most.name} {most.axis}" if most.axis else most.name
         share = most.seconds / self.step_s
         return f"{label}: {share:.0%} of a step of {self.step_s * 1e3:.4g} ms on rank {busiest}{self._waits()}"
@@ -112,17 +113,26 @@ def is_foreign(place: Path) -> bool:
     return place.is_dir() and not is_ours and not recorded.paths_in(place) and bool(trace_paths(place))
 
 
-def explain_traces(place: Path) -> ForeignSteps:
-    """Return where the time of the steps of another program went.
+def explain_traces(place: Path, *, step: int | None = None, steps: str | None = None) -> ForeignSteps:
+    """Return where the time of the steps of another program went; of all but the first one, if none are named.
 
     Raises:
-        RecordError: a file is no trace, or is damaged, or two are of one rank.
+        RecordError: a file is no trace, or is damaged, or two are of one rank, or the step is in none of them.
+        InputError: `steps` names no steps.
     """
+    asked = recorded.asked_steps(step, steps)
     traces = _read(place)
     common = sorted(set.intersection(*({*one.steps} for one in traces.values())))
     if not common:
         raise RecordError(f"{place}: no step is in the traces of all ranks")
     used = common[1:] or common  # the first step after a profiler has started has its cost
+    if asked is not None:
+        used = [number for number in common if number in asked]
+    if not used:
+        named = steps if step is None else step
+        raise RecordError(
+            f"{place} has no step {named}: steps {common[0]} to {common[-1]} are in the traces of all ranks"
+        )
     total: dict[tuple[int, str, str | None], float] = defaultdict(float)
     lasted: dict[int, float] = defaultdict(float)
     starts = _starts(traces)

@@ -203,6 +203,19 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         raise RecordError(f"{path} cannot be read: {reason}") from None
 
 
+def asked_steps(step: int | None, steps: str | None) -> range | None:
+    """Return the steps that `--step N` or `--steps A:B` asks for; None where none are named.
+
+    Raises:
+        InputError: `steps` names no steps.
+    """
+    if step is not None:
+        return range(step, step + 1)
+    if steps is not None and steps.isdecimal():
+        raise InputError(f"--steps {steps} is one number: --steps {steps}:{steps} works, and --step {steps} does")
+    return None if steps is None else parse_steps(steps, 0)
+
+
 def parse_steps(text: str, first_step: int) -> range:
     """Return the steps of a window: `FIRST:LAST`, or `N` steps after the third one of a process that begins after `first_step`.
 

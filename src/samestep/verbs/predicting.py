@@ -120,7 +120,7 @@ def simulate(words: Namespace) -> Result:
     say_cautions(words, found.hardware, found.devices)
     _write_pictures(words, found)
     recipe = _recipe(words, job, found)
-    more = {"emitted": recipe.to_record()} if recipe else {}
+    more = {"job": job.model_dump(mode="json"), **({"emitted": recipe.to_record()} if recipe else {})}
     text = "\n".join([listing.as_text(found, whole=words.program), *_emitted(words, recipe)])
     return Result(lambda: found.to_record() | more, text)
 
@@ -152,14 +152,14 @@ def _without_records(words: Namespace, run: Path) -> Result:
     """Return how two steps differ, or where the time of another program's steps went."""
     from samestep.explanation import differences, differences_page, foreign_page, foreign_traces
 
-    if words.trace or words.step or words.steps:
-        raise InputError("--trace, --step and --steps are of one run with records: leave them out")
+    if words.trace or (len(words.run) == 2 and (words.step or words.steps)):
+        raise InputError("--trace is of one run with records, and --step and --steps are of one run: leave them out")
     told: differences.Differences | foreign_traces.ForeignSteps
     if len(words.run) == 2:
         told = differences.differences(words.run[0], words.run[1], words.hardware)
         page = differences_page.page_of(told)
     else:
-        told = foreign_traces.explain_traces(run)
+        told = foreign_traces.explain_traces(run, step=words.step, steps=words.steps)
         page = foreign_page.page_of(told)
     if words.html:
         write(words.html, page.to_html())

@@ -132,7 +132,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def words(pairs: Mapping[str, object]) -> str:
     """Return keys and values as a list of terms."""
-    terms = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(str(value))}</dd></div>" for key, value in pairs.items())
+    shown = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in pairs.items()
+    }
+    terms = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in shown.items())
     return f"<dl>{terms}</dl>"
 
 
