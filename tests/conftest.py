@@ -23,6 +23,8 @@ settings.register_profile("samestep", deadline=None)  # no test asserts on the c
 settings.load_profile("samestep")
 gc.set_threshold(700, 10, 1000)
 """Old objects are looked through seldom: those of torch and of the traced models, which stay, took a tenth of a session's time."""
+os.register_at_fork(after_in_child=gc.freeze)
+"""A forked process looks through nothing that it has inherited, which would copy the pages too: it made each fork twice as dear."""
 
 
 @pytest.hookimpl(trylast=True)  # once there is a reporter

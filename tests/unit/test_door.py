@@ -27,7 +27,7 @@ from samestep.models.presets import PRESETS
 from samestep.models.published import TOKENS, as_published
 from samestep.proof import record
 from samestep.proof.verdict import Check, Verdict
-from samestep.runtime.processes import workers
+from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 from tests import small
@@ -290,6 +290,12 @@ def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: P
 # -- ranks that return early -----------------------------------------------------------------------
 
 
+@pytest.fixture
+def _no_group() -> None:
+    """Leave the group that a run of one rank has made here: workers would start as new processes, of 3 s each."""
+    join.leave()
+
+
 def _early(place: RankInfo) -> None:
     dist.barrier()
     if place.rank != 1:
@@ -313,6 +319,7 @@ def _pairs(place: RankInfo) -> None:
             dist.recv(torch.ones(1), 0)
 
 
+@pytest.mark.usefixtures("_no_group")
 def test_a_rank_that_returns_early_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_WAITING_S", 1.0)
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.3)
@@ -321,6 +328,7 @@ def test_a_rank_that_returns_early_is_named_at_once(monkeypatch: pytest.MonkeyPa
         run_workers(_early, ranks=3, timeout_s=300, quiet=True)
 
 
+@pytest.mark.usefixtures("_no_group")
 def test_ranks_may_return_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_WAITING_S", 1.0)
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.3)
