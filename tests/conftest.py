@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from samestep.runtime.processes import join
-from tests import audit, covering, laboratory, processor_time, shard, time_limit
+from tests import audit, covering, laboratory, processor_time, shard, time_limit, traced
 from tests import pool as pools
 from tests.progress import Progress
 
@@ -95,6 +95,12 @@ def _no_group_is_left() -> Iterator[None]:
     """Leave the process group that runs of one rank have made in this process: no rank could be forked from it."""
     yield
     join.leave()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _specs_are_traced_here() -> Iterator[None]:
+    with traced.specs_here():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

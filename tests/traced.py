@@ -20,6 +20,8 @@ from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.models import catalog
+from samestep.models.spec_json import to_json
 from samestep.runtime import assembly
 from samestep.training import workload
 
@@ -75,4 +77,22 @@ def families_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workload, "examine", once)
         patch.setattr(assembly, "examine", once)
+        yield
+
+
+@contextmanager
+def specs_here() -> Iterator[None]:
+    """Let the catalog trace models of transformers in this process: a new one imports torch for 3 s to do it.
+
+    Code of a user is traced in a process of its own, as always; so are all models in commands that a test starts as new processes.
+    """
+    elsewhere = catalog._trace_elsewhere
+
+    def trace(job: Job) -> str:
+        if not job.model.source.startswith("hf:") or job.model_folder is not None:
+            return elsewhere(job)
+        return to_json(workload.trace_job(job).spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "_trace_elsewhere", trace)
         yield
