@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -51,7 +52,7 @@ from samestep.randomness.masks import (
     rates_of,
 )
 from samestep.randomness.replacements import HANDLERS
-from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, ForwardRows, KnownDraws
+from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, Drawn, ForwardRows, KnownDraws
 
 DrawKey = tuple[str, int, int]
 """A mask, or a tensor of random numbers: the module that draws it, its entry, and the draw, as in `MaskSpec`."""
@@ -131,6 +132,8 @@ class _Frame:
     """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""
 
 
+_MOST_MASKS = 4096
+"""Masks whose place among those that are hashed at once is remembered."""
 _MOST_SHAPES = 64
 """Shapes of masks whose hashed positions are remembered."""
 
@@ -150,6 +153,8 @@ class _ModeTracker:
     hooks: list[RemovableHandle] = field(default_factory=list)
     known: KnownDraws = field(default_factory=KnownDraws)
     """The draws of earlier forwards."""
+    in_order: dict[tuple[Any, ...], Drawn] = field(default_factory=dict)
+    """The positions of masks whose samples are in order, so that they are views, by draw, shape, probability and what else decides."""
     hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], HashedPositions] = field(default_factory=dict)
     """Hashed positions by the shape of a sample's whole mask and its cuts."""
     num_removed: int = 0
@@ -197,7 +202,7 @@ def leave_out(model: nn.Module, in_graph: Set[nn.Module]) -> None:
     tracker.in_graph = in_graph
     for name, module in named_modules(model).items():
         if module in in_graph and type(module) not in DRAWING_NOTHING:
-            report_uncompiled(module, *_reports(name, tracker, lambda: True))
+            report_uncompiled(module, *_reports(name, tracker, None))
 
 
 def untrack_modules(model: nn.Module) -> None:
@@ -212,25 +217,33 @@ def untrack_modules(model: nn.Module) -> None:
 
 def _hook(module: nn.Module, name: str, tracker: _ModeTracker) -> RemovableHandle:
     """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
-    round_ = tracker.num_removed
-    enter, leave = _reports(name, tracker, lambda: tracker.num_removed == round_)
+    enter, leave = _reports(name, tracker, tracker.num_removed)
     handle = module.register_forward_pre_hook(enter, prepend=True)
     tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
     return handle
 
 
-def _reports(name: str, tracker: _ModeTracker, is_on: Callable[[], bool]) -> tuple[Callable[..., None], ...]:
-    """Return the two functions that report the forwards of a module."""
+def _reports(name: str, tracker: _ModeTracker, round_: int | None) -> tuple[Callable[..., None], ...]:
+    """Return the two functions that report the forwards of a module, until hooks are removed once more than in this round."""
+    modes = tracker.modes
 
     def enter(module: nn.Module, args: Any) -> None:
-        if tracker.modes and is_on():
-            tracker.modes[-1]._enter_module(name)
+        if modes and (round_ is None or tracker.num_removed == round_):
+            modes[-1]._enter_module(name)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if tracker.modes and is_on():
-            tracker.modes[-1]._leave_module(name)
+        if modes and (round_ is None or tracker.num_removed == round_):
+            frames = modes[-1]._frames
+            if frames[-1].name == name and len(frames) > 1:
+                frames.pop()
 
     return enter, leave
+
+
+def _part_of(dropped: Tensor, start: int, stop: int, num_columns: int) -> Tensor:
+    """Return what is dropped from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
+    is_whole = (stop - start, num_columns) == tuple(dropped.shape[-2:])
+    return dropped if is_whole else dropped[..., start:stop, :num_columns]
 
 
 class DropoutMode(MaskSource):
@@ -250,7 +263,7 @@ class DropoutMode(MaskSource):
         self.allows_random = False
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
-        self._draw = draw
+        self._draw, self._num_samples = draw, draw.samples.numel()
         self._part = part
         self._tracker = _TRACKERS[model]
         self._frames = [
@@ -302,10 +315,6 @@ class DropoutMode(MaskSource):
         for name, count in entries.items():
             self._entries[name] = self._entries.get(name, 0) + count
 
-    def _leave_module(self, name: str) -> None:
-        if self._frames[-1].name == name and len(self._frames) > 1:
-            self._frames.pop()
-
     def _snapshot(self) -> tuple[list[_Frame], dict[str, int]]:
         return [dataclasses.replace(frame) for frame in self._frames], dict(self._entries)
 
@@ -333,7 +342,20 @@ class DropoutMode(MaskSource):
         Raises:
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
-        return self._mask_bits(x, shape, p, what).dropped()
+        known = self._known_mask(x, shape, p)
+        return self._mask_bits(x, shape, p, what).dropped() if known is None else known
+
+    def _known_mask(self, x: Tensor, shape: torch.Size, p: float) -> Tensor | None:
+        """Return the mask of the next draw and count it, if it was hashed at once with the forward's first; most often it was."""
+        frame = self._frames[-1]
+        draw = frame.name, frame.entry, frame.num_draws
+        drawn = self._tracker.in_order.get((draw, shape, p, self._num_samples, id(self._part), x.device))
+        mask = None if drawn is None else self._rows.taken(draw, drawn)
+        if mask is None:
+            return None
+        frame.num_draws += 1
+        self.num_draws += 1
+        return mask.view(shape)
 
     def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
         """Return a function that makes parts of such a mask, whenever it is called.
@@ -341,7 +363,8 @@ class DropoutMode(MaskSource):
         Raises:
             ModelError: as `drop` does.
         """
-        return self._mask_bits(x, shape, p, what).dropped_part
+        known = self._known_mask(x, shape, p)
+        return self._mask_bits(x, shape, p, what).dropped_part if known is None else functools.partial(_part_of, known)
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
@@ -375,7 +398,13 @@ class DropoutMode(MaskSource):
         mask = self._next_draw()
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
-        return self._arranged(mask, self._tracker.rows.get(mask, IN_ORDER), shape, x.device, what, p)
+        found = self._arranged(mask, self._tracker.rows.get(mask, IN_ORDER), shape, x.device, what, p)
+        if found.mask is not None and found.is_in_order:
+            if len(self._tracker.in_order) >= _MOST_MASKS:
+                self._tracker.in_order.clear()
+            key = mask, tuple(shape), p, self._num_samples, id(self._part), x.device
+            self._tracker.in_order[key] = self._rows.drawn(mask)
+        return found
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False

@@ -29,14 +29,14 @@ MOST_ELEMENTS = 2**22
 """Elements of the masks of a forward that are held at once, in a byte each."""
 
 
-class _Drawn(NamedTuple):
+class Drawn(NamedTuple):
     """The positions of a draw, and the probability of a mask; 0 for random numbers, of which the bits themselves are used."""
 
     at: HashedPositions
     p: float
 
 
-_Draws = dict[Hashable, _Drawn]
+_Draws = dict[Hashable, Drawn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class ForwardRows:
         if self._mine is None:
             self._begin(draw, samples)
         assert self._mine is not None
-        self._mine[draw] = mine = _Drawn(at, p)
+        self._mine[draw] = mine = Drawn(at, p)
         if self._layout is None or self._layout.draws.get(draw) != mine:
             return self._alone(draw, samples, at), None
         dropped = self._dropped.get(draw)
@@ -152,6 +152,22 @@ class ForwardRows:
             return None, dropped
         start, number = self._layout.starts[draw], samples.numel() * at.rows.numel()
         return self._halves[start : start + number].view(samples.numel(), at.rows.numel(), 2), None
+
+    def drawn(self, draw: Hashable) -> Drawn:
+        """Return the positions of a draw of this forward, as those of earlier forwards have them."""
+        assert self._mine is not None
+        return self._mine[draw]
+
+    def taken(self, draw: Hashable, drawn: Drawn) -> Tensor | None:
+        """Return the mask of a draw at these positions, bool [B * R, C], if it is among those hashed at once; it is then drawn."""
+        if self._mine is None:
+            return None
+        mask = self._dropped.get(draw)
+        assert mask is None or self._layout is not None
+        if mask is None or self._layout.draws[draw] != drawn:  # type: ignore[union-attr]
+            return None
+        self._mine[draw] = drawn
+        return mask
 
     def _alone(self, draw: Hashable, samples: Tensor, at: HashedPositions) -> Tensor:
         key = int.from_bytes(self._digest(_name(draw)), "little", signed=True)
@@ -232,6 +248,11 @@ class DrawBits:
         halves = self.halves.view(-1, *self.each[:-1], 2)[..., start:stop, :].flatten(1, -2)
         bits = hash_bits(halves, self.columns[:num_columns])
         return self._arranged(bits, (*self.shape[:-2], *size), (*self.each[:-2], *size))
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the elements are in the order of the tensor, so that a mask is a view."""
+        return self.dim == OF_NO_SAMPLE or (self.dim == 0 and self.inner in (0, self.each[0]))
 
     def _arranged(self, values: Tensor, shape: Sequence[int], each: tuple[int, ...]) -> Tensor:
         if self.dim == OF_NO_SAMPLE or (self.dim == 0 and self.inner in (0, each[0])):

@@ -47,17 +47,19 @@ class AttentionCall(NamedTuple):
     @property
     def heads(self) -> tuple[int, ...]:
         """Sizes of the dimensions of samples and heads, to which queries, keys, values and mask are broadcast."""
-        shapes = [one.shape[:-3] + self.query.shape[-3:-2] if self.enable_gqa else one.shape[:-2] for one in self[1:3]]
+        found, key, value = self.query.shape[:-2], self.key.shape, self.value.shape
+        if self.enable_gqa:
+            shapes = [key[:-3] + found[-1:], value[:-3] + found[-1:]]
+        else:
+            shapes = [key[:-2], value[:-2]]
         shapes += [] if self.attn_mask is None else [self.attn_mask.shape[:-2]]
-        found = self.query.shape[:-2]
-        return (
-            tuple(found) if all(shape == found for shape in shapes) else tuple(torch.broadcast_shapes(found, *shapes))
-        )
+        return tuple(found) if shapes.count(found) == len(shapes) else tuple(torch.broadcast_shapes(found, *shapes))
 
     def attend(self, dropout: DroppedWeights | None = None, across: Across | None = None) -> Tensor:
         """Return the output of the attention, with the weights dropped that dropout drops."""
-        if all(one.dim() == 4 and one.shape[0] == self.query.shape[0] for one in self[1:3]) and (
-            self.enable_gqa or self.query.shape[1] == self.key.shape[1] == self.value.shape[1]
+        query, key, value = self[:3]
+        if key.dim() == value.dim() == 4 and key.shape[0] == value.shape[0] == query.shape[0] and (
+            self.enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
         ) and (self.attn_mask is None or self.attn_mask.dim() <= 4):  # fmt: skip
             return attend(*self[:3], self.spec(dropout), needs_lse=False, across=across)[0]
         heads = self.heads

@@ -69,7 +69,7 @@ class AttentionSpec:
 
     def has_only(self, *names: str) -> bool:
         """Return whether, mask and causality aside, nothing is asked for but these fields: torch's fused kernels compute the rest."""
-        return all(getattr(self, name) is None or name in names for name in _BEYOND_TORCH)
+        return not [name for name in _BEYOND_TORCH if getattr(self, name) is not None and name not in names]
 
 
 _BEYOND_TORCH = ("window", "documents", "softcap", "sinks", "dropout")

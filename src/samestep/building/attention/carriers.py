@@ -77,7 +77,10 @@ def attend(
 
 def carrier_of(asked: Asked) -> Carrier:
     """Return the first carrier that computes an attention."""
-    return next(carrier for carrier in CARRIERS if carrier.fits(asked))
+    for carrier in CARRIERS:
+        if carrier.fits(asked):
+            return carrier
+    raise AssertionError("the formula computes every form")
 
 
 def _has_documents_alone(asked: Asked) -> bool:
@@ -87,16 +90,11 @@ def _has_documents_alone(asked: Asked) -> bool:
 
 def _fits_variable_length(asked: Asked) -> bool:
     query = asked.query
+    if not query.is_cuda:
+        return False
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     known = asked.spec.lengths is not None and query.shape[2] == asked.key.shape[2]
-    return (
-        query.is_cuda
-        and is_half
-        and known
-        and _has_documents_alone(asked)
-        and fits_heads(asked)
-        and has_variable_length()
-    )
+    return is_half and known and _has_documents_alone(asked) and fits_heads(asked) and has_variable_length()
 
 
 def fits_heads(asked: Asked) -> bool:
