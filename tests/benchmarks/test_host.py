@@ -80,7 +80,7 @@ def python_calls_on_ranks(rank: int, world: int, row: Row) -> int:
     [
         (replace(LLAMA, layout="dp=2"), 32),
         (replace(LLAMA, layout="tp=2", peer="two autograd functions"), 260),
-        (replace(LLAMA, model="gpt"), 270),
+        (replace(LLAMA, model="gpt"), 76),
     ],
     ids=["dp=2", "tp=2", "dropout"],
 )

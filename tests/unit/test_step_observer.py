@@ -17,7 +17,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.program.ops import StepFlag
-from samestep.randomness.mode import Dropout, DropoutState
+from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars

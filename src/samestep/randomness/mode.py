@@ -12,16 +12,13 @@ the samples are the same for all samples of a step.
 A model cut over tp runs its code on fewer heads or neurons. The shape of a mask shows which ones it is
 for: the trace records the shape of each mask on one device, and the dimension that is smaller is cut.
 
-How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
-Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
-`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which `recompute.in_our_modes` gives to every call of it,
-those of the model's code included. Backward needs no mode: the recomputation enters one.
+A new `DropoutMode` is entered around the forward of each micro-batch (on each stage, of each chunk). `recompute_contexts` lets
+a recomputation, which `recompute.in_our_modes` gives to every call of torch's `checkpoint`, enter it again; a backward needs none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import hashlib
 import itertools
@@ -38,7 +35,8 @@ from torch.utils.hooks import RemovableHandle
 from samestep.building.attention import DropPart
 from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
-from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.models.spec import MaskSpec
+from samestep.randomness.by_name import WITHIN_TRANSFORM, DrawsByName, Watch
 from samestep.randomness.drawing_modules import DRAWING_NOTHING, named_modules
 from samestep.randomness.graph_draws import report_uncompiled
 from samestep.randomness.mask_source import MaskSource
@@ -49,10 +47,9 @@ from samestep.randomness.masks import (
     hash_positions,
     mix,
     positions,
-    rates_of,
 )
 from samestep.randomness.replacements import HANDLERS
-from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, Drawn, ForwardRows, KnownDraws
+from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, Drawn, ForwardRows, KnownDraws, part_of
 
 DrawKey = tuple[str, int, int]
 """A mask, or a tensor of random numbers: the module that draws it, its entry, and the draw, as in `MaskSpec`."""
@@ -72,54 +69,6 @@ class Draw:
     """The number of backwards of the step before this one, where a loop calls several."""
 
 
-class Dropout(enum.Enum):
-    """Whether the training forwards of a model draw dropout masks.
-
-    UNKNOWN ─► ACTIVE   a forward has drawn a mask
-    UNKNOWN ─► ABSENT   a whole step has drawn none
-    ABSENT  ─► UNKNOWN  a probability that was 0 has been raised
-    """
-
-    UNKNOWN = "unknown"
-    """Neither the model nor a step has shown dropout so far: forwards run under a `DropoutMode`, which counts masks."""
-    ACTIVE = "active"
-    """Every training forward runs under a `DropoutMode`."""
-    ABSENT = "absent"
-    """Forwards run without a mode, and modules without its hooks."""
-
-
-@dataclass(slots=True)
-class DropoutState:
-    """The dropout of a model as steps have shown it so far: the part of an assembly that changes."""
-
-    dropout: Dropout
-    rates: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """Where modules keep the probabilities that were 0 when the hooks were removed: attributes and names."""
-
-    @classmethod
-    def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
-        """Return the state before the first step: active if the trace drew masks or a probability is above 0."""
-        return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
-
-    def begin_step(self, model: nn.Module) -> None:
-        """Test whether a probability has been raised since the model was found to have no dropout."""
-        if self.dropout is Dropout.ABSENT and any(fields.get(name) for fields, name in self.rates):
-            self.dropout = Dropout.UNKNOWN
-            track_modules(model)
-
-    def end_forward(self, num_draws: int) -> None:
-        """Record the number of masks that a training forward has drawn."""
-        if num_draws > 0 and self.dropout is Dropout.UNKNOWN:
-            self.dropout = Dropout.ACTIVE
-
-    def end_step(self, model: nn.Module) -> None:
-        """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
-        if self.dropout is Dropout.UNKNOWN:
-            self.dropout = Dropout.ABSENT
-            self.rates = rates_of(model)
-            untrack_modules(model)
-
-
 @dataclass(slots=True)
 class _Frame:
     """One running forward of a module."""
@@ -132,10 +81,8 @@ class _Frame:
     """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""
 
 
-_MOST_MASKS = 4096
-"""Masks whose place among those that are hashed at once is remembered."""
-_MOST_SHAPES = 64
-"""Shapes of masks whose hashed positions are remembered."""
+_MOST_MASKS, _MOST_SHAPES = 4096, 64
+"""Masks whose place among those hashed at once is remembered, and shapes of masks whose hashed positions are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +100,8 @@ class _ModeTracker:
     hooks: list[RemovableHandle] = field(default_factory=list)
     known: KnownDraws = field(default_factory=KnownDraws)
     """The draws of earlier forwards."""
+    names: DrawsByName = field(default_factory=DrawsByName)
+    """Whether its draws need a mode."""
     in_order: dict[tuple[Any, ...], Drawn] = field(default_factory=dict)
     """The positions of masks whose samples are in order, so that they are views, by draw, shape, probability and what else decides."""
     hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], HashedPositions] = field(default_factory=dict)
@@ -240,12 +189,6 @@ def _reports(name: str, tracker: _ModeTracker, round_: int | None) -> tuple[Call
     return enter, leave
 
 
-def _part_of(dropped: Tensor, start: int, stop: int, num_columns: int) -> Tensor:
-    """Return what is dropped from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
-    is_whole = (stop - start, num_columns) == tuple(dropped.shape[-2:])
-    return dropped if is_whole else dropped[..., start:stop, :num_columns]
-
-
 class DropoutMode(MaskSource):
     """A function mode that computes every dropout mask and random number as a function of its position and of `draw`.
 
@@ -261,6 +204,9 @@ class DropoutMode(MaskSource):
         if not (model in _TRACKERS and _TRACKERS[model].is_installed):
             track_modules(model)
         self.allows_random = False
+        self._names: DrawsByName | None = None
+        self._entered: list[Watch] = []
+        """How draws are seen since each time that this mode was entered."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
         self._draw, self._num_samples = draw, draw.samples.numel()
@@ -277,26 +223,47 @@ class DropoutMode(MaskSource):
         keys = hashlib.blake2b(f"{draw.seed}/{step}/".encode(), digest_size=8)
         self._rows = ForwardRows(self._tracker.known, keys)
 
+    def may_go_by_name(self) -> DropoutMode:
+        """Let draws be seen by the names of their functions, where earlier forwards have shown that this suffices; return the mode."""
+        if type(self).__torch_function__ is DropoutMode.__torch_function__:
+            self._names = self._tracker.names
+        return self
+
+    def end_forward(self, model: nn.Module) -> None:
+        """Decide by a training forward that has ended how the next one is watched."""
+        if self._names is not None and self.num_draws:
+            self._names.end_forward(model)
+
     def __enter__(self) -> DropoutMode:
-        super().__enter__()
+        watch = Watch.ALWAYS_BY_MODE if self._names is None else self._names.watch
+        self._entered.append(watch)
+        if watch is not Watch.BY_NAMES:
+            super().__enter__()
+        if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
+            self._names.enter(self)
         self._tracker.modes.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._tracker.modes.pop()
-        super().__exit__(*error)
+        watch = self._entered.pop()
+        if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
+            self._names.leave()
+        if watch is not Watch.BY_NAMES:
+            super().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None:
+            if self._entered[-1] is Watch.BY_BOTH and self._names is not None:
+                self._names.note(func)
             return func(*args, **kwargs) if kwargs else func(*args)
         if is_transformed():
-            raise self.refuse(
-                "random numbers inside of a transform of torch.func, where it is not seen which sample is whose; dropout "
-                "before or behind torch.vmap works"
-            )
+            raise self.refuse(WITHIN_TRANSFORM)
+        if self._names is not None and not self._names.depth:
+            self._names.reached.add(func)
         return handler(self, func, *args, **(kwargs or {}))
 
     def settle(self) -> None:
@@ -358,13 +325,9 @@ class DropoutMode(MaskSource):
         return mask.view(shape)
 
     def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
-        """Return a function that makes parts of such a mask, whenever it is called.
-
-        Raises:
-            ModelError: as `drop` does.
-        """
+        """Return a function that makes parts of such a mask, whenever it is called; it raises what `drop` does."""
         known = self._known_mask(x, shape, p)
-        return self._mask_bits(x, shape, p, what).dropped_part if known is None else functools.partial(_part_of, known)
+        return self._mask_bits(x, shape, p, what).dropped_part if known is None else functools.partial(part_of, known)
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
@@ -495,6 +458,12 @@ def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     tracker.rows = {(mask.owner, mask.entry, mask.draw): mask.rows or IN_ORDER for mask in masks}
     tracker.draws_numbers = any(mask.draw < 0 for mask in masks)
+
+
+def needs_mode(model: nn.Module) -> bool:
+    """See all later forwards of a model by a mode, since one has drawn what no name has shown; return whether it was seen by names."""
+    tracker = _TRACKERS.get(model)
+    return tracker is not None and tracker.names.give_up()
 
 
 class _Recompute:

@@ -202,6 +202,12 @@ def _windows(layout: _Layout, group: _Alike, dropped: Tensor, num_samples: int) 
     return dict(zip(mine, dropped.split(each), strict=True))
 
 
+def part_of(dropped: Tensor, start: int, stop: int, num_columns: int) -> Tensor:
+    """Return what is dropped from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
+    is_whole = (stop - start, num_columns) == tuple(dropped.shape[-2:])
+    return dropped if is_whole else dropped[..., start:stop, :num_columns]
+
+
 @dataclass(frozen=True, slots=True)
 class DrawBits:
     """The inputs of the hashed bits of a draw, or of a part of it; or a mask."""
@@ -238,9 +244,7 @@ class DrawBits:
         """Return `dropped` from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
         if self.mask is None and self.dim < len(self.shape) - 2:
             return drop_mask(self._part(start, stop, num_columns), self.p)
-        dropped = self.dropped()
-        is_whole = (stop - start, num_columns) == tuple(dropped.shape[-2:])
-        return dropped if is_whole else dropped[..., start:stop, :num_columns]
+        return part_of(self.dropped(), start, stop, num_columns)
 
     def _part(self, start: int, stop: int, num_columns: int) -> Tensor:
         assert self.halves is not None

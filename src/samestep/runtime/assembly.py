@@ -40,6 +40,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.randomness import mode as dropout
+from samestep.randomness.dropout_state import DropoutState
 from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
     batch_norm,
@@ -129,7 +130,7 @@ class PreparedModel:
     first_state: FirstState
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
     replaced: ReplacedWeights
-    dropout: dropout.DropoutState
+    dropout: DropoutState
     mask_part: MaskSlice | None
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
     remarks: tuple[str, ...] = ()
@@ -358,7 +359,7 @@ def _prepare_model(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes, stor
         running_buffers=[*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)],
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, written, program),
-        dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+        dropout=DropoutState.of(traced.analysis.has_dropout, spec),
         mask_part=MaskSlice.of(
             spec, tp, cp, cuts_sequence=program.step.layout.sequence_parallel, cp_heads=cut.slicing.heads
         ),

@@ -21,6 +21,7 @@ from torch import Tensor
 from samestep.job import Job
 from samestep.program.bodies import Task
 from samestep.randomness import mode as dropout
+from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
@@ -176,7 +177,7 @@ class Interpreter:
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
         make_mode = self.observer.dropout_mode()
-        if make_mode is None and self.assembly.model.dropout.dropout is dropout.Dropout.ABSENT:
+        if make_mode is None and self.assembly.model.dropout.dropout is Dropout.ABSENT:
             return precision.raise_islands(self.assembly.parallel.program)
         return self._with_dropout(microbatches, microbatch, make_mode)
 
@@ -186,10 +187,15 @@ class Interpreter:
         with precision.raise_islands(parallel.program):
             samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
             draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
-            with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
+            mode = (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part)
+            layout = parallel.program.step.layout
+            if make_mode is None and layout.pp == layout.cp == 1 and not model.compiled.num_blocks:
+                mode.may_go_by_name()
+            with mode:
                 mode.allows_random = "random" in self.job.run.allow
                 yield
             model.dropout.end_forward(mode.num_draws)
+            mode.end_forward(model.module)
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         parallel = self.assembly.parallel

@@ -48,10 +48,7 @@ class AttentionCall(NamedTuple):
     def heads(self) -> tuple[int, ...]:
         """Sizes of the dimensions of samples and heads, to which queries, keys, values and mask are broadcast."""
         found, key, value = self.query.shape[:-2], self.key.shape, self.value.shape
-        if self.enable_gqa:
-            shapes = [key[:-3] + found[-1:], value[:-3] + found[-1:]]
-        else:
-            shapes = [key[:-2], value[:-2]]
+        shapes = [key[:-3] + found[-1:], value[:-3] + found[-1:]] if self.enable_gqa else [key[:-2], value[:-2]]
         shapes += [] if self.attn_mask is None else [self.attn_mask.shape[:-2]]
         return tuple(found) if shapes.count(found) == len(shapes) else tuple(torch.broadcast_shapes(found, *shapes))
 

@@ -42,6 +42,7 @@ from samestep.job import Job
 from samestep.job_tables import Waiver
 from samestep.program.bodies import Task
 from samestep.randomness import mode as dropout
+from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import RouteMode, tokens_of_first
@@ -160,7 +161,7 @@ class Canary:
         finally:
             handle.remove()
             store.watch.compare_values(False)
-            if model.dropout.dropout is dropout.Dropout.ABSENT:
+            if model.dropout.dropout is Dropout.ABSENT:
                 dropout.untrack_modules(model.module)
 
 

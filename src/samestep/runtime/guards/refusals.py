@@ -27,6 +27,8 @@ class Refusals:
         self._evaluated = self._agreed = frozenset[str]()
         self.gave_up_at = ""
         """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
+        self.asks_again = False
+        """Whether this rank asks for the step once more, since its forward drew what only a mode sees."""
         self.tried_by_parts: Callable[[], bool] | None = None
         """Whether the loss of this step passes another trial, which all ranks run together; None before the first step."""
         self._may_pass = False
@@ -56,7 +58,7 @@ class Refusals:
     @property
     def is_pending(self) -> bool:
         """Whether this rank has a reason, gave the step up, or has other modules in evaluation mode than were compared last."""
-        return self._pending is not None or bool(self.gave_up_at) or self._evaluated != self._agreed
+        return self._pending is not None or bool(self.gave_up_at) or self.asks_again or self._evaluated != self._agreed
 
     def raise_own(self) -> None:
         """Raise this rank's reason, if it has one, where no collective of the step follows.
@@ -76,11 +78,11 @@ class Refusals:
             UnprovenError: some rank refuses the step.
         """
         with outside_step():
-            mine = (self._pending, sorted(self._evaluated), self.gave_up_at, self._may_pass)
+            mine = (self._pending, sorted(self._evaluated), self.gave_up_at, self._may_pass, self.asks_again)
             everyone = gather_values(mine, world_size)
-        self._agreed, self.gave_up_at = self._evaluated, ""
+        self._agreed, self.gave_up_at, self.asks_again = self._evaluated, "", False
         found = [reason for reason, *_ in everyone if reason is not None]
-        if found and not self._pass(world_size, all(may for reason, _, _, may in everyone if reason is not None)):
+        if found and not self._pass(world_size, all(may for reason, _, _, may, _ in everyone if reason is not None)):
             raise UnprovenError(*found[0])
         if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, *_ in everyone)):
             raise UnprovenError(
@@ -88,13 +90,13 @@ class Refusals:
                 "train() of run.model on all ranks alike works",
                 "state",
             )
-        given_up = [(rank, path) for rank, (_, _, path, _) in enumerate(everyone) if path]
+        given_up = [(rank, path) for rank, (_, _, path, *_) in enumerate(everyone) if path]
         for rank, path in given_up:
             self.remark(
                 f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
                 "weights gathered from each forward to the end of its backward from now on"
             )
-        return bool(given_up)
+        return bool(given_up) or any(again for *_, again in everyone)
 
     def _pass(self, world_size: int, may: bool) -> bool:
         """Return whether the trial by parts passes on all ranks, and forget this rank's reason then."""

@@ -27,6 +27,7 @@ from samestep.building.model import call_model
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
 from samestep.randomness import mode as dropout
+from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
@@ -158,7 +159,7 @@ class Repeat:
         make: Callable[..., dropout.DropoutMode] | None = self._make_mode()
         if make is None and self.routes:
             make = functools.partial(RouteMode, routes=self.routes, own=tokens_of_first, replays=True)
-        if make is None and model.dropout.dropout is dropout.Dropout.ABSENT:
+        if make is None and model.dropout.dropout is Dropout.ABSENT:
             yield
             return
         samples = torch.as_tensor(indices, device=self._assembly.parallel.mesh.device)

@@ -38,6 +38,7 @@ from samestep.datasets.values import num_samples, rows_of
 from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.program.program import Program
+from samestep.randomness.mode import needs_mode
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.whole_batch import WholeBatch
@@ -265,6 +266,10 @@ class StepTrials:
         if not generator:
             return
         layout, model = self._layout, held.model.module
+        if who != "the optimizer" and needs_mode(model):
+            self._refusals.asks_again = True
+            self._generators.settle()
+            return
         waits = held.parallel.batch_norms.sends or layout.gathers_weights
         if samples is not None and layout.model_ranks == 1 and not waits:
             held.weights.store.settle()

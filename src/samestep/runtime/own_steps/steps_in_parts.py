@@ -33,6 +33,7 @@ from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.models.loss_names import LossNames
 from samestep.randomness import mode as dropout
+from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
@@ -181,8 +182,8 @@ class StepsInParts:
             trials = StepTrials(held, loss, self._stepper.refusals, self._stepper.place.device)
             self._known[key] = trials, self._names_in(held, loss, batch)
             checked = check_results_of(given_instance.watching(loss, self._own.source.model, held.model.module))
-            if held.model.dropout.dropout is dropout.Dropout.ABSENT:  # this loss may draw
-                held.model.dropout.dropout = dropout.Dropout.UNKNOWN
+            if held.model.dropout.dropout is Dropout.ABSENT:  # this loss may draw
+                held.model.dropout.dropout = Dropout.UNKNOWN
                 dropout.track_modules(held.model.module)
         trials, names = self._known[key]
         if not sums.is_whole:

@@ -1,0 +1,126 @@
+"""Dropouts that are intercepted by their names draw the masks of the mode, and a forward that needs the mode gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import dropout as imported_dropout
+from torch.utils.checkpoint import checkpoint
+
+from samestep import Job, batches, parallelize
+from samestep.randomness.by_name import Watch
+from samestep.randomness.mode import _TRACKERS, DropoutMode
+from tests.pool import pool
+
+STEPS = 7
+LATER = 13
+"""The sample at which some models draw in another way: of step 5."""
+
+
+class Samples(torch.utils.data.Dataset):
+    """Samples (values, target, index)."""
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        values = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6) * (1 + index % 5)
+        return values, torch.tensor(float(index % 3)), torch.tensor(index)
+
+
+class Mixer(nn.Module):
+    """An attention and an MLP with dropouts; `draw` is one more of them, given the values and the samples' indices."""
+
+    def __init__(self, draw: Callable[[Tensor, Tensor], Tensor] | None = None, recomputes: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 1)
+        self.drop = nn.Dropout(0.3)
+        self.draw, self.recomputes = draw, recomputes
+        self.kept = F.dropout
+
+    def mixed(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        return self.drop(x + F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)[:, 0])
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        y = checkpoint(self.mixed, x, use_reentrant=False) if self.recomputes else self.mixed(x)
+        y = self.drop(F.scaled_dot_product_attention(y, y, y))
+        if self.draw is not None:
+            y = self.draw(y, index)
+        return self.out(y).mean((1, 2))
+
+
+class Kept(Mixer):
+    """A model that calls a dropout by an attribute of its own."""
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return super().forward(self.kept(x, 0.3), index)
+
+
+def by_import(x: Tensor, index: Tensor) -> Tensor:
+    return imported_dropout(x, 0.4)
+
+
+def other_dropout(x: Tensor, index: Tensor) -> Tensor:
+    return F.alpha_dropout(x, 0.4, training=True)
+
+
+def later(x: Tensor, index: Tensor) -> Tensor:
+    """Draw by a function without a name here, of one rank's samples in one step alone."""
+    return F.alpha_dropout(x, 0.4, training=True) if bool((index == LATER).any()) else x
+
+
+def loss(outputs: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    return (outputs - batch[1]).square().sum(), len(outputs)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Watch]] = {
+    "plain": (Mixer, Watch.BY_NAMES),
+    "recomputed": (lambda: Mixer(recomputes=True), Watch.BY_NAMES),
+    "imported": (lambda: Mixer(by_import), Watch.BY_NAMES),
+    "kept": (Kept, Watch.ALWAYS_BY_MODE),
+    "another": (lambda: Mixer(other_dropout), Watch.ALWAYS_BY_MODE),
+    "later": (lambda: Mixer(later), Watch.ALWAYS_BY_MODE),
+}
+
+
+def losses(name: str, layout: str, precision: str) -> tuple[list[float], Watch]:
+    """Return the losses of some steps, and how the last forward was watched."""
+    job = Job(
+        train={"global_batch": 4, "steps": STEPS, "watch_every": 0},
+        numerics={"precision": precision},
+        run={"device": "cpu"},
+    )
+    made = MODELS[name][0]
+    run = parallelize(made, loss, lambda params: torch.optim.SGD(params, lr=0.01), layout=layout, job=job)
+    found = [run.step(batch).loss for batch in batches(Samples(), job)]
+    return found, _TRACKERS[run.model].names.watch
+
+
+def both(rank: int, world: int, name: str, layout: str, precision: str) -> tuple[list[float], list[float], Watch]:
+    """Return the losses with names, those under the mode alone, and how forwards were watched at the end."""
+    by_names, watch = losses(name, layout, precision)
+    with mock.patch.object(DropoutMode, "may_go_by_name", lambda self: self):
+        by_mode, _ = losses(name, layout, precision)
+    return by_names, by_mode, watch
+
+
+CASES = [
+    *((name, "dp=1", "float32") for name in MODELS),
+    *((name, "dp=1 microbatch=1", "bf16") for name in ("plain", "later")),
+    *((name, "dp=2", "float64") for name in ("kept", "later")),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "precision"), CASES)
+def test_names_draw_the_masks_of_the_mode(name: str, layout: str, precision: str) -> None:
+    world = 2 if layout == "dp=2" else 1
+    found = pool(world).run(both, name, layout, precision)
+    for by_names, by_mode, _ in found:
+        assert by_names == by_mode
+    assert MODELS[name][1] in {watch for *_, watch in found}  # a rank that draws no such mask goes on by names
