@@ -60,7 +60,10 @@ def test_a_loop_of_ones_own_is_tracked_and_ends_in_time(layout: str, tmp_path: P
         assert list(held_out[1]) == ["held_out", "held_out/largest", "held_out/positive"]
     assert rows(tmp_path)[1]["held_out"] == pytest.approx(found[0][2][1], rel=1e-12)
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-000002"]
-    assert [*(tmp_path / "tensorboard").iterdir()]
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    axes = {"dp=1": (), "dp=2 zero=3": ("dp_shard", "world"), "pp=2 microbatch=2": ("pp", "world")}[layout]
+    for name in ("forward", "backward", "update", *(f"wait_{axis}" for axis in axes)):
+        assert f"time/{name}_ms".encode() in events.read_bytes()
 
 
 def judged(rank: int, world: int, layout: str, folder: str) -> list[float]:

@@ -24,6 +24,7 @@ from samestep.job import Job
 from samestep.models.layer_spec import LayerSpec, Product
 from samestep.models.spec import ModelSpec
 from samestep.output import output_file
+from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.step_report import StepReport
 from samestep.training import trackers
 from samestep.training.metrics import Metrics, Screen, Speed, flops_of_sample, scalars_of
@@ -298,6 +299,29 @@ def test_a_resumed_run_continues_its_entry(word: str, tmp_path: Path, monkeypatc
     ids = [words.get("id", words.get("run_id")) for words in service.started]
     assert ids[1] == (ids[0] or "entry")
     assert service.ended == 2
+
+
+@pytest.mark.parametrize("word", [*trackers.SERVICES, trackers.TENSORBOARD])
+def test_the_time_of_a_step_reaches_trackers_axis_by_axis(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = _Service(word)
+    if word in trackers.SERVICES:
+        monkeypatch.setitem(sys.modules, word, service)
+    waits = {f"wait_{axis}_s": 0.5**number for number, axis in enumerate(("dp_replicate", "tp", "pp", "cp", "world"))}
+    sums = StepSums(1, {"forward_s": 3.0, "backward_s": 6.0, "sent": 7.0, **waits})
+    opened = trackers.open_trackers(Job(run={"report": word}), tmp_path, 0)
+    with contextlib.closing(Metrics(tmp_path, 0, opened)) as metrics:
+        metrics.write(_report(2), sums=sums)
+    seconds = {**waits, "forward_s": 3.0, "backward_s": 6.0}
+    expected = {f"time/{name.removesuffix('_s')}_ms": value * 1e3 for name, value in seconds.items()}
+    assert {*waits} <= {*_rows(tmp_path)[0]["time"]}
+    if word in trackers.SERVICES:
+        ((step, logged),) = service.logged
+        assert step == 2
+        assert {name: value for name, value in logged.items() if name.startswith("time/")} == expected
+    (events,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
+    assert all(events.read_bytes().count(name.encode()) == 1 for name in expected)
 
 
 def test_a_function_of_the_user_is_given_each_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
