@@ -16,6 +16,8 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.recording import step_recorder
+from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.run import Run
 from tests.parity.test_between_steps import Net, Points, everywhere, loss, measure
 
@@ -61,9 +63,28 @@ def test_a_loop_of_ones_own_is_tracked_and_ends_in_time(layout: str, tmp_path: P
     assert rows(tmp_path)[1]["held_out"] == pytest.approx(found[0][2][1], rel=1e-12)
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-000002"]
     (events,) = (tmp_path / "tensorboard").iterdir()
+    assert all(row["time"]["step"] <= row["step"] and row["time"]["forward_s"] > 0 for row in rows(tmp_path)[1:])
     axes = {"dp=1": (), "dp=2 zero=3": ("dp_shard", "world"), "pp=2 microbatch=2": ("pp", "world")}[layout]
     for name in ("forward", "backward", "update", *(f"wait_{axis}" for axis in axes)):
         assert f"time/{name}_ms".encode() in events.read_bytes()
+
+
+def slow(rank: int, world: int, layout: str, folder: str) -> None:
+    """Steps of a loop whose last rank, as a recorder sees it, works longer than the others."""
+    job = Job(train={"global_batch": 4, "steps": 45, "watch_every": 0}, run={"device": "cpu"})
+    run = run_of(rank, world, layout, job=job)
+    samestep.track(run, "metrics.jsonl", folder=folder)
+    own_s = 300.0 if rank == world - 1 else 100.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_recorder, "sums_of", lambda step, axes: StepSums(step.step, {"cpu_s": own_s}))
+        for batch in samestep.batches(Points(), job):
+            run.step(batch)
+
+
+def test_a_slow_rank_is_named_once_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    everywhere("dp=2", slow, str(tmp_path))
+    named = [row["straggler"] for row in rows(tmp_path) if "straggler" in row]
+    assert [one["rank"] for one in named] == [1]
 
 
 def judged(rank: int, world: int, layout: str, folder: str) -> list[float]:

@@ -11,17 +11,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from samestep.building.torch_seams import default_store
 from samestep.datasets import Dataset, batches
 from samestep.errors import OutOfMemoryError
 from samestep.output.output_file import write_whole
 from samestep.program import recorded
-from samestep.program.ranks import Ranks
 from samestep.proof import record
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes import whereabouts
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.recording.stragglers import StragglerWatch
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, out_of_memory, run_folder
@@ -30,6 +27,7 @@ from samestep.training.garbage import collect_after_steps
 from samestep.training.profiling import Profiler
 from samestep.training.run_log import NoLog, RunLog
 from samestep.training.saving import Saver
+from samestep.training.slow_ranks import watch_of
 from samestep.training.summary import Summary
 from samestep.training.trained import printable, sample_text
 from samestep.training.workload import held_out_accuracy, held_out_losses, use_evaluated_weights
@@ -111,7 +109,7 @@ def _loop(
     run = evaluated.run
     until = run.steps_taken if evaluated.is_over else checked.until
     saver = Saver(run, checked.folder / run_folder.CHECKPOINTS, log.say)
-    watch = _straggler_watch(run)
+    watch = watch_of(run)
     with log.live():
         for report in collect_after_steps(steps_of(run, checked.workload.dataset, until, profiler)):
             is_last = report.stop or report.step == until
@@ -140,16 +138,6 @@ def _loop(
                 break
     profiler.close()  # a run that was stopped
     run.recorder.close()
-
-
-def _straggler_watch(run: Run) -> StragglerWatch | None:
-    """Return the watch on slow ranks; None where this rank has no peers."""
-    world = run.layout.world_size
-    if world == 1:
-        return None
-    ranks = Ranks.of(run.layout, run.place.ranks_per_node)
-    stages = [ranks.coordinate(rank, "pp") for rank in range(world)]
-    return StragglerWatch(run.place.rank, stages, default_store(), is_gpu=run.place.device.type == "cuda")
 
 
 def _finish(evaluated: evaluations.Evaluations, checked: Checked, log: RunLog | NoLog) -> Summary | None:

@@ -20,11 +20,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from samestep.errors import JobError, did_you_mean
+from samestep.runtime.recording import stragglers
+from samestep.runtime.recording.stragglers import StragglerWatch
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, trackers
 from samestep.training.evaluations import Evaluations, HeldOut
 from samestep.training.metrics import FILE, Metrics, Screen, speed_of
+from samestep.training.slow_ranks import watch_of
 from samestep.training.trackers import Receiver
 
 PROGRESS = "progress"
@@ -88,6 +91,7 @@ class Tracking:
         self._evaluated: Evaluations | None = None
         self._metrics: Metrics | None = None
         self._screen: Screen | None = None
+        self._watch: StragglerWatch | None = None
         self._live = ExitStack()
         self._last: StepReport | None = None
         self._is_closed = False
@@ -111,12 +115,16 @@ class Tracking:
             self._begin(report)
         report, line = self._evaluate(report)
         self._last = report
+        sums = self._run.recorder.sums
+        late = self._watch.step(sums, report.step_s) if self._watch else {}
         if self._metrics is not None:
             is_last = report.stop or report.step >= self._run.job.train.steps
-            self._metrics.write(report, is_last)
+            self._metrics.straggler = late
+            self._metrics.write(report, is_last, sums)
             if self._screen is not None:
                 self._screen.show(report)
                 self._say(line)
+                self._say(stragglers.describe(late) if late else "")
             if is_last:
                 self.close()
         return report
@@ -126,6 +134,7 @@ class Tracking:
     def _begin(self, report: StepReport) -> None:
         """Open the receivers after the first step that they receive."""
         run, first = self._run, report.step - 1
+        self._watch = watch_of(run)
         job, folder = run.job, self._folder
         if run.place.rank == 0:
             speed = speed_of(run.assembly.model.spec, job, run.layout, run.place.device)
