@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
 from samestep.building.loss_result import Loss
@@ -316,6 +318,34 @@ def replaced(rank: int, world: int, layout: str) -> tuple[list[float], State]:
 def test_tensors_in_the_place_of_whole_weights_are_kept(layout: str) -> None:
     for found in everywhere(layout, replaced):
         prove(found)
+
+
+def copied(rank: int, world: int, layout: str) -> list[Any]:
+    """An average and a snapshot of a part, made within, which the loop updates and calls itself; what they compute at the end."""
+    run = run_of(rank, world, layout, Tied)
+    trained(run, 1)
+    with run.gathered() as model:
+        average, norm = (
+            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True),
+            copy.deepcopy(model.norm),
+        )
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in average.modules())
+        assert average.module.norm.weight is not model.norm.weight
+    for step in range(1, 3):
+        trained(run, 1, step)
+        with run.gathered() as model:
+            average.update_parameters(model)
+    x = Points()[0]["x"][None]
+    with torch.no_grad():
+        return [average(x)["logits"], norm(x), *average.module.state_dict().values()]
+
+
+@pytest.mark.parametrize("layout", SETTING)
+def test_copies_of_the_model_are_plain_modules(layout: str) -> None:
+    (alone,) = everywhere("dp=1", copied)
+    for found in everywhere(layout, copied):
+        for ours, theirs in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def misplaced(rank: int, world: int, layout: str) -> list[str]:

@@ -153,3 +153,10 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
     outer = copy.copy(model)
     outer.__class__ = Outer
     return outer
+
+
+def as_given(module: nn.Module) -> nn.Module:
+    """Return a model without the forward of the user's own around it: of the class that `parallelize` was given."""
+    if getattr(type(module), "takes_batch", False) and not isinstance(module, Models):
+        module.__class__ = type(module).__bases__[0]
+    return module

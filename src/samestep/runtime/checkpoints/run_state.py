@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import ModelError
 from samestep.examination.examine import build_blueprint
-from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
+from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, plain_copies, whole_state
 from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.weights.moving_averages import WeightAverages
@@ -159,7 +159,11 @@ class RunState:
         Raises:
             ModelError: ranks have written different values.
         """
-        with given_weights.gathered(self._run) as model, self._lending(Lent.WHOLE):
+        with (
+            given_weights.gathered(self._run) as model,
+            self._lending(Lent.WHOLE),
+            plain_copies.allowed(model, self._own),
+        ):
             yield model
 
     @contextmanager

@@ -49,6 +49,14 @@ class Mesh:
     timeout_s: float
     """Seconds that a call in any of the groups may take."""
 
+    def __deepcopy__(self, _: object) -> Mesh:
+        """Refuse a copy of what holds process groups, such as the hooks of a model's layout; without groups it is itself."""
+        if not self.groups:
+            return self
+        raise LayoutError(
+            "a copy of run.model was asked for, whose modules send messages here: within `with run.gathered() as model:` a copy works"
+        )
+
     def size(self, axis: str) -> int:
         """Return the number of ranks in a group of an axis."""
         return self.ranks.size(axis)

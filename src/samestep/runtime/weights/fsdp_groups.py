@@ -123,7 +123,8 @@ def _keep_name(derived: type[nn.Module]) -> None:
 def _refuse_copy(self: nn.Module, _: dict[int, Any]) -> nn.Module:
     raise LayoutError(
         f"a copy of run.model ({type(self).__name__}) was asked for, and under zero=2 and 3 a rank has rows of its weights: "
-        "run.state_dict() gathers them, train.ema = 0.999 with run.averaged() is what AveragedModel does, and zero=1 works"
+        "within `with run.gathered() as model:` a copy of it works, and so does train.ema = 0.999 with run.averaged() in the place of "
+        "AveragedModel"
     )
 
 
