@@ -48,7 +48,9 @@ def examine_layout(traced: TracedModel, layout: Layout, loss: Loss, example: Any
         spec = analysis.spec
         if not (analysis.parts_examined and spec.slice_refusal):
             with snapshot.preserve_modules(built.module):
-                spec = token_slices.prove(built.module, built.sample, spec, built.value_of, built.experts, layout.cp)
+                spec = token_slices.prove(
+                    built.module, built.sample, spec, built.value_of, built.experts, layout.cp, analysis.cut_styles
+                )
         analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, layout.cp))
     if "chunks" in lacks:
         analysis = replace(analysis, spec=with_chunks(built, analysis.spec, loss), chunks_examined=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from samestep.building.attention.scores import has_scores
 from samestep.errors import InputError
 from samestep.tracing.flow import reads_shape_alone
 from samestep.trees import operands, tree_leaves, tree_map_only
@@ -120,7 +121,7 @@ class Reshaping(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self._has_begun():
+        if not self._has_begun() or has_scores(args):
             return func(*args, **(kwargs or {}))
         given = fit_reshape(func, args, self._length, self._size)
         given = slice_whole_operands(func, given, self._length, self._size, self._slice_of)

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
+from samestep.building.attention.interception import Intercepting
 from samestep.building.loss import prediction_of, target_of
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
@@ -35,8 +37,9 @@ from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import Reshaping, sequence_dim
 from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
+from samestep.independence.written_attentions import TracedFormulas, with_written_attentions
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_spec import GatheredPart, GatheredTensor
+from samestep.models.layer_spec import GatheredPart, GatheredTensor, LayerSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.state import snapshot
 from samestep.tracing.containers import containers_of
@@ -56,11 +59,18 @@ _WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mas
 
 
 def prove(
-    module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | None, experts: ExpertModules, parts: int
+    module: nn.Module,
+    sample: Any,
+    spec: ModelSpec,
+    value_of: ValueOf | None,
+    experts: ExpertModules,
+    parts: int,
+    styles: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelSpec:
     """Return the spec with the length of its samples, and how its blocks are cut into `parts` slices or why they cannot be.
 
-    `sample` is a batch of one real sample; tensors as long as its labels have a number for each token.
+    `sample` is a batch of one real sample; tensors as long as its labels have a number for each token. `styles` are the cut styles of
+    modules, which say what a tensor cut leaves of attentions that blocks write out.
     """
     length = _length(sample)
     size = length // parts
@@ -70,7 +80,7 @@ def prove(
             "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
         )
         return _refuse_slices(spec, length, reason)
-    sample = _shorten_sample(sample, length, size * parts)
+    whole_sample, sample = sample, _shorten_sample(sample, length, size * parts)
     trial = _SliceTrial(module, sample, spec, value_of, experts, blocks, (size * parts, size))
     watches, reason, failed = trial.run(frozenset())
     wider, first, reasons = frozenset[str](), reason, dict[str, str]()
@@ -88,13 +98,19 @@ def prove(
     whole, sliced = (watch.flow for watch in watches)
     assert whole is not None
     assert sliced is not None
+    attending: tuple[LayerSpec, ...] = ()
+    written = watches[1].formulas.found
+    if written:
+        attending = with_written_attentions(spec, module, whole_sample, value_of, styles, written, blocks, wider)
+        attending = watches[0].parts.added_to(attending, (length, size * parts), reasons)
     try:
         layers = with_slices_of(watches[0].parts.added_to(spec.layers, (length, size * parts), reasons), whole, sliced)
     except CannotPassError as reason:
         return _refuse_slices(spec, length, str(reason))
     tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
     proven = _refuse_slices(spec, length, "")
-    return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
+    slices_of = tuple(sorted(slices.items()))
+    return dataclasses.replace(proven, slices=slices_of, layers=layers, attending=attending, tried=tried)
 
 
 def _needs_slices(spec: ModelSpec) -> bool:
@@ -124,10 +140,13 @@ class _SliceTrial:
         for watch in watches:
             watch.has_backward = bool(self.spec.differentiates_at)
         for watch in watches:
+            watch.formulas = TracedFormulas(watch, None if watch is watches[0] else watches[0].formulas.found or {})
             if refusal := _refusal_of(watch, self.module, self.sample, self.value_of, self.experts, parts):
                 return watches, refusal, watch.failed_at or watch.where
         if path := differing(*watches):
             return watches, f"{path} computes differently, or with other numbers, on slices of another length", path
+        if not watches[1].formulas.are_those_of(watches[0].formulas):
+            return watches, "a block writes out other attentions of a slice, or in another call", ""
         if watches[0].parts.shapes != watches[1].parts.shapes:
             return watches, "other parts of its blocks compute all tokens of a slice", ""
         return watches, "", ""
@@ -177,7 +196,12 @@ def _refusal_of(
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
     try:
         reshaping = Reshaping(watch.whole, watch.size, lambda: watch.is_on_slices, watch.slice_of)
-        with snapshot.preserve_modules(module), reshaping, watch.experts_by_row(module, experts):
+        with (
+            snapshot.preserve_modules(module),
+            reshaping,
+            watch.experts_by_row(module, experts),
+            Intercepting(watch.formulas),
+        ):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
@@ -193,6 +217,8 @@ def _refusal_of(
 class SliceProver(Prover):
     """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
 
+    formulas: TracedFormulas
+    """The attentions that its blocks write out."""
     between = ""
     """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
 
@@ -228,11 +254,16 @@ class SliceProver(Prover):
         """Whether the code that runs now is given slices."""
         return bool(self.slices) and not self._part
 
+    def runs(self, path: str) -> bool:
+        """Return whether the forward of a module runs."""
+        return path in self._running
+
     # -- events of the forward ---------------------------------------------------------------------
 
     def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a block's arguments, with slices of those that have a row for each token."""
         self.parts.enter_block(path)
+        self.formulas.enter(path)
         self.is_following = not self.refusal
         leaves, tree = tree_flatten_with_path((args, kwargs))
         mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]

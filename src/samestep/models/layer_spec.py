@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from samestep.models.written_attention import WrittenAttention
+
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
 
@@ -357,6 +359,8 @@ class LayerSpec:
     """All_to_alls of its attentions under context parallelism, in order of the forward."""
     gathered_parts: tuple[GatheredPart, ...] = ()
     """Calls of modules that compute all tokens under context parallelism, in order of the forward."""
+    written: tuple[tuple[str, tuple[WrittenAttention, ...]], ...] = ()
+    """The attentions that its blocks write out, by path; empty of a layer whose exchanges leave them out."""
     saved_pair_elements: int = 0
     """The part of `saved_elements` that context parallelism leaves whole: masks of pairs of tokens."""
     sequence_boundaries: tuple[Boundary, ...] = ()

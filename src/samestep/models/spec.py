@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
@@ -136,6 +136,8 @@ class ModelSpec:
     """Dropout masks of one forward, in the order in which they are drawn."""
     length: int = 0
     """Tokens of a sample; 0 if a sample is no sequence."""
+    attending: tuple[LayerSpec, ...] = ()
+    """Its layers with the attentions exchanged that blocks write out, which they are under context parallelism; empty where there are none."""
     slice_refusal: str = "it is not proven that its blocks work on slices of a sequence"
     """Why context parallelism cannot slice sequences; empty if it can."""
     expert_refusal: str = "it is not proven that its blocks work on a part of the tokens"
@@ -219,6 +221,26 @@ def cache_by_model(
         return known[key][1]
 
     return cached
+
+
+_OF_ATTENTIONS = (
+    "forward_flops", "saved_elements", "saved_pair_elements", "saved_norm_elements", "saved_selective_elements", "saved_cut_elements",
+    "saved_selective_cut_elements", "working_elements", "working_cut_elements", "moved_elements", "moved_cut_elements", "kernels",
+    "products", "exchanges", "gathered_parts", "written",
+)  # fmt: skip
+"""What the attentions of a layer, exchanged or not, make of it."""
+
+
+@cache_by_model
+def with_attentions(model: ModelSpec) -> ModelSpec:
+    """Return the model as ranks of `cp` compute it, with the attentions exchanged that its blocks write out."""
+    if not model.attending:
+        return model
+    layers = (
+        replace(layer, **{name: getattr(other, name) for name in _OF_ATTENTIONS})
+        for layer, other in zip(model.layers, model.attending, strict=True)
+    )
+    return replace(model, layers=tuple(layers), attending=())
 
 
 def is_moved(model: ModelSpec, param: ParamSpec) -> bool:

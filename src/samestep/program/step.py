@@ -16,7 +16,7 @@ from samestep.job import Job
 from samestep.job_tables import Compression, NumericsTable, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, cache_by_model
+from samestep.models.spec import ModelSpec, cache_by_model, with_attentions
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.exchange_times import Contributions, parts_of
@@ -146,7 +146,7 @@ class StepSpec:
         """Return the same job's step in another layout."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return self.but(
-            model=with_whole_updates(model, job, layout),
+            model=with_whole_updates(with_attentions(model) if layout.cp > 1 else model, job, layout),
             layout=layout,
             ranks_per_node=min(per_node, layout.world_size),
             cuts_loss=(job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss)

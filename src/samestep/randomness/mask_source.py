@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall, DropPart, DroppedWeights
+from samestep.building.attention.score_form import MakeDropPart, WrittenCall
 from samestep.building.torch_seams import current_function_modes
 from samestep.errors import ModelError
 
@@ -28,6 +29,24 @@ def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: in
     return DroppedWeights(call.dropout_p, part)
 
 
+def dropped_of_written(written: WrittenCall, num_keys: int, call: AttentionCall) -> DroppedWeights | None:
+    """Return the weights that a dropout of written-out weights drops, for the heads and queries of a call and so many keys."""
+    if written.draw is None:
+        return None
+    samples, heads, num_queries = call.query.shape[:3]
+    shared = list(written.drawn_shape)
+    if len(shared) > 1:
+        shared[1] = shared[1] * heads // written.call.query.shape[1]
+    else:
+        shared = [samples * heads]
+    part = written.draw(call.query, torch.Size((*shared, num_queries, num_keys)))
+
+    def in_heads(start: int, stop: int, count: int) -> Tensor:
+        return part(start, stop, count).reshape(samples, heads, stop - start, count)
+
+    return DroppedWeights(call.dropout_p, in_heads)
+
+
 class MaskSource(TorchFunctionMode):
     """A function mode that computes the masks and random numbers of one forward; `mode.DropoutMode` implements it."""
 
@@ -42,6 +61,10 @@ class MaskSource(TorchFunctionMode):
 
     def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
         """Return a function that makes parts of such a mask, at any time."""
+        raise NotImplementedError
+
+    def drop_later(self, p: float, what: str) -> MakeDropPart:
+        """Count a mask now; return a function that makes it in parts, at any time, given the tensor to be dropped and the shape."""
         raise NotImplementedError
 
     def drop_in_graph(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.errors import LayoutError
 from samestep.models.param_spec import Cut, ParamSpec
-from samestep.models.spec import ModelSpec, is_below
+from samestep.models.spec import ModelSpec, is_below, with_attentions
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as a signed number
 _MIX_1 = -0x40A7B892E31B1A47
@@ -65,6 +65,7 @@ class MaskSlice:
         cls, model: ModelSpec, tp: tuple[int, int], cp: tuple[int, int], *, cuts_sequence: bool, cp_heads: int = 1
     ) -> MaskSlice | None:
         """Return the part of a rank whose degree and index on tp and cp are given; None where no axis cuts a mask."""
+        model = with_attentions(model) if cp[0] > 1 else model
         return cls(model, *tp, cuts_sequence, *cp, cp_heads) if tp[0] * cp[0] > 1 else None
 
     def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:

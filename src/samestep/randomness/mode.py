@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.building.attention import DropPart
+from samestep.building.attention.score_form import MakeDropPart
 from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec
@@ -310,7 +311,7 @@ class DropoutMode(MaskSource):
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
         known = self._known_mask(x, shape, p)
-        return self._mask_bits(x, shape, p, what).dropped() if known is None else known
+        return self._counted(p, what)(x, shape).dropped() if known is None else known
 
     def _known_mask(self, x: Tensor, shape: torch.Size, p: float) -> Tensor | None:
         """Return the mask of the next draw and count it, if it was hashed at once with the forward's first; most often it was."""
@@ -327,7 +328,14 @@ class DropoutMode(MaskSource):
     def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
         """Return a function that makes parts of such a mask, whenever it is called; it raises what `drop` does."""
         known = self._known_mask(x, shape, p)
-        return self._mask_bits(x, shape, p, what).dropped_part if known is None else functools.partial(part_of, known)
+        if known is None:
+            return self._counted(p, what)(x, shape).dropped_part
+        return functools.partial(part_of, known)
+
+    def drop_later(self, p: float, what: str) -> MakeDropPart:
+        """Count a mask of the innermost module; return a function that makes its parts; it raises what `drop` does."""
+        bits = self._counted(p, what)
+        return lambda x, shape: bits(x, shape).dropped_part
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
@@ -356,12 +364,18 @@ class DropoutMode(MaskSource):
         # A compiler may write into the memory of a result; that of known masks is shared.
         return bits.dropped().clone() if bits.mask is not None else bits.dropped().contiguous()
 
-    def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DrawBits:
-        """Count a mask of the innermost module; return the inputs of its hashed bits."""
+    def _counted(self, p: float, what: str) -> Callable[[Tensor, torch.Size], DrawBits]:
+        """Count a mask of the innermost module; return what arranges its hashed bits for a tensor and a shape."""
         mask = self._next_draw()
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
-        found = self._arranged(mask, self._tracker.rows.get(mask, IN_ORDER), shape, x.device, what, p)
+        rows = self._tracker.rows.get(mask, IN_ORDER)
+        return lambda x, shape: self._remembered(
+            mask, self._arranged(mask, rows, shape, x.device, what, p), shape, x, p
+        )
+
+    def _remembered(self, mask: DrawKey, found: DrawBits, shape: torch.Size, x: Tensor, p: float) -> DrawBits:
+        """Return the bits of a mask, and remember its place where it was hashed at once with others."""
         if found.mask is not None and found.is_in_order:
             if len(self._tracker.in_order) >= _MOST_MASKS:
                 self._tracker.in_order.clear()

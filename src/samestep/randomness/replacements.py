@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall, multi_head_attention
+from samestep.building.attention.scores import Scores
 from samestep.randomness.distributions import DRAWS
 from samestep.randomness.mask_source import MaskSource, dropped_weights
 
@@ -40,6 +41,8 @@ def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p
         raise mode.refuse(
             f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
         )
+    if isinstance(x, Scores):
+        return x.dropped_by(p, mode.drop_later(p, what))
     drop = mode.drop(x, x.shape[:2] if kind.channels else x.shape, p, what)
     if kind.channels:
         drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from samestep.layout import Layout
 from samestep.models.layer_spec import Exchange, LayerSpec, Product
-from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
+from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below, with_attentions
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.program import Program
@@ -392,5 +392,10 @@ def sum_dtype(dtype: str) -> str:
 @cache_by_model
 def _query_heads(model: ModelSpec, tp: int) -> set[int]:
     """Return the numbers of query heads of the model's attentions on one rank of `tp`."""
-    exchanges = (exchange for layer in model.layers for exchange in layer.sliced_exchanges if exchange.role == "query")
+    exchanges = (
+        exchange
+        for layer in with_attentions(model).layers
+        for exchange in layer.sliced_exchanges
+        if exchange.role == "query"
+    )
     return {one.query_heads // tp if one.is_cut else one.query_heads for one in exchanges}

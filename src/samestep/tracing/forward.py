@@ -484,7 +484,11 @@ class ForwardTracer(DispatchMode):
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
         """Make the module's tensors of integers, or all of its tensors, known while a forward runs inside."""
         for one in tensors_of(module):
-            is_wanted = self.values.keeps_all or (is_whole(one.tensor) and one.tensor.numel() <= self.values.limit)
+            is_pairs = (
+                one.kind == "buffer" and one.tensor.shape[-1:] == one.tensor.shape[-2:-1]
+            )  # such as a mask of ones
+            is_small = one.tensor.numel() <= self.values.limit
+            is_wanted = self.values.keeps_all or ((is_whole(one.tensor) or is_pairs) and is_small)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
                     self.values.learn(one.tensor, value_of(one.name))

@@ -127,7 +127,7 @@ def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
                     value=values.of(value),
                     attn_mask=_known_mask(watch, mask),
                 )
-                values.learn(output, known.run(nn.functional.scaled_dot_product_attention))
+                values.learn(output, known._replace(dropout_p=0.0).attend())
         return output
 
     with torch.library._scoped_library("aten", "IMPL") as library:

@@ -31,6 +31,7 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
     softcap: float | None = None
     sinks: Tensor | None = None
+    window: int | None = None
 
     def run(self, func: Callable[..., Tensor]) -> Tensor:
         """Call `func`, an attention of this signature, with the arguments."""
@@ -42,7 +43,9 @@ class AttentionCall(NamedTuple):
         lengths = getattr(mask, "lengths", None)
         if documents is not None:
             mask, causal = None, True
-        return AttentionSpec(causal, None, documents, self.softcap, self.sinks, self.scale, dropout, mask, lengths)
+        return AttentionSpec(
+            causal, self.window, documents, self.softcap, self.sinks, self.scale, dropout, mask, lengths
+        )
 
     @property
     def heads(self) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ are made before that, of the whole sequence. Within a block a function mode repl
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
     output              [B, A, T/N, D]  ◄── all_to_all  [B, A/N, T, D]
 
+Attentions that a block writes out are intercepted as the trace has found them (`building/attention/written_out.py`).
+
 Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 """
 
@@ -24,15 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.attention import AttentionCall, DocumentMask, multi_head_attention
+from samestep.building.attention import AttentionCall, DocumentMask, DroppedWeights, multi_head_attention
+from samestep.building.attention.interception import Intercepting, KnownFormulas, without_values
+from samestep.building.attention.score_form import WrittenCall
+from samestep.building.attention.scores import has_scores
 from samestep.building.loss import target_of
 from samestep.errors import LayoutError
 from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import ModelSpec, with_attentions
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.randomness.mask_source import dropped_weights
+from samestep.randomness.mask_source import dropped_of_written, dropped_weights
 from samestep.runtime.axes import whole_parts
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.recompute import Anew
@@ -44,6 +49,8 @@ from samestep.tracing.checkpointed import Contexts
 from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+MakeDropped = Callable[[AttentionCall], DroppedWeights | None]
+"""Returns the weights that a call drops on a rank, whose queries and heads it has."""
 
 
 class WholeSequences:
@@ -83,6 +90,9 @@ class Slicing:
         """Ranks that exchange heads where others pass keys around a ring."""
         self._of_heads, self._of_ring = (mesh.groups[axis] for axis in (self._ranks.heads_axis, self._ranks.ring_axis))
         self._sliced_dims = dict(self._spec.slices)
+        self.formulas = RankFormulas(
+            [one for layer in self._spec.layers for one in layer.written], self._attend_written
+        )
         self._gathers = any(layer.gathered_parts for layer in self._spec.layers)
         self.degree, self.index = mesh.size("cp"), mesh.index("cp")
         self.group = mesh.groups["cp"]
@@ -97,7 +107,9 @@ class Slicing:
                 block = model.get_submodule(path)
                 begins = path == layer.modules[0]
                 # Before a rank of tp takes its tokens of the slice.
-                block.register_forward_pre_hook(self._entered(layer, begins=begins), with_kwargs=True, prepend=True)
+                block.register_forward_pre_hook(
+                    self._entered(layer, path, begins=begins), with_kwargs=True, prepend=True
+                )
                 if path == layer.modules[-1]:
                     block.register_forward_hook(self._left(layer))
         whole_parts.install(model, self._spec, self)
@@ -112,25 +124,26 @@ class Slicing:
         Raises:
             LayoutError: the degree does not divide the tokens of a sample, or the forward differs from the traced one.
         """
-        length = target_of(samples).shape[1]
+        num_samples, length = target_of(samples).shape[:2]
         if length % self.degree:
             raise LayoutError(f"cp={self.degree} does not divide the {length} tokens of a sample; cp=1 works")
-        with self._slicing(length, ""):
+        with self._slicing(length, "", ("", 0, num_samples)):
             yield
 
     @contextmanager
-    def _slicing(self, length: int, block: str) -> Iterator[None]:
-        before = self.length, self.block, self.exchanged
-        self.length, self.block, self.exchanged = length, block, 0
+    def _slicing(self, length: int, block: str, written: tuple[str, int, int]) -> Iterator[None]:
+        before, before_written = (self.length, self.block, self.exchanged), self.formulas.place
+        self.length, self.block, self.exchanged, self.formulas.place = length, block, 0, written
         try:
             with _Exchanging(self):
                 yield
         finally:
             self.length, self.block, self.exchanged = before
+            self.formulas.place = before_written
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a block's forward, and of its recomputation with the slice that is active now."""
-        return _NOTHING, Anew(functools.partial(self._slicing, self.length, self.block))
+        return _NOTHING, Anew(functools.partial(self._slicing, self.length, self.block, self.formulas.place))
 
     def part(self, samples: Any) -> Any:
         """Return this rank's tokens of a batch, for the loss."""
@@ -170,12 +183,13 @@ class Slicing:
 
     # -- around blocks -----------------------------------------------------------------------------
 
-    def _entered(self, layer: LayerSpec, *, begins: bool) -> Callable[..., Any]:
+    def _entered(self, layer: LayerSpec, path: str, *, begins: bool) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self.length:
                 return None
             if begins or self.block != layer.name:
                 self.block, self.exchanged = layer.name, 0
+            self.formulas.enter(path)
             leaves, tree = tree_flatten_with_path((args, kwargs))
             return tree_unflatten(
                 [
@@ -220,35 +234,63 @@ class Slicing:
 
     # -- around attention --------------------------------------------------------------------------
 
-    def attend(self, func: Callable[..., Tensor], call: AttentionCall) -> Tensor:
+    def attend(self, call: AttentionCall, dropped: MakeDropped | None = None) -> Tensor:
         """Compute attention for this rank's heads or queries over all tokens; query, key and value are [B, A, T/N, D].
 
         Collective over `cp`, see [Note: collective calls].
         """
         self.exchanged += 1
+        dropped = dropped or (lambda call: dropped_weights(call, None, self.length))
         if self._ranks.heads == 1:
-            return self._around_ring(call)
-        heads = call.query.shape[1]
+            return call.attend(dropped(call), across=self._ring)
+        heads, degree = call.query.shape[1], self._ranks.heads
         given = [call.query, *(self._repeat_heads(part, heads) for part in (call.key, call.value))]
         query, key, value = _all_to_heads(given, self._of_heads, f"{self.block}.{GIVEN}")
-        mask = call.attn_mask
+        mask, sinks, mine = call.attn_mask, call.sinks, self.index % degree
         if mask is not None and mask.dim() == 3:  # for each head
             mask = mask.unsqueeze(0)
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = mask.chunk(self._ranks.heads, dim=1)[self.index % self._ranks.heads]
-        call = call._replace(query=query, key=key, value=value, attn_mask=mask)
-        output = call.run(func) if self._ranks.ring == 1 else self._around_ring(call)
+            mask = mask.chunk(degree, dim=1)[mine]
+        sinks = None if sinks is None else sinks.chunk(degree)[mine]
+        call = call._replace(query=query, key=key, value=value, attn_mask=mask, sinks=sinks)
+        output = call.attend(dropped(call), across=None if self._ranks.ring == 1 else self._ring)
         return apply_move(output, self._of_heads, f"{self.block}.output", _to_tokens, _to_heads)
 
-    def _around_ring(self, call: AttentionCall) -> Tensor:
+    @property
+    def _ring(self) -> Ring:
         placement, rank = self.placement(self.length).ring, self.index // self._ranks.heads
-        ring = Ring(placement, rank, self._of_ring, f"{self.block}.{KEYS_VALUES}")
-        return call.attend(dropped_weights(call, None, self.length), across=ring)
+        return Ring(placement, rank, self._of_ring, f"{self.block}.{KEYS_VALUES}")
+
+    def _attend_written(self, call: AttentionCall, written: WrittenCall) -> Tensor:
+        return self.attend(call, functools.partial(dropped_of_written, written, self.length))
 
     def _repeat_heads(self, part: Tensor, query_heads: int) -> Tensor:
         heads = part.shape[1]
         times = num_sent_heads(heads, query_heads, self._ranks.heads) // heads
         return part.repeat_interleave(times, dim=1) if times > 1 else part
+
+
+class RankFormulas(KnownFormulas):
+    """The attentions that blocks write out, on a rank of `cp`."""
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """The block that runs, the products counted in it, and the number of samples."""
+        return self.path, self.count, self.num_samples
+
+    @place.setter
+    def place(self, place: tuple[str, int, int]) -> None:
+        self.path, self.count, self.num_samples = place
+
+    def reject(self, what: str) -> None:
+        """Refuse a forward that reads scores, of which a rank has a part.
+
+        Raises:
+            LayoutError: always.
+        """
+        raise LayoutError(
+            f"{self.path} gives the scores of an attention to {what}, which it did not do in the traced forward: cp=1 works"
+        )
 
 
 def slicing_of(model: nn.Module, program: Program, mesh: Mesh) -> Slicing | WholeSequences:
@@ -278,9 +320,18 @@ def on_meta(module: nn.Module, model: ModelSpec, samples: Any, degree: int) -> I
         return tree_unflatten([cut(keystr(argument), leaf) for argument, leaf in leaves], tree)
 
     with ExitStack() as stack:
+        model = with_attentions(model)
+        formulas = KnownFormulas(
+            [one for layer in model.layers for one in layer.written], without_values, target_of(samples).shape[0]
+        )
         for path in (path for layer in model.layers if layer.is_block for path in layer.modules):
-            stack.enter_context(module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True))
+            block = module.get_submodule(path)
+            stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(
+                block.register_forward_pre_hook(functools.partial(lambda path, *_: formulas.enter(path), path))
+            )
         stack.enter_context(Reshaping(length, size, lambda: bool(begun)))
+        stack.enter_context(Intercepting(formulas))
         yield
 
 
@@ -297,9 +348,13 @@ class _Exchanging(TorchFunctionMode):
         slicing, kwargs = self._slicing, kwargs or {}
         if slicing.block:
             if func is F.scaled_dot_product_attention:
-                return slicing.attend(func, AttentionCall(*args, **kwargs))
+                return slicing.attend(AttentionCall(*args, **kwargs))
             if func is F.multi_head_attention_forward:
                 return multi_head_attention(self, *args, **kwargs)
+            if slicing.formulas.are_here:
+                found = slicing.formulas.intercept(func, args, kwargs)
+                if found is not NotImplemented or has_scores(args):
+                    return func(*args, **kwargs) if found is NotImplemented else found
             size = slicing.length // slicing.degree
             args = fit_reshape(func, args, slicing.length, size)
             args = slice_whole_operands(func, args, slicing.length, size, slicing.rows_of)

@@ -1,0 +1,143 @@
+"""Attentions that blocks write out, in many spellings, are exchanged between ranks of cp: equal to one device, ledger included."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.layout import Layout
+from samestep.models.spec import with_attentions
+from samestep.models.written_attention import MadeMask
+from tests.laboratory import clipped, prove, source_of
+from tests.models import MODELS
+from tests.parity.written_models import HEADS, SPELLINGS, Spelled, Written
+
+WITHOUT_DROPOUT = ("grouped", "by_hand", "everything")
+for name, spelling in SPELLINGS.items():
+    drops, shared = 0.0 if name in WITHOUT_DROPOUT else 0.2, 2 if name in ("grouped", "repeated") else HEADS
+    MODELS[f"written {name}"] = functools.partial(Written, spelling, drops, shared)
+
+ROWS = [
+    ("cp=2", "flattened"),
+    ("cp=2 zero=3 recompute=full", "sunk"),
+    ("cp=2 exchange=ring recompute=selective", "repeated"),
+    ("cp=2 exchange=ring microbatch=2", "summed"),
+    ("tp=2 cp=2", "nano"),
+    ("pp=2 cp=2 microbatch=2", "einsums"),
+    ("cp=4 exchange=hybrid zero=1", "keys_masked"),
+]
+REST = [
+    (layout, name)
+    for layout in ("cp=2", "cp=2 exchange=ring recompute=full", "cp=4 exchange=hybrid", "tp=2 cp=2 zero=2")
+    for name in SPELLINGS
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [*ROWS, *(pytest.param(*row, marks=pytest.mark.nightly) for row in REST if row not in ROWS)],
+)
+def test_attentions_in_any_spelling_compute_what_one_device_computes(layout: str, model: str) -> None:
+    prove(layout, f"written {model}")
+
+
+CAUSAL = (MadeMask(causal=True),)
+RULES = {
+    "nano": CAUSAL,
+    "one_head": CAUSAL,
+    "flattened": CAUSAL,
+    "einsums": CAUSAL,
+    "grouped": CAUSAL,
+    "repeated": (MadeMask(causal=True, window=3),),
+    "added": (None,),
+    "sunk": (None,),
+    "summed": (MadeMask(by_key=True), MadeMask(causal=True)),
+    "by_hand": CAUSAL,
+    "keys_masked": (MadeMask(by_key=True),),
+    "everything": (),
+}
+
+
+@pytest.mark.parametrize("model", SPELLINGS)
+def test_attentions_are_found_by_their_formula(model: str) -> None:
+    prepared = source_of(f"written {model}", Layout.parse("cp=2"), clipped()).prepared
+    assert prepared is not None
+    spec = with_attentions(prepared.spec)
+    blocks = [layer for layer in spec.layers if layer.is_block]
+    for layer in blocks:
+        ((_, found),) = layer.written
+        assert [one.masks for one in found] == [RULES[model]] * (HEADS if model == "one_head" else 1)
+        assert not layer.gathered_parts
+        assert not any(product.factors == "pair" for product in layer.products)
+        assert len(layer.exchanges) == 4 * len(found)
+    assert [layer.exchanges for layer in prepared.spec.layers if layer.is_block] == [()] * len(blocks)
+
+
+def read(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Weights that are used for something else, too."""
+    weights = torch.softmax(q.transpose(1, 2) @ k.permute(0, 2, 3, 1), -1)
+    return (weights @ v.transpose(1, 2)).transpose(1, 2) * weights.amax((1, 2, 3))[:, None, None, None]
+
+
+def between_heads(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """An attention between the heads of a token, which mixes no tokens."""
+    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+
+def of_samples(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """A mask of known values that depends on the sample, made for the tokens at hand."""
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
+    hidden = self.tril[: q.shape[1], : q.shape[1]] + self.seen[: q.shape[1], None]
+    return (scores.masked_fill(hidden == 0, float("-inf")).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+class OfSamples(Written):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.seen = (input_ids[0] > 100).to(torch.float64)
+        return super().forward(input_ids)
+
+
+MODELS |= {
+    "written read": lambda: Written(read),
+    "written between_heads": lambda: Written(between_heads),
+    "written of_samples": lambda: OfSamples(of_samples),
+}
+
+
+@pytest.mark.parametrize("model", ["read", "between_heads", "of_samples"])
+def test_what_is_no_attention_of_tokens_is_computed_as_written(model: str) -> None:
+    prepared = source_of(f"written {model}", Layout.parse("cp=2"), clipped()).prepared
+    assert prepared is not None
+    assert prepared.spec.attending == ()
+    if model == "between_heads":
+        assert not prepared.spec.slice_refusal
+        assert not any(layer.gathered_parts for layer in prepared.spec.layers)
+    else:
+        assert prepared.spec.slice_refusal
+
+
+def test_scores_that_are_read_are_computed_as_written() -> None:
+    """Materialised scores have the bits of the code without an interception."""
+    from samestep.building.attention.interception import Intercepting, KnownFormulas, as_fused
+    from samestep.models.written_attention import WrittenAttention
+
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4)
+
+    def code() -> Tensor:
+        scores = q @ k.transpose(-1, -2) / 2
+        scores.masked_fill_(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+        weights = nn.functional.softmax(scores, -1)
+        return weights.cumsum(-1) + scores.exp().sum(-1, keepdim=True)
+
+    formulas = KnownFormulas(
+        {"": (WrittenAttention(number=1, tokens=(-2, -1), masks=(MadeMask(causal=True),)),)}, as_fused, 2
+    )
+    formulas.enter("")
+    with Intercepting(formulas):
+        found = code()
+    assert torch.equal(found, code())
