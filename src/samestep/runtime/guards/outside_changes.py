@@ -63,6 +63,7 @@ class OutsideChanges:
         self._params = [*held.model.module.named_parameters()]
         """The parameters themselves: a module may hold a stand-in of one that other ranks have updated (`late_weights.py`)."""
         self._judged_hooks: dict[int, object] = {}
+        self._reads_hooks = parameter_hooks.may_refuse(held.parallel.program)
         self._frozen = [(name, param) for name, param in self._params if name in frozen]
         modes = held.model.training_modes
         self._trained = [(path, part) for path, part in held.model.module.named_modules() if modes.get(part)]
@@ -96,7 +97,9 @@ class OutsideChanges:
             param.requires_grad_(False)
         if thawed:
             return _thawed_refusal(thawed[0][0])
-        if reason := parameter_hooks.later_refusal(self._params, held.parallel.program, self._judged_hooks):
+        if self._reads_hooks and (
+            reason := parameter_hooks.later_refusal(self._params, held.parallel.program, self._judged_hooks)
+        ):
             return reason
         for path, part in self._evaluated:
             if part.training:
@@ -117,7 +120,7 @@ class OutsideChanges:
 
     def evaluated_paths(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
-        return frozenset(path for path, part in self._trained if not part.training)
+        return frozenset([path for path, part in self._trained if not part.training])
 
     def _find_written(self, held: Assembly) -> str:
         """Return which tensor of the instance was written since the last call, with other values than the run's weights or averages."""

@@ -10,7 +10,7 @@ Both are tested on real values before the first step:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,20 +93,37 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
     return first, one
 
 
-def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, judged: dict[int, object]) -> str:
+_ALL = -1
+"""The key of the numbers of all hooks among those that are judged."""
+
+
+def _dividing_words(program: Program) -> tuple[str, str, bool]:
+    """Return the word under which weights are gathered, that by which a forward sees a part of the batch, and whether weights are cut."""
+    layout = program.step.layout
+    word = f"zero={layout.zero}" if layout.gathers_weights else ""
+    divides = forward_state.splits(layout, program.step.num_microbatches)
+    return word, divides, any(degree > 1 for degree in layout.weight_axes.values())
+
+
+def may_refuse(program: Program) -> bool:
+    """Return whether a hook that is registered later may be refused: not where one forward takes the batch and weights are whole."""
+    return any(_dividing_words(program))
+
+
+def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, judged: dict[int, object]) -> str:
     """Return why a hook that a loop has registered on a parameter of a run's module is refused; empty if it acts as in a plain loop.
 
     It does where one forward takes the whole batch and ranks hold whole weights. Elsewhere a hook is called once on drawn
     gradients; `judged` holds, by identity, those that have been.
     """
-    layout = program.step.layout
-    hooked = [one for one in params if one[1]._backward_hooks or getattr(one[1], "_post_accumulate_grad_hooks", None)]
-    if not hooked:
+    present = [
+        (*(p._backward_hooks or ()), *(getattr(p, "_post_accumulate_grad_hooks", None) or ())) for _, p in params
+    ]
+    if judged.get(_ALL) == present:  # the numbers of hooks, of which no two are equal
         return ""
-    word = f"zero={layout.zero}" if layout.gathers_weights else ""
-    divides = forward_state.splits(layout, program.step.num_microbatches)
-    is_cut = any(degree > 1 for degree in layout.weight_axes.values())
-    for name, param in hooked if word or divides or is_cut else ():
+    judged[_ALL] = present
+    word, divides, is_cut = _dividing_words(program)
+    for name, param in params if word or divides or is_cut else ():
         early, late = param._backward_hooks or {}, getattr(param, "_post_accumulate_grad_hooks", None) or {}
         if all(map(judged.__contains__, map(id, (*early.values(), *late.values())))):
             continue

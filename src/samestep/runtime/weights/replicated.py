@@ -178,13 +178,13 @@ class Replicated(WeightStore):
         body = task.body
         if is_forward(body):
             self._is_weight_task = self._last = self._starts = False
-            return _AfterTask(self, task, completes=False)
+            return AfterTask(self, task, completes=False)
         self.settle()
         self._is_weight_task = body.kind is TaskKind.WEIGHT
         self._last = body.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(body)
         completes = self._last and self.program.step.ends_gradients(body) and not self._waits
         self._starts = completes and body not in self._sending
-        return _AfterTask(self, task, completes=completes)
+        return AfterTask(self, task, completes=completes)
 
     def end_task(self, task: Task, *, completes: bool) -> None:
         """Take in the gradients of a task, and start the buckets that it completes.
@@ -282,7 +282,7 @@ class Replicated(WeightStore):
             self._late.settle_all()
 
 
-class _AfterTask:
+class AfterTask:
     """The context of a task, whose end the store takes notice of; a class, since a generator takes twice as many calls."""
 
     __slots__ = ("_completes", "_store", "_task")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from samestep.program.program import Program
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.gradient_norms import norm_of_pieces
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.replicated import Place, Replicated
+from samestep.runtime.weights.replicated import AfterTask, Place, Replicated
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 
 
@@ -27,14 +27,19 @@ class Unsummed(Replicated):
         piece.holder = param
         yield piece
 
-    @contextmanager
-    def running(self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()) -> Iterator[None]:
+    def running(
+        self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()
+    ) -> AbstractContextManager[None]:
         """Note, after a backward, which weights have a gradient; a micro-batch that does not count adds only zeros."""
-        yield
+        self._counts = counts
+        return AfterTask(self, task, completes=False)
+
+    def end_task(self, task: Task, *, completes: bool) -> None:
+        """Note which weights have a gradient after a backward."""
         if is_forward(task.body):
             return
         unused = {name for name in self._unused if self.params[name].grad is None}
-        if counts:
+        if self._counts:
             self._unused = unused
             return
         for name in self._unused - unused:
