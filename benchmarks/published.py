@@ -44,7 +44,8 @@ from published_models import decoder_of, recipe_of
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.models.layer_spec import LayerSpec, Product
+from samestep.models.layer_parts import Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.presets import resnet
 from samestep.models.spec import ModelSpec

@@ -17,7 +17,8 @@ from published_machines import is_by_engine, is_late
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
-from samestep.models.layer_spec import Boundary, LayerSpec, Product
+from samestep.models.layer_parts import Boundary, Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec
 

@@ -55,7 +55,7 @@ class Parser(ArgumentParser):
 
 
 def spell_out_json(words: Sequence[str]) -> list[str]:
-    """Return the words of a command in which `--json` without a file is `--json=-`; a job behind it is no file to write."""
+    """Return the words of a command in which `--json` without a file is `--json=-`; a job after it is no file to write."""
     spelled = list(words)
     for place, word in enumerate(spelled):
         if word == "--":

@@ -51,7 +51,7 @@ class ErrorKind:
         return text.endswith(last) and place <= len(text) - len(last)
 
     def remedy_for(self, text: str) -> str:
-        """Return what to do about an error of this kind: its own remedy, the last clause of the error's text, or that of its class."""
+        """Return the remedy for an error of this kind: that of the kind, else the last clause of the error's text, else that of its class."""
         if self.remedy:
             return self.remedy
         for mark in ("; ", ": "):

@@ -140,7 +140,7 @@ def of_words(name: str, given: Iterable[str]) -> SamestepError:
 
 
 def users_lines(error: BaseException) -> list[str]:
-    """Return what is printed of an uncaught error of ours: the user's own lines of code and the text."""
+    """Return the text that is printed for an uncaught error of samestep: the lines of the user's code, and the message."""
     packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = traceback.StackSummary.from_list(

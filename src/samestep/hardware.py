@@ -267,7 +267,7 @@ def profiles() -> tuple[str, ...]:
 
 
 def known() -> tuple[str, ...]:
-    """Return the names that `--hardware` takes here: those of the profiles, and this machine's own once it is measured."""
+    """Return the names that `--hardware` takes here: those of the profiles, and that of this machine once it is measured."""
     return (*profiles(), *[OWN] * _is_measured())
 
 

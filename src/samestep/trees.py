@@ -72,7 +72,7 @@ def tree_map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tree_leaves(value: Any) -> list[Any]:
-    """Return the leaves of a nested value in torch's order, whose own function takes the host microseconds for each."""
+    """Return the leaves of a nested value in torch's order, faster than torch, which takes microseconds for each."""
     if type(value) in _LEAVES:
         return [value]
     if type(value) not in (tuple, list, dict):

@@ -17,7 +17,8 @@ from samestep.job import Job
 from samestep.layout import Accumulate, Layout, Recompute, Reduce, TokenExchange
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.models.layer_spec import ExpertDispatch, LayerSpec
+from samestep.models.layer_parts import ExpertDispatch
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.presets import resnet
 from samestep.models.spec import ModelSpec

@@ -13,7 +13,8 @@ from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import presets
-from samestep.models.layer_spec import LayerSpec, Product
+from samestep.models.layer_parts import Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import OpKind
 from samestep.program.program import Program

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.models.layer_spec import Product
+from samestep.models.layer_parts import Product
 from samestep.models.spec import ModelSpec
 from samestep.program.bodies import is_forward
 from samestep.program.ops import OpKind

@@ -21,7 +21,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.models.layer_spec import BatchNormCall
+from samestep.models.layer_parts import BatchNormCall
 from samestep.models.spec import ModelSpec
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES

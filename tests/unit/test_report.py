@@ -21,7 +21,8 @@ import pytest
 from samestep import hardware
 from samestep.errors import JobError
 from samestep.job import Job
-from samestep.models.layer_spec import LayerSpec, Product
+from samestep.models.layer_parts import Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.output import output_file
 from samestep.runtime.recording.sums import StepSums

@@ -100,7 +100,7 @@ class ModelLoss:
 
 
 def model_loss(count: Callable[[Any], Any] | None = None) -> ModelLoss:
-    """Return the loss that the model's own forward returns, which is given the labels: the same as `loss="model"`.
+    """Return the loss that the forward of the model computes from the labels: the same as `loss="model"`.
 
     What the forward divides by is found out by forwards on parts of the first batch. `count`, a function of a part of a batch, says it
     where that finds nothing, such as `lambda batch: batch["mask"].sum()`.

@@ -1,4 +1,4 @@
-"""Several models as one module, and a forward of the user's own around one or several.
+"""Several models as one module, and a user's forward around one or several.
 
 ```python
 run = samestep.parallelize({"policy": f, "reference": g}, loss, optimizer, forward=lambda models, batch: ...)

@@ -101,7 +101,7 @@ class BatchStream(Steps):
     """The batches of a data set."""
 
     def __init__(self, dataset: Dataset, job: Job, first_step: int, parts: LoaderParts | None = None) -> None:
-        """Make the stream of a data set in samestep's own order, or in that of a loader which was taken apart."""
+        """Make the stream of a data set in samestep's order, or in that of a torch DataLoader."""
         super().__init__(job, first_step)
         self._dataset, self._loader = dataset, parts
         self.remarks = () if parts is None else (parts.remark,)

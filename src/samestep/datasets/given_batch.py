@@ -1,4 +1,4 @@
-"""A batch of one step whose values a process holds: whole, or those of its own data rank."""
+"""A batch of one step whose values a process holds: all of them, or those of its data rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from samestep.datasets.values import rows_of
 
 @dataclass(frozen=True, eq=False)
 class GivenBatch:
-    """A batch of one step whose values this process holds: of all samples, or of those of its own data rank."""
+    """A batch of one step whose values this process holds: of all samples, or of those of its data rank."""
 
     step: int
     """The step's index, counted from 0."""

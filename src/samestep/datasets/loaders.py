@@ -1,4 +1,4 @@
-"""A torch DataLoader taken apart: its data set, the order of its sampler, its collate_fn and the size of its batches.
+"""The parts of a torch DataLoader: its data set, the order of its sampler, its collate_fn and the size of its batches.
 
     data set      read here, by every rank the samples of its own micro-batches
     batch_size    is the job's global batch; with a DistributedSampler of R ranks, an R-th of it
@@ -274,7 +274,7 @@ def _order_of(loader: DataLoader[Any], size: int, seed: int) -> _Order:
 
 
 def _of_one_rank(sampler: DistributedSampler[Any], size: int, drops: bool) -> _Order:
-    """Return the order of a sampler that divides among ranks, undone: that of one rank, by its own seed."""
+    """Return the order that a sampler which divides samples among ranks has on one rank, by its seed."""
     own = copy.copy(sampler)
     own.num_replicas, own.rank = 1, 0
     own.num_samples = own.total_size = len(sampler.dataset)  # type: ignore[arg-type]

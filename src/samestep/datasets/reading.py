@@ -95,7 +95,7 @@ class SampleReader:
         return self._together(lambda some: self._stacked(some, self._items(some, draw, changed)), rows, draw)
 
     def _together(self, read: Callable[[Integers], Any], rows: Integers, draw: SampleDraw | None) -> Any:
-        """Return what `read` puts together, with numbers of its own for the whole batch if it draws any."""
+        """Return the batch that `read` collates; if it draws random numbers, they are keyed by the whole batch."""
         if not self.draws_together:
             before = states_of_process()
             values = read(rows)
@@ -133,7 +133,7 @@ class SampleReader:
     def _items(
         self, rows: Integers, draw: SampleDraw | None, changed: Callable[[int, torch.Generator], Any] | None
     ) -> list[Any]:
-        """Return samples one by one, each with numbers of its own if they draw any."""
+        """Return samples one by one; if they draw random numbers, those of each are keyed by its index."""
 
         def item(index: int) -> Any:
             try:
@@ -159,7 +159,7 @@ class SampleReader:
         return found
 
     def _stacked(self, rows: Integers, samples: list[Any]) -> Any:
-        """Return samples put together by the data set's own `collate`, or torch's `default_collate`."""
+        """Return samples collated by the data set's `collate`, or by torch's `default_collate`."""
         collate = getattr(self.dataset, "collate", None)
         if collate is not None:
             return collate(samples)

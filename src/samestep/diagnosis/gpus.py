@@ -1,4 +1,4 @@
-"""The GPUs of a host: what its driver says of them, and what torch says, which is imported in a process of its own."""
+"""The GPUs of a host as its driver and torch describe them; torch is imported in another process."""
 
 from __future__ import annotations
 

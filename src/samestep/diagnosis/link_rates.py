@@ -252,7 +252,7 @@ def ranks_of_host(heard: Heard, layout: str | None, job: Job | None) -> int:
 
 
 def layout_lines(heard: Heard, layout: str | None, job: Job | None) -> Iterator[ReportLine]:
-    """Yield that a layout is for another number of ranks than the launcher has started; a process that is alone starts its own."""
+    """Yield a line where a layout is for another number of ranks than the launcher has started; a single process starts its ranks itself."""
     given = Layout.parse(layout) if layout else Layout.of(job.layout) if job is not None and job.layout else None
     who = heard.identities[0]
     if given is None or (who.size == 1 and not who.variables):

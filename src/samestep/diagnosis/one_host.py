@@ -1,4 +1,4 @@
-"""The lines about one host by its own findings: what is well there, and what would fail or be slow."""
+"""The lines about one host, from its findings alone: what is well there, and what would fail or be slow."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Questions:
         return {place: tuple(one["unknown"]) for place, one in said.items()}
 
     def _reach(self) -> dict[int, Attempt]:
-        """Let every host try to reach every other; return what came of the port at which a run meets."""
+        """Let every host try to reach every other; return the findings about the port at which the ranks of a run find each other."""
         targets = [
             {
                 "number": place,

@@ -130,7 +130,7 @@ class RaySettings:
 
 @dataclass(frozen=True)
 class Site:
-    """All settings of a site; each engine reads its own table."""
+    """All settings of a site; each engine reads the table with its name."""
 
     run: RunSettings = RunSettings()
     slurm: SlurmSettings = SlurmSettings()

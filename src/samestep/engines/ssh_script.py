@@ -1,4 +1,4 @@
-"""The command that starts samestep's own agent on hosts over ssh."""
+"""The command that starts samestep's agent on hosts over ssh."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from samestep.datasets.values import first_of
 from samestep.examination.recording import MaskRecorder, record_masks
 from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_spec import ExpertDispatch
+from samestep.models.layer_parts import ExpertDispatch
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
 from samestep.tracing import experts as experts_module

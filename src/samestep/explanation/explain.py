@@ -358,7 +358,7 @@ _Said = tuple[Prediction, ModelSpec, Job, Hardware]
 
 
 def _predicted(folder: Path, records: Mapping[int, RankRecord], given: Hardware | str | Path | None) -> _Said | None:
-    """Return the prediction of the run's step, and what it was made of; None without a profile of this machine."""
+    """Return the prediction of the run's step and its inputs; None without a profile of this machine."""
     if given is None and hardware.own() is None:
         return None
     machine = hardware.resolve_hardware(given)

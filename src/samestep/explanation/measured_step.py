@@ -94,7 +94,7 @@ class MeasuredStep:
         self.gaps = {rank: [*gaps(self.timeline, rank)] for rank in self.begins}
 
     def cause(self, gap: Gap) -> tuple[int, str] | None:
-        """Return the rank for which a wait has waited, and the op or row that made it late; None if none was late.
+        """Return the rank for which a wait has waited, and the op or row that delayed it; None if no rank was late.
 
         It is what the late rank did longer than the waiting one since both were last in one collective. If that is a wait of its own,
         the cause of that wait is the cause.

@@ -145,7 +145,7 @@ def _shares(kernels: StepKernels, runs: Sequence[Segment], begins: Sequence[int]
 
 
 def _own_times(kernels: StepKernels) -> Iterator[tuple[Kernel, int, int]]:
-    """Yield the runs of instants that are an operation's own, in which none runs that it has called."""
+    """Yield the intervals in which an operation runs and none that it has called does."""
     stack: list[Kernel] = []
     now = 0
     for one in sorted(kernels.kernels, key=lambda one: (one.begin, -one.end)):

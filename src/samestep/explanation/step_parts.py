@@ -81,7 +81,7 @@ class MeasuredSteps:
 
     @property
     def busiest(self) -> int:
-        """The rank that waits least for others: the step is as long as its own."""
+        """The rank that waits least for others: its work decides how long the step is."""
 
         def waits_s(rank: int) -> float:
             return sum(seconds for (name, _), seconds in self.rows[rank].items() if name in (WAIT, BUBBLE, IMBALANCE))
@@ -162,7 +162,7 @@ def _with_step_before(
 
 
 def _take_tail(rows: dict[Key, float], tail_s: float, num_steps: int) -> None:
-    """Take the time between the end of a rank's own step and that of the longest one out of its rest."""
+    """Subtract from a rank's rest the time between the end of its step and that of the longest one."""
     rows[REST, None] = max(0.0, rows.get((REST, None), 0.0) - tail_s / num_steps)
 
 

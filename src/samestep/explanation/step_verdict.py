@@ -94,7 +94,7 @@ def _beyond_load(candidates: Sequence[_Candidate], load_s: float, *, is_counted:
 
 
 def straggler_of(found: MeasuredSteps) -> tuple[int, float] | None:
-    """Return the rank whose own work takes longer than that of its peers in most steps, and by how many seconds; None if none does."""
+    """Return the rank whose work, without waits, takes longer than that of its peers in most steps, and by how many seconds; None if none does."""
     stages = {rank: record.head.stage for rank, record in found.records.items()}
     return straggler_among({rank: found.cpu_s[rank] for rank in stages}, stages, found.step_s)
 
@@ -131,7 +131,7 @@ def _candidates(found: MeasuredSteps, parts: Sequence[StepPart], away: _Candidat
 
 
 def _away(found: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidate | None:
-    """Return for how long the busiest rank had no processor in its own work, and why, where that is much of it; on a CPU alone.
+    """Return for how long the busiest rank had no processor during its work, and why, where that is much of it; only on a CPU.
 
     Either other programs had it (`load`), or the rank slept or read (`host`). Where the system does not say, it is load.
     """

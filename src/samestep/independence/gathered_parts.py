@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from samestep.models.layer_spec import GatheredPart, LayerSpec
+from samestep.models.layer_parts import GatheredPart
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
 
 

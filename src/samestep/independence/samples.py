@@ -34,7 +34,7 @@ from samestep.independence.loss_pairs import pair_elements
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_spec import BatchValueCall
+from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import LossTensor
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.asked_values import TracedValues

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.named_tensors import address
 from samestep.independence.cut_proof import CutProof
-from samestep.models.layer_spec import Boundary, BoundaryKind, LayerSpec
+from samestep.models.layer_parts import Boundary, BoundaryKind
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.operations import Operation
 

@@ -23,7 +23,8 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
 from samestep.independence.dependence import Along
 from samestep.independence.sequence_boundaries import first_input_of, first_of, with_first, with_given
-from samestep.independence.token_slices import SliceProver, differing
+from samestep.independence.slice_prover import SliceProver
+from samestep.independence.token_slices import differing
 from samestep.independence.value_numbers import Table
 from samestep.models.analysis import ExpertModules, ModelAnalysis
 from samestep.models.spec import is_below

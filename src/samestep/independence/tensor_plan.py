@@ -24,7 +24,8 @@ from samestep.errors import ModelError
 from samestep.independence import cut_proof
 from samestep.independence.cut_proof import CutProof
 from samestep.independence.sequence_boundaries import state_of
-from samestep.models.layer_spec import LayerSpec, PartialSum
+from samestep.models.layer_parts import PartialSum
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.containers import containers_of

@@ -167,7 +167,7 @@ def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: boo
 
 
 def _only_weight(flow: UnitFlow, op: Operation, *, is_pointwise: bool) -> str:
-    """Return the weight of which an operation's results are made element by element, or looked up; empty if there is none.
+    """Return the weight from which an operation computes its results element by element, or looks them up; empty if there is none.
 
     What takes no gradient may take part, such as a mask or the distances of positions at which a table is read.
     """

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from samestep.errors import ModelError, did_you_mean
 from samestep.job_tables import ALL_LINEAR, LoraTable
-from samestep.models.layer_spec import LayerSpec, Product
+from samestep.models.layer_parts import Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.packing import BLOCK
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec

@@ -19,11 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.models.layer_spec import (
-    Cutting,
-    ExpertDispatch,
-    Product,
-)
+from samestep.models.layer_parts import Cutting, ExpertDispatch, Product
 from samestep.models.param_spec import Cut, Partial
 
 

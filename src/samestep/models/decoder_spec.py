@@ -7,15 +7,8 @@ from dataclasses import replace
 from typing import Literal
 
 from samestep.models.decoder import Counts, Decoder, block_counts, embedding_counts, head_counts
-from samestep.models.layer_spec import (
-    Boundary,
-    BoundaryKind,
-    Exchange,
-    HeadSpec,
-    LayerSpec,
-    PartialSum,
-    Product,
-)
+from samestep.models.layer_parts import Boundary, BoundaryKind, Exchange, HeadSpec, PartialSum, Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from samestep.errors import ModelError, did_you_mean, short_repr
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.models.layer_spec import BatchNormCall, LayerSpec, Product
+from samestep.models.layer_parts import BatchNormCall, Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 

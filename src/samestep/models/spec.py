@@ -15,7 +15,8 @@ from functools import cached_property
 from typing import Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-from samestep.models.layer_spec import BatchValueCall, LayerSpec
+from samestep.models.layer_parts import BatchValueCall
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.loss_names import LossNames
 from samestep.models.param_spec import ParamSpec
 

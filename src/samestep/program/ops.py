@@ -18,7 +18,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, Literal, NamedTuple
 
 from samestep.job_tables import Precision
-from samestep.models.layer_spec import Product
+from samestep.models.layer_parts import Product
 from samestep.records import changed
 
 TF32 = "tfloat32"

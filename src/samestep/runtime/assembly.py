@@ -60,6 +60,7 @@ from samestep.runtime.axes.joined_exchanges import BackwardExchanges
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
+from samestep.runtime.axes.pipeline.whole_model import WholeModel
 from samestep.runtime.axes.repeated_state import RepeatedState
 from samestep.runtime.axes.step_part import PartOfStep
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -97,7 +98,7 @@ class Parallel:
 
     program: Program
     mesh: meshes.Mesh
-    stage: pipeline.Stage | pipeline.WholeModel
+    stage: pipeline.Stage | WholeModel
     """The layers that this rank runs, and the tensors it exchanges with other pipeline stages."""
     slicing: context.Slicing | context.WholeSequences
     """The slice of every sequence that this rank runs."""

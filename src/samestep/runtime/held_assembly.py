@@ -17,7 +17,7 @@ from samestep.runtime.weights.moving_averages import ModelAverages
 
 
 class HeldAssembly:
-    """The assembly of one rank, once it is made; with several replicas that of the first one, except inside `each`."""
+    """The assembly of one rank once it is built; with several replicas that of the first one, except inside `each`."""
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
         self.source, self.layout, self.job, self.place, self.averages = source, layout, job, place, averages

@@ -157,7 +157,7 @@ class Ledger(DispatchMode):
 
 
 def has_own_group(axis: str) -> bool:
-    """Return whether an axis has a process group of its own: one of `OWN_GROUPS`, or a part of `cp`."""
+    """Return whether a process group serves this axis alone: one of `OWN_GROUPS`, or a part of `cp`."""
     return axis in OWN_GROUPS or axis.startswith(_PARTS_OF_CP)
 
 

@@ -87,7 +87,7 @@ class Replicas:
         self.assemblies = [change(assembly) for assembly in self.assemblies]
 
     def sums(self, own: Sequence[Tensor]) -> Tensor:
-        """Return the scalars of all replicas in one tensor: those of this rank's replicas, given as `own`, and zeros for the others."""
+        """Return the scalars of all replicas in one tensor: this rank gives those of its replicas, and has zeros for the others."""
         if self.number == 1:
             return own[0]
         found = own[0].new_zeros(self.number, len(own[0]))

@@ -23,7 +23,7 @@ from samestep.trees import tree_leaves
 
 
 class StepBatch(Protocol):
-    """The global batch of one step, as `datasets.Batch` implements it: every rank reads only its own part."""
+    """The global batch of one step, as `datasets.Batch` implements it: every rank reads only its part."""
 
     @property
     def step(self) -> int:

@@ -86,7 +86,7 @@ class Objective:
         exchanges: BackwardExchanges,
         example: Any,
     ) -> Objective:
-        """Return the sum that a step of a program minimises; the global batch is made of samples like those of `example`."""
+        """Return the sum that a step of a program minimises; the global batch has samples like those of `example`."""
         loss, names = source.loss, program.step.model.loss_names
         if loss is not cross_entropy:
             loss = check_results_of(given_instance.watching(loss, source.model, traced.module))

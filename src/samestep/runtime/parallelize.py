@@ -1,4 +1,4 @@
-"""Putting any model into a layout: the entry of a loop of the user's own."""
+"""`parallelize` puts any model into a layout: a user's loop begins here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in a layout, taking steps: what a user's own loop, the trainer and the proof call.
+"""A model in a layout that takes steps: a user's loop, the trainer and the proof call it.
 
 ```python
 run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job)
@@ -13,7 +13,7 @@ A run is a facade over few parts. Its steps stand here; its other methods with w
 step                       ─► RunBatches    what a loop hands over, as a batch         batches/run_batches.py
                            ─► Stepper       one step                                   stepper.py
 backward, update           ─► StepsByHand   the two halves of a step, in any order     own_steps/
-save, load, state_dict     ─► StoredRun     weights in files, dicts, and whole         checkpoints/
+save, load, state_dict     ─► SavedRun     weights in files, dicts, and whole         checkpoints/
 evaluate, predict          ─► EvaluatedRun  forwards without gradients                 evaluated_run.py
 ```
 """
@@ -35,7 +35,7 @@ from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints.run_state import RunState
-from samestep.runtime.checkpoints.stored_run import StoredRun
+from samestep.runtime.checkpoints.saved_run import SavedRun
 from samestep.runtime.evaluated_run import EvaluatedRun
 from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.shared_weights import SharedWeights
@@ -60,7 +60,7 @@ from samestep.runtime.weights.moving_averages import ModelAverages
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(StepsByHand, StoredRun, EvaluatedRun):
+class Run(StepsByHand, SavedRun, EvaluatedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -178,7 +178,7 @@ class Run(StepsByHand, StoredRun, EvaluatedRun):
         self._state.begin()
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Continue with an assembly derived from this run's own, for example one with another optimizer."""
+        """Continue with an assembly that was derived from the run's, for example one with another optimizer."""
         self.assembly.weights.store.settle()
         self.replicas.change(change)
 

@@ -193,7 +193,7 @@ class Stepper:
             raise
 
     def _closed(self, opened: OpenStep) -> StepReport:
-        """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
+        """Wait for a step's sums, decide on its update unless the device has, and return the report."""
         # Agree: read what all ranks have summed, and exchange what a flag asks for.
         summed = self.read(opened)
         # Decide: the step is taken or skipped, or the run stops.

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 
 from samestep.errors import InputError
 from samestep.hardware import Hardware
-from samestep.models.layer_spec import Product
+from samestep.models.layer_parts import Product
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import SHARDS

@@ -202,7 +202,7 @@ def _changed(usual: Mapping[str, object], mine: Mapping[str, object]) -> dict[st
 
 
 def notes_of(labels: Mapping[str, str]) -> list[str]:
-    """Return how the numbers of a prediction were made."""
+    """Return notes on how the numbers of a prediction were computed."""
     time, held = intervals()["time"], intervals()["memory"]
     return [
         *(f"{subject}: {origin}." for subject, origin in labels.items()),

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 
 from samestep.errors import module_name
-from samestep.models.layer_spec import BatchNormCall
+from samestep.models.layer_parts import BatchNormCall
 from samestep.models.spec import gradients_within
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import Buffer, Op, OpKind, Ops

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from samestep.errors import module_name
-from samestep.models.layer_spec import BatchValueCall
+from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import gradients_within
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_forward
 from samestep.program.ops import Op, OpKind, Ops

@@ -34,7 +34,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.models.layer_spec import ExpertDispatch, LayerSpec, Product
+from samestep.models.layer_parts import ExpertDispatch, Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.bodies import is_forward

@@ -38,7 +38,7 @@ from dataclasses import replace
 
 from samestep import schedules
 from samestep.layout import Layout
-from samestep.models.layer_spec import Crossing
+from samestep.models.layer_parts import Crossing
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position

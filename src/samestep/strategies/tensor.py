@@ -31,7 +31,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.models.layer_spec import LayerSpec, PartialSum
+from samestep.models.layer_parts import PartialSum
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.packing import BLOCK
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within

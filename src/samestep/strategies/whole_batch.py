@@ -1,4 +1,4 @@
-"""A loss over all samples of a step: ranks gather outputs, and each goes back through its own samples.
+"""A loss over all samples of a step: ranks gather outputs, and each computes the gradients of its samples.
 
 A loss that compares samples (Chen et al. 2020, arXiv:2002.05709; Radford et al. 2021, arXiv:2103.00020) is a function
 L(z_1, ..., z_B) of the outputs of all B samples, so that no micro-batch can compute its part of it. Where a rank has one

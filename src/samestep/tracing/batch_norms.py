@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from samestep.models.layer_spec import BatchNormCall, LayerSpec
+from samestep.models.layer_parts import BatchNormCall
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (nn.functional.batch_norm, torch.batch_norm)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from samestep.models.layer_spec import Crossing, LayerSpec
+from samestep.models.layer_parts import Crossing
+from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF
 from samestep.tracing.flow import CannotPassError, Event, Flow, Value
 

@@ -89,7 +89,7 @@ def _functions(applied: Applied) -> Iterator[None]:
 
 @contextmanager
 def seen_by(mode: TorchFunctionMode) -> Iterator[None]:
-    """Let a function mode see the call of a custom Function in this thread as one function, as it sees torch's own.
+    """Let a function mode see the call of a custom Function in this thread as one function, as it sees a function of torch.
 
     It would see the operations within alone, which know nothing of the Function's backward.
     """

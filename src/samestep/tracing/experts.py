@@ -24,7 +24,8 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_spec import ExpertDispatch, LayerSpec
+from samestep.models.layer_parts import ExpertDispatch
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
 

@@ -119,7 +119,7 @@ class FlowRecorder(TorchFunctionMode):
 
     @property
     def is_between(self) -> bool:
-        """Whether the model's own code runs, on nothing that depends on weights, which every stage repeats."""
+        """Whether code of the model runs outside of its modules on values that no weight has changed: every stage repeats it."""
         return self._is_active and self._running is None and self._depth == 0
 
     def pick(self) -> None:

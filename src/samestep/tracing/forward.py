@@ -27,7 +27,7 @@ from samestep.building.families import facts_of
 from samestep.building.named_tensors import address, inner_tensor, tensors_of
 from samestep.building.torch_seams import DispatchMode, autograd_sequence_number
 from samestep.errors import ModelError, module_name
-from samestep.models.layer_spec import BatchNormCall, BatchValueCall, Cutting, Exchange, Factors, Product
+from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Cutting, Exchange, Factors, Product
 from samestep.tracing import batch_norms
 from samestep.tracing.custom_functions import report_module_hooks
 from samestep.tracing.flow import Flow, makes_event

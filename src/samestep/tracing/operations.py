@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import DispatchMode
-from samestep.models.layer_spec import Product
+from samestep.models.layer_parts import Product
 from samestep.tracing.meta_tensors import mutated_operands
 from samestep.trees import fold, operands
 

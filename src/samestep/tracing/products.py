@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from samestep.models.layer_spec import Cutting, Factors, Product
+from samestep.models.layer_parts import Cutting, Factors, Product
 from samestep.tracing.meta_tensors import GROUPED_PRODUCTS
 
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)

@@ -35,7 +35,8 @@ from samestep.building.nf4 import mark_of
 from samestep.building.several_models import followed_weight
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.layer_spec import Exchange, HeadSpec, KeptBuffer, LayerSpec, Product
+from samestep.models.layer_parts import Exchange, HeadSpec, KeptBuffer, Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.state.snapshot import GivenWeights, Snapshot

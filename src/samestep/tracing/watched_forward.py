@@ -30,7 +30,7 @@ from samestep.building.torch_seams import (
     transforms_beside_hooks,
 )
 from samestep.errors import ModelError, SamestepError, line_of
-from samestep.models.layer_spec import Product
+from samestep.models.layer_parts import Product
 from samestep.models.spec import is_below
 from samestep.state import snapshot
 from samestep.tracing.asked_values import TracedValues

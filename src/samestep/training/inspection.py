@@ -20,7 +20,8 @@ from samestep import calls
 from samestep.job import Job
 from samestep.models import catalog
 from samestep.models.analysis import StateSpec
-from samestep.models.layer_spec import Crossing, LayerSpec
+from samestep.models.layer_parts import Crossing
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 from samestep.output.text_table import align_columns

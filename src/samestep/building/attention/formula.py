@@ -248,7 +248,7 @@ def scale_of(spec: AttentionSpec, query: Tensor) -> float:
 
 
 def is_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether the weights of an attention with dropout are few enough to be kept, and torch's own operations are all it needs."""
+    """Return whether the weights of an attention with dropout are few enough to be kept, and operations of torch are all it needs."""
     few = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= KEPT_ELEMENTS
     return (
         few
@@ -260,7 +260,7 @@ def is_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> 
 
 
 def attend_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return the output of a small attention by torch's own operations and gradients, which keep its weights."""
+    """Return the output of a small attention by operations of torch and their gradients, which keep its weights."""
     drop = spec.dropout
     assert drop is not None, "it is for dropout"
     num_queries, num_keys = query.shape[2], key.shape[2]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from samestep.models.layer_spec import LayerSpec, PartialSum
+from samestep.models.layer_parts import PartialSum
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF

@@ -1,4 +1,4 @@
-"""The figures of a profile that measured steps can tell apart, each as a multiple of the time that it takes.
+"""The figures of a profile that measured steps can distinguish, each as a multiple of the time that it takes.
 
     products, attention, memory     matrix products, fused attention, and elementwise kernels
     launches, host                  one launch of a kernel, and the host's work once a step

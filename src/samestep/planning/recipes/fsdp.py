@@ -1,4 +1,4 @@
-"""Layouts as a Python file of torch's own parts: `DeviceMesh`, `fully_shard` (FSDP2), `parallelize_module`, `checkpoint`.
+"""Layouts as a Python file that uses torch alone: `DeviceMesh`, `fully_shard` (FSDP2), `parallelize_module`, `checkpoint`.
 
 The file has `mesh()`, `parallelize(model)` and `accumulate(model, microbatches, backward)`, and names the blocks and the cut
 weights of the model as samestep found them.

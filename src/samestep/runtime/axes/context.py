@@ -161,7 +161,7 @@ class Slicing:
         return self._rows(whole, dim, self.length)
 
     def suspend(self) -> tuple[int, str, int]:
-        """Let the code that runs next have whole sequences; return what `resume` is given behind it."""
+        """Let the code that runs next have whole sequences; return the argument with which `resume` ends that."""
         before = self.length, self.block, self.exchanged
         self.length, self.block = 0, ""
         return before

@@ -37,7 +37,7 @@ def before_forward(
 
 
 def after_forward(module: nn.Module, hook: Hook, *, always_call: bool = False, prepend: bool = False) -> None:
-    """Install a foldable hook behind a module's forward, as `hook(module, args, output)`.
+    """Install a foldable hook that runs after a module's forward, as `hook(module, args, output)`.
 
     One that is always called also is behind a forward that ends with an exception, with None as output.
     """
@@ -70,7 +70,7 @@ def fold(model: nn.Module, program: Program) -> None:
 
 
 def _folded(module: nn.Module, before: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Callable[..., Any]:
-    """Return a module's forward with its hooks, as a function of the module, so that a copy of it runs with its own weights."""
+    """Return a module's forward with its hooks, as a function of the module, so that a copy of it runs with the weights of the copy."""
     forward, given = type(module).forward, vars(module).get("forward")
     if isinstance(given, MethodType) and given.__self__ is module:
         forward, given = given.__func__, None

@@ -83,7 +83,7 @@ class _HostWeight:
         self._version = self._param._version
 
     def leave(self) -> None:
-        """Free the values on the device behind the last of the calls that read them."""
+        """Free the values on the device after the last call that reads them."""
         self._num_calls -= 1
         if self._num_calls:
             return

@@ -1,4 +1,4 @@
-"""A loss over the whole batch that is a sum over rows: each rank computes the rows of its own samples.
+"""A loss over the whole batch that is a sum over rows: each rank computes the rows of its samples.
 
 Let L = l_1 + ... + l_B, where l_i compares sample i with all others. A rank with the rows R computes the sum of l_i over i in R, on
 the outputs z of all samples, with its gradient by all of them, and ranks sum these gradients:

@@ -183,7 +183,7 @@ def _with_arguments_as_given(
 
 
 def _can_be_written(argument: Any) -> bool:
-    """Return whether an argument is a dict or a list, or has objects of the user's own that hold tensors."""
+    """Return whether an argument is a dict, a list, or an object of a user's class that holds tensors."""
     objects = [leaf for leaf in tree_leaves(argument) if not isinstance(leaf, Tensor)]
     return type(argument) in (dict, list) or bool(tensors_in(objects, records=True))
 

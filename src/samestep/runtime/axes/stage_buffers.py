@@ -1,4 +1,4 @@
-"""Buffers of the model's own code with a value after the step, in a pipeline (twin of `strategies/batch_values.py`).
+"""Buffers to which the model's code gives a value after the step, in a pipeline (twin of `strategies/batch_values.py`).
 
 Every stage runs the model's own code, and has its buffers. The call of `samestep.after_step` is an event of the forward's flow
 (`tracing/flow.py`), which the stage of the layer in front of it carries out: it alone has the next value of the buffer. Behind the

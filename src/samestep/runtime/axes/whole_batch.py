@@ -225,7 +225,7 @@ class WholeBatch:
 
     @property
     def _enters(self) -> bool:
-        """Whether the sums that this rank finds are a part of the step's: those of its own rows, or of all rows on one rank."""
+        """Whether the sums that this rank computes are added to the step's: those of its rows, or of all rows on one rank."""
         return self._by_rows or self._ranks.index == 0
 
     @property

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
-from samestep.models.layer_spec import GatheredPart
+from samestep.models.layer_parts import GatheredPart
 from samestep.models.spec import ModelSpec
 from samestep.program.ring_visits import SlicePlacement
 from samestep.runtime.axes.differentiable import apply_move
@@ -45,7 +45,7 @@ class _Slices(Protocol):
 
 
 def install(model: nn.Module, spec: ModelSpec, slicing: _Slices) -> None:
-    """Give each part all tokens, and the code behind it this rank's.
+    """Give each part all tokens, and the code after it those of this rank.
 
     Collective over `cp` in each forward and backward, see [Note: collective calls].
     """

@@ -1,4 +1,4 @@
-"""Words of a batch under a loss over all samples: each rank has those of its own alone."""
+"""Words of a batch under a loss over all samples: each rank has those of its samples alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from samestep.errors import JobError
 
 
 class _Words:
-    """The words of all samples, of which a rank has its own alone, so that a loss which reads them is refused."""
+    """The words of all samples; a rank has those of its samples alone, so that a loss which reads them is refused."""
 
     def _refuse(self, *_: Any) -> Any:
         raise JobError(

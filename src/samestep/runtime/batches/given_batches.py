@@ -158,7 +158,7 @@ class GivenBatches:
     def _local(
         self, given: Any, wrong: str, count: int, method: str, step: int, layout: Layout, compares: bool
     ) -> GivenBatch:
-        """Return the batch of which each data rank was given its own samples."""
+        """Return the batch that consists of the samples which each data rank was given."""
         ranks = Ranks.of(layout)
         if given is None:
             wrong = f"{method} was given None with local=True: each rank's own samples work, of which there may be none"

@@ -43,7 +43,7 @@ def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any) -> None:
 
 
 def _refuse_next_labels(dataset: Any) -> None:
-    """Refuse a source whose labels are the next tokens already, for a model that shifts them in its own loss.
+    """Refuse a source whose labels are the next tokens already, for a model whose loss shifts them.
 
     Raises:
         DataError: it is one.

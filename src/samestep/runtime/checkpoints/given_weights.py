@@ -72,7 +72,7 @@ def _whole_shapes(run: PreparedRun) -> dict[str, torch.Size]:
 
 
 def _of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state dict of rank 0, where other ranks were given an empty one, or else one's own.
+    """Return the state dict of rank 0 where the other ranks were given an empty one, else that of this rank.
 
     Raises:
         ModelError: a rank has other names than rank 0.

@@ -79,4 +79,4 @@ class PreparedRun(Protocol):
         """The optimizer over the weights that this rank updates."""
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Continue with an assembly derived from this run's own."""
+        """Continue with an assembly that was derived from the run's."""

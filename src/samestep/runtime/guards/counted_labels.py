@@ -132,7 +132,7 @@ def _same(leaf: Tensor, other: Tensor) -> bool:
 
 
 def _ignored_in(leaf: Tensor, target: Tensor, ignored: int) -> int | None:
-    """Return the value of a tensor of the batch that does not count, if the labels of a loss are those numbers, or made of them."""
+    """Return the value that does not count in a tensor of the batch, if a loss takes its labels from that tensor."""
     flat = target.reshape(-1).to(leaf.device, leaf.dtype)
     for part in (leaf.reshape(-1), *([leaf[..., 1:].reshape(-1)] if leaf.dim() > 1 else [])):
         if part.shape != flat.shape:

@@ -28,7 +28,7 @@ _BEYOND = 1e30
 
 
 def allowance(rounding: float, measured: float = 0.0) -> float:
-    """Return the allowed deviation where one rounding of this size has made numbers deviate by `measured`."""
+    """Return the allowed deviation where one rounding of this size has changed numbers by `measured`."""
     return _ALLOWANCE_FACTOR * max(measured, rounding)
 
 

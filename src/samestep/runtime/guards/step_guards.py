@@ -1,4 +1,4 @@
-"""All guards of one rank's steps behind one observer: which step is watched, by which of them, and in which order they act.
+"""One observer that calls all guards of a rank's steps: which step is watched, by which of them, and in which order.
 
 ```
 take    ─► watch          a watched step: samples run again, one update made again, ranks compared

@@ -179,7 +179,7 @@ class FollowedStep(DispatchMode):
         self._labels = {key: kept for key, kept in self._labels.items() if not kept[0].expired()}
 
     def label(self, tensor: Tensor) -> UpdateLabel:
-        """Return what a tensor depends on: a part or another order of a memory is not beside the weight."""
+        """Return what a tensor depends on; a view of a part or in another order is not aligned with the weight."""
         storage = tensor.untyped_storage()
         kept = self._labels.get(storage._cdata)
         if kept is None:
@@ -307,7 +307,7 @@ class CountsOnHost(TorchFunctionMode):
     """Makes counts and rates, tensors without dimensions, on the host: the code may read their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch's; a tensor of one number is not made on the meta device."""
+        """Call a function of torch; a tensor of one number is not created on the meta device."""
         kwargs = kwargs or {}
         if func in _MAKING and "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
             size = args[0] if args else kwargs.get("size", kwargs.get("data"))

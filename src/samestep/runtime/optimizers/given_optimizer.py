@@ -1,4 +1,4 @@
-"""The optimizer instance that a user gave, which takes no step: a run builds one of its own like it.
+"""The optimizer instance that a user gave, which takes no step: a run builds another one like it.
 
 The options of its groups are followed, so that schedulers act. Its state stays empty, so what a loop reads of it, or does to it,
 is refused: momenta that are set to zero, `state_dict` and `load_state_dict`, hooks, other parameters in a group.
@@ -18,7 +18,7 @@ _OWN = "run.updater.optimizer.state is what it holds, and run.save and run.load 
 
 
 class NoState(defaultdict[Any, Any]):
-    """A state that says where the run's own is."""
+    """A state whose use raises an error that names the place of the run's state."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(dict)

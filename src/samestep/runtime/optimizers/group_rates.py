@@ -46,14 +46,14 @@ class GroupRates:
             )
 
     def factors(self, schedule: Callable[[int], float], step: int) -> float | dict[int, float]:
-        """Return the factor of a schedule in a step, for each group by itself where a loop has made updates of its own."""
+        """Return the factor of a schedule in a step, for each group separately where a loop has called updates of some of them."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         if not self.counts_updates:
             return schedule(step)
         return {index: schedule(group.get(_NUM_UPDATES, step)) for index, group in enumerate(groups)}
 
     def count(self, step: int, part: UpdatedPart) -> None:
-        """Count an update of a part, after as many as there were steps if it is the loop's first one of its own."""
+        """Count an update of a part; before the first one that the loop calls, each part has as many as there were steps."""
         for index, member in enumerate(members_of(self.optimizer) if self.optimizer is not None else ()):
             for group in member.param_groups:
                 group.setdefault(_NUM_UPDATES, step)
@@ -77,7 +77,7 @@ class GroupRates:
         return math.nan
 
     def set(self, factor: float | Mapping[int, float]) -> None:
-        """Set each group's learning rate to `factor` times its own; one that was set from outside meanwhile is kept.
+        """Set each group's learning rate to `factor` times its base rate; one that was set from outside meanwhile is kept.
 
         Raises:
             ModelError: the job's schedule and another hand both change the learning rate, or the optimizer that was given

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: gradients of a float16 forward are made larger by a power of two, so that few of them become zero."""
+"""Dynamic loss scaling: gradients of a float16 forward are multiplied by a power of two, so that few of them become zero."""
 
 from __future__ import annotations
 

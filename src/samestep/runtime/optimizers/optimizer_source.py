@@ -356,7 +356,7 @@ def updates_in_chunks(source: OptimizerSource, numerics: NumericsTable, whole: W
 
 
 def _is_torchs_own(source: OptimizerSource, whole: WholeWeights) -> bool:
-    """Return whether an optimizer is torch's own, which treats every weight by itself."""
+    """Return whether an optimizer is one of torch, which updates every weight independently."""
     try:
         return is_torchs_own(skeleton(source, whole.shapes, whole.attributes)[0])
     except (ModelError, *TRIED):  # one that cannot be built over weights without values

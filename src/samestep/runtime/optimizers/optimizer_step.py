@@ -327,7 +327,7 @@ def _as_tensor(factor: float, gradient: Tensor) -> Any:
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """Return the factor on the gradients that limits their global norm to `limit` (torch's own rule)."""
+    """Return the factor on the gradients that limits their global norm to `limit`, by torch's rule."""
     if limit is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, limit / (norm + 1e-6))

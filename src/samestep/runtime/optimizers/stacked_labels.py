@@ -155,7 +155,7 @@ def _is_reduced(tensor: Tensor, target: Tensor) -> bool:
 
 
 def _of_view(tensor: Tensor, label: Label) -> Label:
-    """Return a part's label for a view in which its elements may lie in another order."""
+    """Return a part's label for a view in which its elements may have another order."""
     if tensor.is_contiguous() or label.beside is None:
         return label
     return label._replace(beside=None, entered=label.weights, is_uniform=False)

@@ -189,7 +189,7 @@ def _read(
 
 
 def _simplest(optimizer: Optimizer) -> Optimizer:
-    """Let one of torch's own optimizers take its tensors one by one: that is what its faster ways compute, too."""
+    """Let an optimizer of torch update its tensors one by one, which gives what its faster ways compute, too."""
     for member in optimizers_in(optimizer):
         if any(kind.__module__.startswith("torch.optim.") and kind is not Optimizer for kind in type(member).__mro__):
             ways = {"fused": None, "foreach": False, "capturable": False}

@@ -53,7 +53,7 @@ class _Known:
 
 @dataclass(slots=True)
 class UsedWeights:
-    """The agreement of all ranks on the unused weights of each step, for each replica that has weights of its own."""
+    """The agreement of all ranks on the unused weights of each step, for each replica that is trained independently."""
 
     program: Program
     names: Sequence[str]

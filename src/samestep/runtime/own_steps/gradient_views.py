@@ -62,7 +62,7 @@ def _part_of(held: Assembly, name: str, gradient: Tensor) -> _Part:
 
 
 def _of_all_stages(held: Assembly, parts: Mapping[str, _Part]) -> dict[str, _Part]:
-    """Return the gradients of all stages, in the order of the model's weights, with this rank's own as they are."""
+    """Return the gradients of all stages, in the order of the model's weights; those of this rank are the tensors that it was given."""
     mesh = held.parallel.mesh
     found: dict[str, _Part] = {}
     with outside_step():

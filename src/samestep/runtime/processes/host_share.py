@@ -74,7 +74,7 @@ class HostShare:
         del held
 
     def workers(self, _options: object) -> tuple[()]:
-        """Return no workers: every host watches its own."""
+        """Return no workers: every host watches those that it has started."""
         return ()
 
     def _wait_for_name(self) -> None:

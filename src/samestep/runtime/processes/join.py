@@ -326,7 +326,7 @@ def _meet(info: LaunchInfo, timeout_s: float) -> tuple[LaunchInfo, Store | None,
 def _meet_in_group(
     info: LaunchInfo, device_type: str, may_renew: bool
 ) -> tuple[LaunchInfo, Store | None, tuple[int, ...]]:
-    """Return this process's position in a group that its user or Ray made, and the hosts of its ranks if they are mixed.
+    """Return this process's position in a group that its user or Ray has created, and the hosts of its ranks if they are mixed.
 
     With `may_renew`, a group of mixed hosts that is the only one of each process is ended; the store, in which a new one can
     be made, is returned with the position in that one.

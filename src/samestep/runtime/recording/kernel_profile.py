@@ -76,7 +76,7 @@ class KernelProfile:
         self._ran = sorted(_ran(list(ended.events() or ()), self._anchors), key=lambda one: one[1])
 
     def add(self, step: RecordedStep, events: Sequence[Sequence[Any]]) -> None:
-        """Add a step whose times are known; `events` have those of the host, where the step's own have the device's."""
+        """Add a step whose times are known; `events` have times of the host's clock, the step those of the device's."""
         self._steps.append((step, events))
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""Stragglers: a rank whose own work takes longer than that of the other ranks of its stage, found during a run.
+"""Stragglers: a rank whose work, without waits, takes longer than that of the other ranks of its stage, found during a run.
 
 A wait says who is late, and not why: other load on a machine makes every rank late at times. So ranks are judged by what they compute
 themselves, on a CPU the processor time of their main thread, on a GPU the seconds of their tasks on the device. Of the steps of a window
@@ -41,7 +41,7 @@ class _Store(Protocol):
 def straggler_among(
     own_s: Mapping[int, Sequence[float]], stages: Mapping[int, int], step_s: float
 ) -> tuple[int, float] | None:
-    """Return the rank whose own work takes longer than that of its peers in most steps, and by how many seconds; None if none does.
+    """Return the rank whose work, without waits, takes longer than that of its peers in most steps, and by how many seconds; None if none does.
 
     Args:
         own_s: seconds of each rank's own work, step by step, equally many of each.

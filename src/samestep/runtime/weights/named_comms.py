@@ -12,7 +12,7 @@ from samestep.runtime.ledger import owned
 
 
 class NamedAllGather(DefaultAllGather):
-    """FSDP2's own all_gather, under a name."""
+    """The all_gather of FSDP2, under a name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class NamedAllGather(DefaultAllGather):
 
 
 class NamedReduceScatter(DefaultReduceScatter):
-    """FSDP2's own reduce_scatter, under a name."""
+    """The reduce_scatter of FSDP2, under a name."""
 
     def __init__(self, name: str) -> None:
         self._name = name

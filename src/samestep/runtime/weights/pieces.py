@@ -70,7 +70,7 @@ class Piece:
 
 
 def gradients_of(pieces: Iterable[Piece]) -> list[Tensor]:
-    """Return the gradient of each piece; one that is a window or a weight's own is found without a call."""
+    """Return the gradient of each piece; a window of a buffer or the `grad` of a weight is found without a call."""
     found: list[Tensor] = []
     for piece in pieces:
         gradient = piece.window if piece.holder is None else piece.holder.grad

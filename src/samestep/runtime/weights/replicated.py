@@ -237,7 +237,7 @@ class Replicated(WeightStore):
         return self._whole_gradients()
 
     def unreduced(self) -> dict[str, Tensor]:
-        """Return this rank's own gradient of each weight, zeros where the backward gave none."""
+        """Return the gradient of each weight before ranks are summed, zeros where the backward gave none."""
         for flat in self._flats:
             flat.zero_untouched()
         return self._whole_gradients()

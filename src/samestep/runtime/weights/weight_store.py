@@ -80,7 +80,7 @@ class WeightStore(Protocol):
         ...
 
     def unreduced(self) -> dict[str, Tensor]:
-        """Return this rank's own gradient of each whole weight after a backward whose reduction waits, zeros where it gave none: what
+        """Return the gradient of each whole weight on this rank after a backward whose reduction waits, zeros where it gave none: what
         is written there is reduced. Sends nothing.
         """
         return {}
@@ -121,7 +121,7 @@ class WeightStore(Protocol):
 
     @abstractmethod
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
-        """Wait for all reductions of the step, and issue those that follow its last backward; `deliver` them too, unless told not to.
+        """Wait for all reductions of the step, and issue those that follow its last backward; then `deliver` them, if it `delivers`.
 
         Where the reductions have waited, only those that some weights of `names` need are issued. Called once a step, after its
         last task, by every rank. Collective over the data axes, over `tp` for weights

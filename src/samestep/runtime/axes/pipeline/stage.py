@@ -43,6 +43,7 @@ from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
+from samestep.runtime.axes.pipeline.whole_model import WholeModel
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
 from samestep.runtime.processes.mesh import Mesh
@@ -65,38 +66,6 @@ from samestep.trees import tree_leaves, tree_map_only
 def shapes_in(samples: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of the tensors in a micro-batch."""
     return tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
-
-
-class WholeModel:
-    """The counterpart of `Stage` in a layout without a pipeline: it has all layers, and sends nothing."""
-
-    num_chunks = 1
-
-    def __init__(self, model: nn.Module, running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self._model, self._running = model, running
-
-    def is_last(self, chunk: int) -> bool:
-        """Return whether a chunk ends the model, and so has the loss: the only one does."""
-        return True
-
-    def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
-        """Run all layers on a micro-batch; return the model's outputs."""
-        if self._running is nullcontext:
-            return call_model(self._model, samples)
-        with self._running():
-            return call_model(self._model, samples)
-
-    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
-        """Run the backward of the whole model."""
-        assert loss is not None
-        loss.backward()
-
-    def finish_forward(self) -> None:
-        """Do nothing: nothing was kept."""
-
-    def from_last(self, outputs: Any) -> Any:
-        """Return the outputs: this is the last stage."""
-        return outputs
 
 
 class Stage(PartOfStep):

@@ -16,7 +16,7 @@ from samestep.runtime.checkpoints.trained_data import TrainedData
 from samestep.runtime.stepper import Stepper
 
 
-class StoredRun:
+class SavedRun:
     """The weights and states of a run, as its loop saves, loads and reads them."""
 
     data: TrainedData
