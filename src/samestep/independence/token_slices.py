@@ -18,44 +18,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from samestep.building.attention import AttentionCall
 from samestep.building.attention.interception import Intercepting
-from samestep.building.loss import prediction_of, target_of
-from samestep.building.named_tensors import address, tensors_of
-from samestep.building.torch_seams import disable_current_modes
+from samestep.building.loss import target_of
 from samestep.errors import InputError
-from samestep.independence.dependence import NO_DIM, Along, Dependence, Mixed
-from samestep.independence.gathered_parts import PartCalls, wider_parts
-from samestep.independence.operation_trial import Given, outcome_of
-from samestep.independence.row_prover import Prover
-from samestep.independence.sliced_shapes import Reshaping, sequence_dim
-from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
+from samestep.independence.gathered_parts import wider_parts
+from samestep.independence.slice_prover import WHOLE, WORKS, SliceProver
+from samestep.independence.sliced_shapes import Reshaping
+from samestep.independence.value_numbers import Table, first_difference
 from samestep.independence.written_attentions import TracedFormulas, with_written_attentions
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_spec import GatheredPart, GatheredTensor, LayerSpec
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.state import snapshot
 from samestep.tracing.containers import containers_of
 from samestep.tracing.crossings import with_slices_of
-from samestep.tracing.experts import routing_arguments
 from samestep.tracing.flow import CannotPassError
 from samestep.tracing.forward import ValueOf
-from samestep.tracing.looks import tensors_seen_by
-from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.watched_forward import answer_alike, watch_forward
-from samestep.trees import keystr, operands, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
-
-WHOLE = -1
-"""The dimension of tokens of an argument that has none."""
-
-_WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
+from samestep.trees import tree_map_only
 
 
 def prove(
@@ -207,335 +194,8 @@ def _refusal_of(
         return f"{watch.where} looks at values of its slice"
     except InputError as error:
         reason = str(error).removeprefix("the model cannot be traced: ")
-        return watch.refusal or f"on a slice {reason}; {_WORKS}"
+        return watch.refusal or f"on a slice {reason}; {WORKS}"
     finally:
         for handle in handles:
             handle.remove()
     return watch.refusal
-
-
-class SliceProver(Prover):
-    """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
-
-    formulas: TracedFormulas
-    """The attentions that its blocks write out."""
-    between = ""
-    """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
-
-    def __init__(
-        self, module: nn.Module, blocks: list[str], size: int, whole: int, table: Table, looking: Collection[str] = ()
-    ) -> None:
-        super().__init__(module, size)
-        self.looking = looking
-        """Modules whose code looks at values."""
-        self.numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
-        for one in tensors_of(module):
-            self.numbers.name(one.tensor, "held", one.name)
-        self.held = [one.tensor for one in tensors_of(module)]
-        self.outcome: list[Hashable] = []
-        """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
-        self.blocks, self.size, self.whole, self.refusal = blocks, size, whole, ""
-        self.is_following = False
-        self.slices: dict[str, int | None] = {}
-        """Arguments of blocks by their position: the dimension that is sliced, or None."""
-        self.passed: set[str] = set()
-        """Arguments of blocks that were slices when they were given."""
-        self._mixed = self._mixed_at = ""
-        self.failed_at = ""
-        """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls()
-        self._part = ""
-        """Path of the part that computes all tokens now; empty outside of such parts."""
-        self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
-        """Slices of arguments of blocks, by identity, with the whole tensor of each."""
-
-    @property
-    def is_on_slices(self) -> bool:
-        """Whether the code that runs now is given slices."""
-        return bool(self.slices) and not self._part
-
-    def runs(self, path: str) -> bool:
-        """Return whether the forward of a module runs."""
-        return path in self._running
-
-    # -- events of the forward ---------------------------------------------------------------------
-
-    def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a block's arguments, with slices of those that have a row for each token."""
-        self.parts.enter_block(path)
-        self.formulas.enter(path)
-        self.is_following = not self.refusal
-        leaves, tree = tree_flatten_with_path((args, kwargs))
-        mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
-        return tree_unflatten(mine, tree)
-
-    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
-        if self.known.of(leaf) is not None:
-            self.passed.add(argument)
-            return leaf
-        dim = None if _is_bias(leaf.shape) else sequence_dim(leaf.shape, self.whole)
-        if self.slices.setdefault(argument, dim) != dim:
-            self.refuse(f"{argument} has rows of tokens in one block and not in another")
-        if dim is None:
-            return leaf
-        part = self.slice_of(leaf, dim)
-        if not leaf.requires_grad:
-            self._wholes[id(part)] = part, leaf
-        return part
-
-    def slice_of(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return the slice of a tensor that has a row for each token of the whole sequence."""
-        part = whole.narrow(dim, self.whole - self.size, self.size).clone()
-        with disable_current_modes():
-            self.numbers.take_rows(part, whole, dim)
-            self.learn(part, Along(dim, 1, 0))
-        return part
-
-    def enter_part(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments of a part that computes all tokens, as gathered from all ranks."""
-        if not self.is_following:
-            return None
-        leaves, tree = tree_flatten_with_path((args, kwargs))
-        given: list[GatheredTensor] = []
-        found = [self._gathered(path, keystr(place), leaf, given) for place, leaf in leaves]
-        if self.refusal:
-            return None
-        self.parts.enter(GatheredPart(owner=path, given=tuple(given)))
-        self._part, self.is_following = path, False
-        return tree_unflatten(found, tree)
-
-    def _gathered(self, path: str, place: str, leaf: Any, given: list[GatheredTensor]) -> Any:
-        """Return an argument of a part as a rank gives it, and add it to those that are `given` as slices."""
-        found = self.known.of(leaf) if isinstance(leaf, Tensor) else None
-        if found is None or self.refusal:
-            return leaf
-        at = found.dim if isinstance(found, Along) else 0
-        slice_, whole = self._wholes.get(id(leaf), (None, leaf))
-        is_known = slice_ is leaf
-        if at < 1 or not self.known.has_rows(leaf, at) or not (is_known or leaf.is_floating_point()):
-            self.refuse(self._mixed or f"{path} is not given a row for each token", self._mixed_at or path)
-            return leaf
-        if alone := self.of_some_tokens(leaf):
-            self.refuse(alone, path)
-            return leaf
-        elements = leaf.numel() * self.whole // self.size
-        takes_gradient = leaf.requires_grad and torch.is_grad_enabled()
-        given.append(
-            GatheredTensor(place=place, dim=at, elements=elements, takes_gradient=takes_gradient, is_known=is_known)
-        )
-        if is_known:
-            return whole
-        self.is_following = False
-        gathered = torch.cat([leaf] * (self.whole // self.size), at)
-        self.is_following = True
-        with disable_current_modes():
-            self.learn(gathered, None)
-            self.numbers.name(gathered, "whole", self.numbers.of(leaf))
-        return gathered
-
-    def leave_part(self, path: str, _: nn.Module, args: Any, output: Any) -> Any:
-        """Return a rank's tokens of what a part that computes all tokens has returned."""
-        if self._part != path:
-            return None
-        leaves, tree = tree_flatten_with_path(output)
-        found, returned = [], []
-        for place, leaf in leaves:
-            dim = sequence_dim(leaf.shape, self.whole) if isinstance(leaf, Tensor) else None
-            if not dim:
-                found.append(leaf)
-                continue
-            returned.append((keystr(place), dim))
-            found.append(self.slice_of(leaf, dim))
-            if not leaf.requires_grad:
-                self._wholes[id(found[-1])] = found[-1], leaf
-        self.parts.leave(returned)
-        self._part, self.is_following = "", not self.refusal
-        return tree_unflatten(found, tree)
-
-    def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
-        """Record that a module's forward starts, which must be given no slice if its code looks at values."""
-        super().enter(path, part, outside, given)
-        if self.is_following and not any(is_below(path, block) for block in self.blocks):
-            self._check_one_token(path, given)
-        if path in self.looking:
-            self._check_unseen(path, tensors_seen_by(part, given))
-
-    def _check_one_token(self, path: str, given: Any) -> None:
-        """Refuse a module behind the blocks that is given one token, as one that pools is: of a slice it is another one."""
-        with disable_current_modes():
-            found = [self.known.of(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.is_meta]
-            if any(isinstance(one, Along) and one.dim == NO_DIM for one in found):
-                self.refuse(f"{path} is given one token of a slice", path)
-
-    def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
-        self._check_unseen(self.where, seen)
-        return super()._answered(seen, find)
-
-    def _check_unseen(self, path: str, tensors: Iterable[Tensor]) -> None:
-        """Refuse a slice among the tensors that code is given which looks at values."""
-        with disable_current_modes():
-            if self.is_following and any(self.known.of(one) is not None for one in tensors if one.is_meta):
-                self.refuse(f"shapes or branches at {path} depend on values, and it is given a slice")
-
-    # -- what values are computed from -------------------------------------------------------------
-
-    def to_meta(self, real: Tensor) -> Tensor:
-        """Return a meta tensor for a real one, with the number of its values."""
-        made = super().to_meta(real)
-        if made is not real:
-            with disable_current_modes():
-                self.numbers.learn_constant(made, real)
-        return made
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with disable_current_modes():
-            given = self.numbers.seen_by(func, args, kwargs)
-        outcome = super().__torch_dispatch__(func, types, args, kwargs)
-        with disable_current_modes():
-            results = [one for one in operands(outcome) or mutated_operands(func, args, kwargs) if one.is_meta]
-            self.numbers.ran(func, args, kwargs, given, results, self.where)
-        return outcome
-
-    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
-        """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
-        super().applied(function, args, named, outcome)
-        what = function.__self__, tuple(map(repr, filter(_is_number, tree_leaves((args, named)))))
-        self._add_to_numbers(operands(outcome), "function", *what)
-
-    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
-        """Add a hook on gradients to what its tensors are computed from, as what it makes of drawn ones."""
-        super().hooked(name, hook, given, results)
-        with disable_current_modes():
-            drawn = [Given(self._of_one_token(tensor), tensor.dtype) for tensor in given]
-        self._add_to_numbers([*given], "hook", outcome_of(hook, tuple(drawn)))
-
-    def _of_one_token(self, tensor: Tensor) -> tuple[int, ...]:
-        found, shape = self.known.of(tensor), list(tensor.shape)
-        if isinstance(found, Along) and found.dim >= 0:
-            shape[found.dim] = found.inner
-        return tuple(shape)
-
-    def _add_to_numbers(self, tensors: list[Tensor], *what: Hashable) -> None:
-        with disable_current_modes():
-            for tensor in tensors:
-                if tensor.is_meta:
-                    self.numbers.name(tensor, *what, self.numbers.of(tensor), where=self.where)
-
-    # -- checks ------------------------------------------------------------------------------------
-
-    def check_attention(self, call: AttentionCall) -> None:
-        """Leave the shapes of an attention that will be exchanged: `attend` says which of them fit."""
-        self._attention = call
-        if not self.is_following:
-            super().check_attention(call)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
-        self.note_attention(output)
-        if query.dim() == 4:
-            self.parts.attended(is_within=bool(self._part))
-        if not self.is_following:
-            return
-        with disable_current_modes():
-            if query.dim() != 4:
-                self.refuse(f"the attention in {self.where} has no dimension of heads")
-            elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
-                reason = f"; {self._mixed}" if self._mixed else ""
-                self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
-            elif alone := next(filter(None, map(self.of_some_tokens, (query, key, value))), ""):
-                self.refuse(alone)
-            elif mask is not None and not _fits(mask.shape, self.whole):
-                self.refuse(f"{self.where} makes its attention mask itself, for a slice")
-            elif not any(path in self._running for path in self.blocks):
-                self.refuse(f"the attention in {self.where} stands outside the blocks")
-            else:
-                self.learn(output, Along(2, 1, 0))
-
-    def note_attention(self, output: Tensor) -> None:
-        """Set the number of the output of the attention at hand."""
-        with disable_current_modes():
-            parts = [self.numbers.of(one) if isinstance(one, Tensor) else repr(one) for one in self._attention]
-            self.numbers.name(output, "attention", *parts, where=self.where)
-
-    def _enter_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what the rows of experts are computed from."""
-        with disable_current_modes():
-            self._given_to_experts = [self.numbers.of(one) for one in routing_arguments(args, kwargs)]
-        super()._enter_experts(module, args, kwargs)
-
-    def _leave_experts(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Set the number of what experts have computed of their rows, each by itself."""
-        super()._leave_experts(module, args, output)
-        with disable_current_modes():
-            self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
-
-    def check_outputs(self, outputs: Any) -> None:
-        """Check that the logits have a row for each token of the slice."""
-        try:
-            logits = prediction_of(outputs)
-        except InputError as error:
-            self.refuse(str(error))
-            return
-        with disable_current_modes():
-            self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
-            if logits.dim() != 3 or not self.known.has_rows(logits, 1):
-                self.refuse(
-                    self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
-                )
-            elif reason := self.of_some_tokens(logits):
-                self.refuse(reason)
-
-    def of_some_tokens(self, tensor: Tensor) -> str:
-        """Return which operation has computed some tokens of a tensor otherwise than the others; empty if none has."""
-        alone = self.histories.difference(self.key(tensor))
-        return f"{alone} computes some tokens of a slice otherwise than the others" if alone else ""
-
-    def refuse(self, reason: str, path: str = "") -> None:
-        """Store a refusal, and the module in which it arises; the first reason is kept, since later ones follow from it."""
-        if not self.refusal:
-            at = self._mixed_at if self._mixed and self._mixed in reason else self.where
-            self.refusal, self.failed_at = reason, path or at
-        self.is_following = False
-
-    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
-        """Set the dependence of a tensor, and remember the first operation that mixed tokens."""
-        super().learn(tensor, dependence)
-        if not self._mixed and isinstance(dependence, Mixed):
-            path, _, operation = dependence.where.rpartition(" by ")
-            path = self._mixed_at = path or self.where
-            works = f"; {_WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
-            self._mixed = (
-                f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
-            )
-
-    def refuse_gradient(self, where: str) -> None:
-        """Refuse a custom Function whose backward mixes tokens."""
-        self.refuse(f"{where} mixes tokens")
-
-    def sums_along(self, gradients: list[Tensor]) -> list[int | None] | None:
-        """Return where the tokens of gradients are before the blocks: each rank's gradient is zero outside of its slice."""
-        if self.slices or self.refusal:
-            return None
-        return [sequence_dim(gradient.shape, self.whole) for gradient in gradients]
-
-    def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
-        """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before its
-        first use."""
-        if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
-            self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
-
-
-def _is_bias(shape: torch.Size) -> bool:
-    """Return whether an argument of one sample is a bias of attention [A, T, T], for each head and pair of tokens."""
-    return len(shape) == 3 and shape[0] > 1 and shape[1] == shape[2]
-
-
-def _fits(shape: torch.Size, whole: int) -> bool:
-    return len(shape) >= 2 and shape[-1] == whole and shape[-2] in (1, whole)
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex | str)

@@ -117,7 +117,7 @@ def device_of(place: RankInfo) -> Device:
 def measure_figures(place: RankInfo) -> Figures:
     """Measure this rank's figures while all other ranks measure theirs.
 
-    Collective over the world: every rank must call it; if one does not, the others wait for it in the first collective.
+    Collective over the world, see [Note: collective calls].
     """
     return _middle([_turn(place) for _ in range(TURNS[place.device.type])])
 

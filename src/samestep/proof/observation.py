@@ -358,7 +358,7 @@ def join_slices(ranks: Sequence[Observation]) -> None:
 def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     """Take all steps of the run's job, and return this rank's record of them.
 
-    Collective over the world: every rank must call it; if one does not, the others wait for it in the first step.
+    Collective over the world, see [Note: collective calls].
     """
     run = observed.run
     mesh = run.assembly.parallel.mesh
@@ -453,7 +453,7 @@ def _give(run: Run, piece: Piece, whole: Tensor) -> None:
 def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     """Reset a run to its state before the first step, with the given weights: one tensor for each piece.
 
-    Collective over the world: every rank must call it; if one does not, the others wait for it when weights are gathered.
+    Collective over the world, see [Note: collective calls].
     """
     for buffer, value in zip(run.model.buffers(), buffers, strict=True):
         buffer.copy_(value)

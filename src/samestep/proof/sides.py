@@ -133,7 +133,7 @@ def one_device(place: RankInfo, subject: Subject) -> None:
 def in_layout(place: RankInfo, subject: Subject) -> None:
     """Run one rank of the layout, write its observation, and save a checkpoint.
 
-    Collective over the world: every rank must call it; if one does not, the others wait for it in the first step.
+    Collective over the world, see [Note: collective calls].
     """
     one: Observation = notes.read(subject.note("one"))
     observed = subject.observed(subject.layout, subject.job, place)

@@ -28,7 +28,8 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from samestep.layout import Layout
-from samestep.models.layer_spec import Exchange, LayerSpec, Product
+from samestep.models.layer_parts import Exchange, Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below, with_attentions
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops

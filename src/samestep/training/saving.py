@@ -31,7 +31,7 @@ class Saver:
     def save(self, *, is_last: bool) -> None:
         """Save a checkpoint once the one before is on disk; the last one is on disk when this returns.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             SaveError: the last one cannot be written, or another one where `checkpoint.on_failure` is "stop".
@@ -44,7 +44,7 @@ class Saver:
     def roll_back(self, step: int) -> str:
         """Restore weights and states of the newest checkpoint and continue after `step`; return one line that says so.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             CheckpointError: the checkpoint is damaged.

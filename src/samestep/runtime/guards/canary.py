@@ -243,7 +243,7 @@ class WatchedStep(StepObserver):
     def checked(self, report: StepReport) -> StepReport:
         """Return the report of the step, with a note of findings that `run.allow` waives.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             RepeatError: the repeated update gave something else on some rank.

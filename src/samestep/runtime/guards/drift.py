@@ -46,7 +46,7 @@ class DriftMonitor:
     def __init__(self, assembly: Assembly) -> None:
         """Make the groups to compare in.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         mesh = self._mesh = assembly.parallel.mesh
         pieces = assembly.weights.updater.pieces
@@ -69,7 +69,7 @@ class DriftMonitor:
     def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:
         """Take a step on the samples of `indices`, then compare; the first such step also compares what was sent.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             DriftError: ranks that must agree do not.
@@ -89,7 +89,7 @@ class DriftMonitor:
     def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
         """Compare weights, samples, loss and gradient norm after a step.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             DriftError: it names the tensor and the rank that differs from most.
@@ -125,7 +125,7 @@ class DriftMonitor:
     def check_sent(self, step: int, ledger: Ledger) -> None:
         """Compare what the ranks of each group sent in a step.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             DriftError: it names the collective in which two ranks took part with different kinds, dtypes or sizes.

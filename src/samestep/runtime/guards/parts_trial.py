@@ -42,7 +42,7 @@ class PartsTrial:
     def passes(self) -> bool:
         """Return whether the sums and counts of this rank's samples add up.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         held, layout = self.held, self.held.parallel.program.step.layout
         allowed = _ALLOWED.get(DTYPES[held.parallel.program.step.compute_dtype])

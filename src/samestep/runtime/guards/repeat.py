@@ -49,7 +49,7 @@ _Context = Callable[[], AbstractContextManager[None]]
 
 
 def has_own_graph(assembly: Assembly) -> bool:
-    """Return whether a rank's gradients reach its weights on any way through the graph: all weights are whole, and its own."""
+    """Return whether a rank's gradients reach its weights on any way through the graph: no rank holds a part of its weights, nor gathers them."""
     layout = assembly.parallel.program.step.layout
     return layout.zero <= 1 and layout.cp == layout.pp == layout.model_ranks == 1
 

@@ -71,7 +71,7 @@ def data_refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int
 
     `mine` are the indices of this rank's share, `whole` those of the global batch.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
     """
     drawn = _check_repeated_reads(batch, mine[:_TRIED]) if len(mine) else ""
     if world_size == 1 and not is_split:

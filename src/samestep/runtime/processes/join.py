@@ -331,7 +331,7 @@ def _meet_in_group(
     With `may_renew`, a group of mixed hosts that is the only one of each process is ended; the store, in which a new one can
     be made, is returned with the position in that one.
 
-    Collective over the world: every rank calls it; if one does not, the others wait for it until the time limit.
+    Collective over the world, see [Note: collective calls].
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if (info.rank, info.world_size) != (rank, world):

@@ -164,7 +164,7 @@ def never_came(store: Store | None, world_size: int) -> str:
 def of_existing_group(info: LaunchInfo, device: torch.device) -> tuple[Numbering, bool]:
     """Return the numbers that the ranks of an existing process group would have in our order, and whether a rank has more groups.
 
-    Collective over the world: every rank calls it; if one does not, the others wait for it until the time limit.
+    Collective over the world, see [Note: collective calls].
     """
     _, key = host_of(info)
     where = device if "nccl" in dist.get_backend() else torch.device("cpu")

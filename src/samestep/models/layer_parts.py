@@ -1,0 +1,287 @@
+"""The parts of a layer's shape as data: matrix products, exchanges, gathered tensors, calls that need several samples, and the head.
+
+All counts are those of one sample, before any cut. `cut_by` and `sliced_by` return one rank's part: under a tensor cut, and
+under context parallelism, which leaves it a slice of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Cutting = Literal["", "columns", "inner", "count"]
+"""The size of a product that a tensor cut divides; empty for none."""
+
+Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
+"""The factors of a product: see `Product.factors`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Equal matrix products in the forward of one sample: `count` products [rows, inner] x [inner, columns]."""
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+    factors: Factors = "weight"
+    """weight: the second factor is a trained weight, so more samples are more rows; frozen: it is a weight that is not
+    trained. pair: both factors are activations, so more samples are more products. attention: queries x keys, and the
+    result x values, in one kernel, with `inner` the sum of both head sizes; causal: the same, of which the kernel skips
+    half."""
+    within: float = 1.0
+    """Part of the pairs of tokens that share a document, of a causal attention that computes packed documents one by one."""
+    groups: int = 1
+    """Number of weights among which the rows are divided: experts."""
+    taps: int = 1
+    """Number of rows that share an element of the first factor: the elements of a convolution's kernel."""
+    cut: Cutting = ""
+    """Size that a tensor cut divides."""
+    most_parts: int = 0
+    """Largest number of parts of a tensor cut: heads of keys and values, shared by more ranks; 0 for any number."""
+    owner: str = ""
+    """Path of the module that runs it."""
+    chunk_rows: int = 0
+    """Rows of a chunk, if it makes logits in chunks with their loss, and once more in the backward; 0 if at once."""
+    is_between: bool = False
+    """Whether it runs between the tensor-cut parts of a block, under sequence parallelism on a rank's tokens."""
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether its weight gradient can be deferred: it needs only the input and the gradient of the output."""
+        return self.factors == "weight" and self.groups == 1 and self.taps == 1 and not self.chunk_rows
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one sample, masked positions included."""
+        return 2 * self.rows * self.inner * self.columns * self.count
+
+    @property
+    def attended_part(self) -> float:
+        """Fraction of the FLOPs that is computed: a causal kernel skips later tokens, and those of other documents."""
+        return self.within / 2 if self.factors == "causal" else 1.0
+
+    def cut_by(self, degree: int) -> Product:
+        """Return one rank's part of the product under a tensor cut."""
+        parts = min(degree, self.most_parts or degree)
+        return replace(self, **{self.cut: -(-getattr(self, self.cut) // parts)}) if self.cut else self
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is an attention in one kernel."""
+        return self.factors in ("attention", "causal")
+
+    def sliced_by(self, degree: int) -> Product:
+        """Return one rank's part of the product under a cut of the sequence: rows, or heads of an attention."""
+        if self.is_attention:
+            return replace(self, count=-(-self.count // degree))
+        return replace(self, rows=-(-self.rows // degree))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSum:
+    """A tensor that each rank of a tensor cut has a summand of; `elements` are those of one sample."""
+
+    owner: str
+    """Path of the module whose output (forward) or input gradient (backward) it is."""
+    elements: int
+    kind: Literal["sum", "gather", "logits"] = "sum"
+    """gather: it is no summand but a part, which is gathered; logits: gathered unless the loss works on cut logits."""
+    beside: tuple[str, ...] = ()
+    """Paths of the linear modules that read the tensor and have a weight, whose gradient can be computed
+    while that of the tensor is summed."""
+
+
+BoundaryKind = Literal["gather", "scatter", "join", "split"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """A boundary of a tensor-cut part of a block, where a rank's tokens become the whole sequence, or the reverse.
+
+    gather    the sequence is gathered; the ranks' gradients of it are summed
+    scatter   the ranks' sums are added, and a rank keeps its tokens of them
+    join      the sequence is gathered for a part that computes as under tp alone, whose gradient every rank has whole
+    split     a rank keeps its tokens of what such a part returns
+
+    `elements` are those of the whole sequence of one sample.
+    """
+
+    owner: str
+    """Path of the module that takes the gathered sequence (gather, join), or returns the sum or what is split."""
+    elements: int
+    kind: BoundaryKind
+    has_gradient: bool = True
+    """Whether a gradient flows back through it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One all_to_all of an attention under context parallelism: of its queries, keys, values or output.
+
+    Counts are those of one sample, all tokens, before any cut (`strategies/context.py`).
+    """
+
+    role: Literal["query", "key", "value", "output"]
+    elements: int
+    heads: int
+    query_heads: int
+    """Number of heads of the same attention's queries; keys and values may have fewer."""
+    is_cut: bool = False
+    """Whether a tensor cut leaves a rank a part of the heads."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back through it."""
+    is_kept: bool = False
+    """Whether the reader of an output keeps it for the backward, before and after the all_to_all."""
+    is_within: bool = False
+    """Whether its attention is part of a `GatheredPart`, which is given all tokens, so that nothing is exchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredTensor:
+    """An argument of a `GatheredPart`; `elements` are those of the whole sequence of one sample."""
+
+    place: str
+    """Its place among the arguments."""
+    dim: int
+    """Its dimension of tokens."""
+    elements: int
+    takes_gradient: bool = True
+    is_known: bool = False
+    """Whether every rank holds the whole tensor already, as an argument of the block that is passed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredPart:
+    """One call of a module that every rank of `cp` computes on all tokens, because it mixes them in another way than attention."""
+
+    owner: str
+    """Path of the module."""
+    given: tuple[GatheredTensor, ...]
+    """Arguments that are gathered, in order."""
+    returned: tuple[tuple[str, int], ...] = ()
+    """Place and dimension of tokens of each result of which a rank keeps its own tokens."""
+    before: int = 0
+    """Number of attentions of its layer that run before it."""
+    reason: str = ""
+    """Why its tokens cannot be computed by slices."""
+
+    @property
+    def gathered(self) -> tuple[GatheredTensor, ...]:
+        """The arguments that ranks send each other."""
+        return tuple(one for one in self.given if not one.is_known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertDispatch:
+    """The rows that one sample dispatches to a module of experts: one for each token and each expert chosen for it."""
+
+    owner: str
+    """Path of the module that holds the experts."""
+    rows: int
+    width: int
+    """Elements of a row, dispatched or combined."""
+    experts: int
+    """Number of experts of the module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNormCall:
+    """A call of batch norm that takes the statistics of samples, of a group of them."""
+
+    owner: str
+    """Path of the module whose code calls it."""
+    channels: int
+    keeps_statistics: bool = True
+    """Whether it updates running statistics."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back into its input."""
+    views: int = 1
+    """How often all samples stand one behind the other among its rows, as those of two views of a batch do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBuffer:
+    """A buffer of no layer's modules that the code of a layer lets have a value after the step (`samestep.after_step`)."""
+
+    name: str
+    elements: int
+    dtype: str = ""
+    """Dtype in which it is sent; empty for floating numbers, which are sent in master precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchValueCall:
+    """A call that takes the sum, or the rows, of all samples of the step (`samestep.batch_sum`, `batch_cat`)."""
+
+    owner: str
+    """Path of the module whose code calls it; empty for the loss, or the model itself."""
+    kind: Literal["sum", "cat"]
+    elements: int
+    """Elements of a row."""
+    dtype: str = ""
+    """Dtype in which it is sent; empty for floating numbers, which are sent in master precision."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back into it."""
+    is_only_kept: bool = False
+    """Whether nothing but what the step leaves behind depends on it (`samestep.after_step`)."""
+    is_everywhere: bool = False
+    """Whether every stage of a pipeline makes it, in the model's own code and of what depends on no weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that a pipeline stage is sent besides, or in place of, the output of the layer before its first."""
+
+    owner: str
+    """Name of the message: that of the layer before, and if there are several, the operation that returned the tensor."""
+    elements: int
+    """Elements for each sample."""
+    fixed_elements: int = 0
+    """Elements whatever the number of samples is."""
+    dtype: str = ""
+    """Dtype of its elements; empty for the compute dtype."""
+    takes_gradient: bool = True
+    """Whether a gradient is sent back."""
+    is_sliced: bool = False
+    """Whether it has a row for each token between blocks, so that context parallelism leaves a rank a part of it."""
+
+    def sliced_by(self, degree: int) -> Crossing:
+        """Return one rank's part of the tensor under context parallelism."""
+        if not self.is_sliced:
+            return self
+        return replace(self, elements=-(-self.elements // degree), fixed_elements=-(-self.fixed_elements // degree))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """The linear module that makes the logits, and what its layer needs without them; counts are those of one sample."""
+
+    owner: str
+    """Path of the module."""
+    rows: int
+    """Rows of logits."""
+    inner: int
+    """Elements of a row of its input."""
+    columns: int
+    """Classes."""
+    saved_elements: int = 0
+    """Elements that the layer keeps for its backward, without logits and tensors computed from them."""
+    working_elements: int = 0
+    """Largest number of elements alive in the layer's backward besides these, without gradients of logits and weights."""
+    is_frozen: bool = False
+    """Whether its weight is not trained."""
+
+    @property
+    def logits(self) -> int:
+        """Elements of the logits."""
+        return self.rows * self.columns
+
+    def cut_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part where a tensor cut divides the classes."""
+        return replace(self, columns=-(-self.columns // degree))
+
+    def sliced_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part under context parallelism."""
+        parts = {name: -(-getattr(self, name) // degree) for name in ("rows", "saved_elements", "working_elements")}
+        return replace(self, **parts)
