@@ -20,11 +20,11 @@ from samestep.schedules import Action
 from samestep.simulation.memory import at_rest
 from tests.laboratory import combinations, job_of, make_run, on_ranks, prove_ledger
 from tests.models import Tokens
-from tests.parity.test_data_axis import LAYOUTS, MODELS_HERE
+from tests.parity.axes import DATA, MODELS_HERE
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS_HERE))
+@pytest.mark.parametrize(("layout", "model"), combinations(DATA, MODELS_HERE))
 def test_what_was_sent_is_what_the_program_lists(layout: str, model: str) -> None:
     """In mixed precision, beside those of `test_precision.py`; in float64 every parity test holds it."""
     assert all(seen.ledger for seen in prove_ledger(layout, model))

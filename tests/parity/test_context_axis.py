@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from samestep.building.model import call_model
 from samestep.datasets import batches
@@ -21,179 +20,17 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.simulation import layer_memory
 from samestep.strategies import program_of
-from tests.covering import daily
 from tests.laboratory import (
     clipped,
-    combinations,
     job_of,
     make_run,
     observe,
     prove,
-    prove_ledger,
     source_of,
 )
-from tests.models import MODELS as MODELS_OF_ALL
-from tests.models import VOCABULARY, Attentive, AttentiveBlock, Tokens
+from tests.models import VOCABULARY, Tokens
+from tests.parity.axes import MODELS as MODELS_OF_ALL
 from tests.pool import pool
-
-MODELS = ["llama", "qwen3", "gpt2", "attentive"]
-LAYOUTS = [
-    "cp=2",
-    "cp=2 zero=1 microbatch=2",
-    "cp=2 zero=2 microbatch=2",
-    "cp=2 zero=3 recompute=full",
-    "cp=2 recompute=selective microbatch=4",
-    "cp=2 offload microbatch=4",
-    "dp=2 cp=2 reduce=hierarchical",
-    "dp_replicate=2 dp_shard=1 cp=2 zero=2 microbatch=1",
-    "tp=2 cp=2 zero=3 recompute=full",
-]
-DEEP = ["deep_llama", "deep_gpt2", "deep_tied", "deep_attentive"]
-STAGES = ["pp=2 cp=2 schedule=interleaved virtual_stages=2 microbatch=2 recompute=full"]
-FOUR = ["llama", "attentive", "deep_gemma", "deep_granite"]
-DROPPING = ["dropping_gpt2", "dropping_attentive", "dropping_llama"]
-RING = [
-    "cp=3",
-    "cp=2 exchange=ring zero=3 recompute=full",
-    "dp=2 cp=2 exchange=ring zero=1 microbatch=2",
-    "tp=2 cp=2 exchange=ring recompute=selective",
-    "cp=4 exchange=ring microbatch=2",
-    "pp=2 cp=2 exchange=ring microbatch=2",
-]
-SLICES_OF_SLICES = [
-    ("tp=2 cp=2 sequence_parallel zero=3", "llama_even"),
-    ("tp=2 cp=2 sequence_parallel exchange=ring recompute=full", "qwen3"),
-    ("tp=2 cp=2 sequence_parallel recompute=selective", "dropping_attentive"),
-    ("tp=2 cp=2 sequence_parallel", "dropping_gpt2_eager"),
-]
-MASKED = ["cp=2", "cp=2 recompute=full microbatch=4", "tp=2 cp=2", "pp=2 cp=2 microbatch=2 recompute=selective"]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        *daily([*combinations(LAYOUTS, MODELS), *combinations(MASKED, DROPPING)], beside_products=True),
-        # `test_products.py` holds slices with each schedule by default.
-        *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in STAGES for model in DEEP),
-        *daily(combinations(RING, ["deep_llama", "deep_qwen3", "deep_attentive"]), beside_products=True),
-        *combinations(["cp=2 exchange=ring", "cp=2 exchange=ring recompute=selective microbatch=4"], DROPPING),
-        *SLICES_OF_SLICES,
-        *(
-            pytest.param(SLICES_OF_SLICES[0][0], model, marks=pytest.mark.nightly)
-            for model in ("gpt2", "deep_mixtral", "deep_granite")
-        ),
-        ("cp=4", FOUR[0]),
-        *(pytest.param("cp=4", model, marks=pytest.mark.nightly) for model in FOUR[1:]),
-    ],
-)
-def test_slices_compute_what_one_device_computes(layout: str, model: str) -> None:
-    prove(layout, model)
-
-
-class Causal(nn.Module):
-    """A convolution of each token with those before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.gate = nn.Conv1d(16, 16, 3, groups=16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x.mT, (2, 0))).mT * self.gate(x).sigmoid()
-
-
-class Hybrid(nn.Module):
-    """Blocks of a convolution, an attention and a recurrence, all of which mix tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.causal, self.attentive = nn.LayerNorm(16), Causal(), AttentiveBlock(16, 4)
-        self.recurrent = nn.GRU(16, 16, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.causal(self.norm(x))
-        return self.attentive(x) + self.recurrent(x)[0]
-
-
-class Hybrids(Attentive):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Hybrid() for _ in range(4))
-
-
-class Squared(nn.Module):
-    """An attention whose weights are squared, which is no softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.query, self.key, self.value))
-        weights = (q @ k.mT).softmax(-1).square()
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
-
-
-class SquaredBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attn = nn.LayerNorm(16), Squared()
-        self.ff = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm(x))
-        return x + self.ff(x)
-
-
-class SquaredModel(Attentive):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(SquaredBlock() for _ in range(4))
-
-
-MODELS_OF_ALL |= {"squared": SquaredModel}
-MODELS_OF_ALL |= {"hybrid": Hybrids, "attentive_of_eight": lambda: Attentive(heads=8)}
-GATHERED = [
-    ("cp=2", "hybrid"),
-    ("cp=2 exchange=ring zero=3 recompute=full", "hybrid"),
-    ("pp=2 cp=2 exchange=ring microbatch=2 schedule=zero-bubble", "hybrid"),
-    ("tp=2 cp=2 zero=2", "squared"),
-]
-
-
-HYBRID = [
-    ("cp=4 exchange=hybrid", "deep_qwen3"),
-    ("cp=4 exchange=hybrid recompute=full microbatch=4", "dropping_llama"),
-    ("cp=4 exchange=hybrid zero=3 recompute=selective", "hybrid"),
-    ("tp=2 cp=4 exchange=hybrid zero=1", "attentive_of_eight"),
-]
-
-
-@pytest.mark.parametrize(("layout", "model"), HYBRID)
-def test_groups_that_exchange_heads_around_a_ring_compute_what_one_device_computes(layout: str, model: str) -> None:
-    prove(layout, model)
-
-
-@pytest.mark.parametrize(("layout", "model"), GATHERED)
-def test_parts_that_mix_tokens_compute_all_of_them(layout: str, model: str) -> None:
-    prove(layout, model)
-
-
-@pytest.mark.parametrize("layout", ["cp=2 zero=1 recompute=selective microbatch=4", "tp=2 cp=2 zero=2"])
-def test_attentions_of_transformers_that_are_written_out_are_exchanged(layout: str) -> None:
-    prove(layout, "dropping_gpt2_eager")
-
-
-@pytest.mark.parametrize("layout", ["cp=2 recompute=full", "cp=2 exchange=ring zero=3 microbatch=2"])
-def test_the_ledger_of_gathered_parts_holds_in_mixed_precision(layout: str) -> None:
-    prove_ledger(layout, "hybrid")
-
-
-@pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it
-@pytest.mark.parametrize(
-    ("layout", "model"), combinations(["cp=2 recompute=full", "dp=2 cp=2 zero=3 microbatch=2"], MODELS)
-)
-def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
-    prove_ledger(layout, model)
 
 
 def held_out(rank: int, world: int, layout: str) -> tuple[float, Tensor]:

@@ -26,77 +26,11 @@ from tests.laboratory import (
     job_of,
     observe,
     perturbed,
-    prove,
     reference,
 )
 from tests.models import MODELS, Tokens
+from tests.parity.axes import MODELS_HERE
 from tests.pool import pool
-
-MODELS_HERE = ("llama", "gpt2", "plain")
-LAYOUTS_2 = [
-    "dp=2",
-    "dp=2 microbatch=1",
-    "dp=2 zero=1",
-    "dp=2 zero=1 microbatch=2",
-    "dp=2 zero=2",
-    "dp=2 zero=2 microbatch=1",
-    "dp=2 zero=2 microbatch=2 accumulate=full",
-    "dp=2 zero=3",
-    "dp=2 zero=3 microbatch=1",
-    "dp=2 zero=3 microbatch=2 accumulate=full",
-    "dp=2 reduce=root",
-    "dp=2 reduce=hierarchical",
-    "dp=2 recompute=full",
-    "dp=2 zero=1 recompute=selective",
-    "dp=2 zero=2 recompute=full",
-    "dp=2 zero=3 recompute=selective microbatch=2",
-    "dp=2 offload",
-    "dp=2 zero=1 offload",
-    "dp=2 zero=3 offload",
-]
-LAYOUTS = [
-    *LAYOUTS_2,
-    "dp=4",
-    "dp=4 zero=1",
-    "dp=4 zero=2 microbatch=1",
-    "dp=4 zero=3",
-    "dp_replicate=2 dp_shard=2",
-    "dp_replicate=2 dp_shard=2 microbatch=1",
-    "dp_replicate=2 dp_shard=2 microbatch=1 accumulate=full recompute=full",
-    "dp_replicate=2 dp_shard=2 zero=2 microbatch=1",
-    "dp_replicate=2 dp_shard=2 zero=1",
-    "dp=4 reduce=root microbatch=1",
-]
-
-
-OF_PAIRS = {
-    "dp=2 microbatch=1",
-    "dp=2 zero=1 offload",
-    "dp=2 zero=1 recompute=selective",
-    "dp=2 zero=2 recompute=full",
-    "dp=2 zero=3 microbatch=1",
-    "dp=4 zero=1",
-    "dp=4 zero=2 microbatch=1",
-    "dp_replicate=2 dp_shard=2 microbatch=1",
-    "dp_replicate=2 dp_shard=2 zero=1",
-}
-"""Pairs of words that a layout of `test_products.py` has too: in `make parity` alone."""
-assert set(LAYOUTS) >= OF_PAIRS
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        *daily(combinations([layout for layout in LAYOUTS if layout not in OF_PAIRS], MODELS_HERE)),
-        *(
-            pytest.param(layout, model, marks=pytest.mark.nightly)
-            for layout in sorted(OF_PAIRS)
-            for model in MODELS_HERE
-        ),
-    ],
-)
-def test_a_split_batch_computes_what_one_device_computes(layout: str, model: str) -> None:
-    prove(layout, model)
 
 
 def test_nodes_are_reduced_first() -> None:
@@ -110,31 +44,6 @@ def test_nodes_are_reduced_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch"),
-    daily(
-        [
-            ("dp=4", 7),
-            ("dp=4", 3),
-            ("dp=4 zero=1", 5),
-            ("dp=4 zero=3 microbatch=1", 7),
-            ("dp_replicate=2 dp_shard=2", 3),
-        ],
-        beside_products=True,
-    ),
-)
-def test_uneven_batches_are_legal(layout: str, batch: int) -> None:
-    prove(layout, "plain", job_of("float64", 3, train={"global_batch": batch}))
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    combinations(["dp=1 microbatch=1", "dp=1 microbatch=3", "dp=1 recompute=full", "dp=1 offload"], MODELS_HERE),
-)
-def test_one_rank_in_pieces_computes_the_same(layout: str, model: str) -> None:
-    assert_same([observe(0, 1, model, layout, clipped())], reference(model), TOLERANCE)
-
-
-@pytest.mark.parametrize(
     ("layout", "model"),
     daily(
         combinations(["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=2", "dp=2 zero=3 microbatch=2"], MODELS_HERE),
@@ -145,20 +54,6 @@ def test_float32_differs_by_the_order_of_sums_alone(layout: str, model: str) -> 
     """A sum of n float32 terms in another order differs by n roundings at most; n is in the hundreds here."""
     ranks = pool(2).run(observe, model, layout, clipped("float32"))
     assert_same(ranks, reference(model, clipped("float32")), 1000 * torch.finfo(torch.float32).eps)
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    daily(
-        combinations(
-            ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 recompute=full microbatch=1"],
-            ["plain_with_dropout", "gpt2_with_dropout"],
-        ),
-        beside_products=True,
-    ),
-)
-def test_dropout_masks_follow_the_sample_not_the_layout(layout: str, model: str) -> None:
-    prove(layout, model)
 
 
 def _by_hand(build: Callable[[], nn.Module], seed: int) -> nn.Module:

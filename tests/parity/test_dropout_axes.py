@@ -17,35 +17,9 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError, UnprovenError
 from samestep.randomness import mode as dropout
 from samestep.randomness.masks import MaskSlice
-from tests.covering import daily
-from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, combinations, observe, prove, reference
+from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, observe, reference
 from tests.models import MODELS, Attentive
 from tests.pool import pool
-
-DROPPING = ["dropping_gpt2", "dropping_gpt2_eager", "dropping_llama", "dropping_attentive"]
-LAYOUTS = [
-    "tp=2",
-    "pp=2 microbatch=2",
-    "tp=2 recompute=full microbatch=4",
-    "pp=2 schedule=interleaved virtual_stages=2 microbatch=2 recompute=full",
-    "tp=2 recompute=selective",
-    "dp=2 tp=2 zero=3 microbatch=2",
-    "tp=2 pp=2 microbatch=2 recompute=selective",
-    "dp=2 pp=2 zero=1 microbatch=1",
-    "dp=2 tp=2 zero=1 recompute=full",
-]
-ALL_THREE = ["dp=2 tp=2 pp=2 microbatch=2"]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        *daily(combinations(LAYOUTS, DROPPING), beside_products=True),
-        *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in ALL_THREE for model in DROPPING[::3]),
-    ],
-)
-def test_masks_are_those_of_one_device(layout: str, model: str) -> None:
-    prove(layout, model)
 
 
 class ByRank(dropout.DropoutMode):

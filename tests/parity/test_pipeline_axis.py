@@ -22,75 +22,9 @@ from samestep.layout import Layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.code import pipeline_models as models
-from tests.covering import daily
-from tests.laboratory import clipped, combinations, job_of, make_run, observe, on_ranks, prove, prove_ledger
+from tests.laboratory import clipped, job_of, make_run, observe, on_ranks
 from tests.models import Tokens
 from tests.pool import pool
-
-MODELS = [
-    "deep_llama",
-    "deep_tied",
-    "deep_qwen3",
-    "deep_gemma",
-    "deep_granite",
-    "deep_gpt2",
-    "deep_attentive",
-]
-ALONE = [
-    "pp=2",
-    "pp=2 microbatch=2",
-    "pp=2 microbatch=2 schedule=gpipe",
-    "pp=2 schedule=interleaved virtual_stages=2 microbatch=2",
-    "pp=2 schedule=interleaved virtual_stages=2",
-    "pp=4 microbatch=1",
-    "pp=4 microbatch=2 recompute=full",
-    "pp=2 microbatch=3",
-    "pp=4 schedule=zero-bubble microbatch=1",
-    "pp=2 schedule=zero-bubble microbatch=2 recompute=full",
-]
-PRODUCTS = [
-    "dp=2 pp=2 schedule=zero-bubble microbatch=2 zero=1 recompute=selective",
-    "dp=2 pp=2 zero=2 microbatch=1 accumulate=full schedule=interleaved virtual_stages=2",
-    "tp=2 pp=2 schedule=interleaved virtual_stages=2 microbatch=4 recompute=full",
-]
-"""Beside those of `test_products.py`."""
-OF_EIGHT = [
-    "dp=2 tp=2 pp=2 microbatch=1 zero=3 schedule=interleaved virtual_stages=2",
-    "dp_replicate=2 dp_shard=2 pp=2 zero=3 microbatch=1 recompute=selective",
-]
-"""Eight ranks; one layout of eight ranks is proven on every run of the suite."""
-SEQUENCE_CUT = ["dp=2 tp=2 pp=2 sequence_parallel microbatch=1 schedule=zero-bubble offload"]
-WITH_PARTS = [*MODELS[:-1], "parted"]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        *daily(combinations(ALONE + PRODUCTS, MODELS), beside_products=True),
-        *combinations(SEQUENCE_CUT, WITH_PARTS),
-        *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in OF_EIGHT for model in MODELS),
-    ],
-)
-def test_a_pipeline_computes_what_one_device_computes(layout: str, model: str) -> None:
-    prove(layout, model)
-
-
-@pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    combinations(
-        [
-            "pp=2 microbatch=2",
-            "tp=2 pp=2 microbatch=2",
-            "dp=2 pp=2 zero=1 microbatch=2",
-            "dp=2 pp=2 zero=3 microbatch=2",
-            "dp=2 pp=2 schedule=zero-bubble microbatch=2",
-        ],
-        ["deep_tied", "deep_gpt2"],
-    ),
-)
-def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
-    prove_ledger(layout, model)
 
 
 @pytest.mark.parametrize(

@@ -23,40 +23,9 @@ from samestep.runtime.axes import sequence
 from samestep.runtime.ledger import _owners
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of
-from tests.covering import daily
-from tests.laboratory import clipped, combinations, make_run, observe, prepared_run, prove, prove_ledger
+from tests.laboratory import clipped, make_run, observe, prepared_run
 from tests.models import Tokens
 from tests.pool import pool
-
-MODELS = ["llama_even", "llama_tied", "qwen3", "gpt2_even", "attentive", "llama"]
-LAYOUTS = [
-    "tp=2",
-    "tp=2 microbatch=3",
-    "tp=2 recompute=full",
-    "tp=2 recompute=selective microbatch=4",
-    "tp=2 offload",
-    "dp=2 tp=2 zero=1 microbatch=2",
-    "dp=2 tp=2 zero=3 microbatch=2 accumulate=full",
-]
-SEQUENCES = ["deep_llama", "deep_qwen3", "deep_gpt2", "deep_gemma", "deep_tied", "parted", "attentive"]
-CUT_SEQUENCES = [
-    "tp=2 sequence_parallel",
-    "tp=2 sequence_parallel recompute=full microbatch=4",
-    "tp=2 sequence_parallel recompute=selective",
-    "dp=2 tp=2 sequence_parallel zero=3 recompute=full",
-]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    daily(combinations(LAYOUTS, MODELS) + combinations(CUT_SEQUENCES, SEQUENCES), beside_products=True),
-)
-def test_a_tensor_cut_computes_what_one_device_computes(layout: str, model: str) -> None:
-    prove(layout, model)
-
-
-def test_masks_of_a_cut_sequence_are_those_of_one_device() -> None:
-    prove("tp=2 sequence_parallel", "dropping_gpt2")
 
 
 def test_a_sequence_without_a_tensor_cut_is_refused() -> None:
@@ -107,53 +76,9 @@ def test_weights_get_their_gradients_while_that_of_their_input_is_summed(layout:
         )
 
 
-@pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        *combinations(["tp=2 recompute=full", "dp=2 tp=2 zero=3 microbatch=2", "tp=2 microbatch=4"], MODELS),
-        ("tp=2 sequence_parallel", "deep_gpt2"),
-        ("tp=2 sequence_parallel", "parted"),
-        ("tp=4", "qwen3"),
-    ],
-)
-def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
-    prove_ledger(layout, model)
-
-
-@pytest.mark.parametrize("model", [pytest.param("llama_even", marks=pytest.mark.nightly), "gpt2_even", "attentive"])
-def test_four_ranks_cut_one_model(model: str) -> None:
-    if model == "gpt2_even":
-        with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 groups of .*c_attn.*; tp=2 does"):
-            pool(4).run(observe, model, "tp=4", clipped())
-        return
-    prove("tp=4", model)
-
-
-SHARED = [
-    "tp=4",
-    "tp=4 sequence_parallel recompute=selective",
-    "tp=4 recompute=full microbatch=4",
-]
-SHARED_BY_EIGHT = ["dp=2 tp=4 zero=3 microbatch=2", "dp=2 tp=4 zero=1", "tp=4 pp=2 microbatch=2"]
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        *daily(combinations(SHARED, ["qwen3"])),
-        *(
-            pytest.param(layout, model, marks=pytest.mark.nightly)
-            for layout in SHARED
-            for model in ("qwen2", "llama_tied")
-        ),
-        *(pytest.param(layout, "deep_qwen3", marks=pytest.mark.nightly) for layout in SHARED_BY_EIGHT),
-        pytest.param("tp=4 cp=2", "many_heads", marks=pytest.mark.nightly),
-    ],
-)
-def test_ranks_share_heads_of_keys_and_values(layout: str, model: str) -> None:
-    """Query heads on four ranks, two heads of keys and values: two ranks compute on each of these."""
-    prove(layout, model)
+def test_groups_that_four_ranks_cannot_cut_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 groups of .*c_attn.*; tp=2 does"):
+        pool(4).run(observe, "gpt2_even", "tp=4", clipped())
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
@@ -177,10 +102,3 @@ def test_gradients_of_parts_are_summed_once_a_step(layout: str) -> None:
     between = sum(param.numel for param in program.step.model.params if param.partial == "sequence")
     ranks = program.step.layout.num_shards
     assert sum(op.size_bytes for _, op in in_blocks) == between // ranks * BYTES_OF[program.step.master_dtype]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", ["deep_qwen3", "deep_llama"])
-def test_parts_of_gradients_that_are_computed_later(model: str) -> None:
-    prove("tp=4 pp=2 schedule=zero-bubble microbatch=2", model)
-    prove("dp=2 tp=2 pp=2 schedule=zero-bubble sequence_parallel microbatch=2", model)

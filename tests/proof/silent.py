@@ -77,7 +77,7 @@ SILENT = (
         ("the_embedding_scale_is_applied_on_every_stage",),
         loss=0.00204,
         gradients=0.966,
-        tests=(PARITY, "tests/parity/test_pipeline_axis.py::test_a_pipeline_computes_what_one_device_computes"),
+        tests=(PARITY, "tests/parity/test_axes.py::test_an_axis_computes_what_one_device_computes"),
     ),
     Silent(
         "The loss is a mean of the means of micro-batches or ranks, which count different numbers of tokens",
@@ -107,7 +107,7 @@ SILENT = (
         ("updated_weights_are_not_gathered",),
         loss=0.00221,
         gradients=0.887,
-        tests=(PARITY, "tests/parity/test_data_axis.py::test_a_split_batch_computes_what_one_device_computes"),
+        tests=(PARITY, "tests/parity/test_axes.py::test_an_axis_computes_what_one_device_computes"),
     ),
     Silent(
         "Each pipeline stage has a loss scaler of its own: one takes a step that another skips",

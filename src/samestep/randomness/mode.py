@@ -223,6 +223,7 @@ class DropoutMode(MaskSource):
         step = f"{draw.step}.{draw.backward}" if draw.backward else draw.step
         keys = hashlib.blake2b(f"{draw.seed}/{step}/".encode(), digest_size=8)
         self._rows = ForwardRows(self._tracker.known, keys)
+        self._unknown = set[DrawKey]()  # when they were drawn first: a recomputation draws them by the same operations
 
     def may_go_by_name(self) -> DropoutMode:
         """Let draws be seen by the names of their functions, where earlier forwards have shown that this suffices; return the mode."""
@@ -268,8 +269,7 @@ class DropoutMode(MaskSource):
         return handler(self, func, *args, **(kwargs or {}))
 
     def settle(self) -> None:
-        """Record the present state of the process's generator as that before the forward, if there are random
-        numbers."""
+        """Record the present state of the process's generator as that before the forward, if there are random numbers."""
         if self._tracker.draws_numbers:
             self._generator = torch.default_generator.get_state()
 
@@ -318,7 +318,7 @@ class DropoutMode(MaskSource):
         frame = self._frames[-1]
         draw = frame.name, frame.entry, frame.num_draws
         drawn = self._tracker.in_order.get((draw, shape, p, self._num_samples, id(self._part), x.device))
-        mask = None if drawn is None else self._rows.taken(draw, drawn)
+        mask = None if drawn is None or draw in self._unknown else self._rows.taken(draw, drawn)
         if mask is None:
             return None
         frame.num_draws += 1
@@ -366,7 +366,7 @@ class DropoutMode(MaskSource):
 
     def _counted(self, p: float, what: str) -> Callable[[Tensor, torch.Size], DrawBits]:
         """Count a mask of the innermost module; return what arranges its hashed bits for a tensor and a shape."""
-        mask = self._next_draw()
+        self._unknown.add(mask := self._next_draw())
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
         rows = self._tracker.rows.get(mask, IN_ORDER)

@@ -1,0 +1,40 @@
+"""Every axis, alone and with others, computes what one device computes, and sends what its program lists: the rows of `axes.py`.
+
+float64 with the model's float32 islands raised: what is left is the order of sums, 1e-9 by the design's rule. SGD, so
+that weights can be compared after separate backward passes; perturbed norms and biases, uneven counts of tokens, clipping. Among
+the models are those of known silent errors: embeddings that are cut apart or tied across stages, norms of heads without a summed
+gradient, biases of row cuts added tp times, embeddings that the model scales before its blocks, routes that leave experts of some
+ranks without rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.laboratory import job_of, prove, prove_ledger
+from tests.parity.axes import LEDGERS, ROWS, UNEVEN
+
+
+def _named(axis: str, row: Any) -> Any:
+    values, marks = (row.values, row.marks) if hasattr(row, "values") else (row, ())
+    return pytest.param(*values, id=f"{axis}-{'-'.join(map(str, values))}", marks=marks)
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize(("layout", "model"), [_named(axis, row) for axis, rows in ROWS.items() for row in rows])
+def test_an_axis_computes_what_one_device_computes(layout: str, model: str) -> None:
+    prove(layout, model)
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize(("layout", "model"), LEDGERS)
+def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
+    prove_ledger(layout, model)
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize(("layout", "model", "batch"), UNEVEN)
+def test_uneven_batches_are_legal(layout: str, model: str, batch: int) -> None:
+    prove(layout, model, job_of("float64", 3, train={"global_batch": batch}))
