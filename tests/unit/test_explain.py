@@ -246,6 +246,18 @@ def test_a_link_is_named_under_load_only_where_it_takes_much_longer_than_ranks_w
     assert "; the link carries 41.7 KB/s or more" in line.replace("KiB", "KB") or "the link carries" in line
 
 
+def test_a_link_is_not_blamed_where_a_thread_that_sends_had_no_processor() -> None:
+    slow = explained({}, transfer={"bucket.0": 120 * MS})
+    parts = parts_of(slow, slow.busiest, None)[0]
+    (sent_s,) = (part.measured_s for part in parts if part.label == "transfer dp_replicate")
+    for queued_s, kind in ((0.0, "link"), (0.1 * sent_s, "link"), (0.5 * sent_s, "load"), (2 * sent_s, "load")):
+        one = replace(slow, others_queued_s={**slow.others_queued_s, 3: (queued_s,) * 2})
+        verdict = verdict_of(one, parts)
+        assert any("threads that send wanted a processor" in reason for reason in verdict.reasons) == (kind == "load")
+        assert any("dp_replicate sends buffers" in reason for reason in verdict.reasons) == (kind == "link")
+        assert verdict.kind != "link" or kind == "link"
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_stage_that_works_longest_is_an_imbalance(late: int) -> None:
     ops = (

@@ -191,6 +191,9 @@ def assert_holds_every_op(record: RankRecord, number: int) -> None:
     assert {mark.op for mark in step.memory} >= {"update:optimizer", *(f"forward:{name}" for name in forwards)}
     assert all(mark.used > 0 for mark in step.memory)
     assert step.held["weights"] > 0
+    if Path("/proc/self/task").is_dir():
+        assert step.others_queued_ns is not None
+        assert step.others_queued_ns >= 0
 
 
 def sums_of_steps(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[int, dict[str, float]]]:

@@ -84,6 +84,8 @@ class MeasuredStep:
     """Processor seconds of each rank's main thread."""
     queued_s: Mapping[int, float | None]
     """Seconds for which each rank's main thread wanted a processor and had none; None where the system does not say."""
+    others_queued_s: Mapping[int, float]
+    """The same of that other thread of each rank which waited most; 0 where the system does not say."""
     spans_of_sent: Mapping[tuple[int, str, str, float], SentByRank] = field(default_factory=dict)
     before: MeasuredStep | None = None
     """The step before, if it is recorded: what made a rank late may have been there."""
@@ -196,6 +198,7 @@ def measured_step(
         lasted_s,
         {rank: step.cpu_ns / 1e9 for rank, step in steps.items()},
         {rank: None if step.queued_ns is None else step.queued_ns / 1e9 for rank, step in steps.items()},
+        {rank: (step.others_queued_ns or 0) / 1e9 for rank, step in steps.items()},
         known,
         before,
     )

@@ -65,6 +65,8 @@ class MeasuredSteps:
     """Processor seconds of each step, by rank."""
     queued_s: Mapping[int, tuple[float | None, ...]]
     """Seconds of each step for which the rank wanted a processor and had none, by rank; None where the system does not say."""
+    others_queued_s: Mapping[int, tuple[float, ...]]
+    """The same of that other thread of the rank, such as one that sends, which waited most; 0 where the system does not say."""
     hidden: Mapping[int, Mapping[str, float]]
     """Seconds of communication that ran while the rank computed, by axis."""
     charges: tuple[Charge, ...]
@@ -112,6 +114,7 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
     lasted: dict[int, list[float]] = defaultdict(list)
     cpu: dict[int, list[float]] = defaultdict(list)
     queued: dict[int, list[float | None]] = defaultdict(list)
+    others: dict[int, list[float]] = defaultdict(list)
     clocks: dict[str, ClockOffset] = {}
     one = None
     for number in steps:
@@ -125,6 +128,7 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
             lasted[rank].append(one.lasted_s[rank])
             cpu[rank].append(one.cpu_s[rank])
             queued[rank].append(one.queued_s[rank])
+            others[rank].append(one.others_queued_s[rank])
             for axis, seconds in hidden_s(one.timeline, rank).items():
                 hidden[rank][axis] += seconds / len(steps)
         _charge(one, clocks, records, charged, len(steps))
@@ -136,6 +140,7 @@ def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> M
         lasted_s={rank: statistics.fmean(values) for rank, values in lasted.items()},
         cpu_s={rank: tuple(values) for rank, values in cpu.items()},
         queued_s={rank: tuple(values) for rank, values in queued.items()},
+        others_queued_s={rank: tuple(values) for rank, values in others.items()},
         hidden=hidden,
         charges=tuple(
             sorted(

@@ -22,6 +22,8 @@ HAS_PROCESSOR = 0.7
 """Part of its work for which a rank has the processor where nothing else runs."""
 _OWN = ("compute", "recompute", "optimizer")
 """Rows of a rank's own work."""
+SENDERS = 0.3
+"""Part of a transfer for which a thread that sends had no processor, from which on it says nothing of the link."""
 UNBALANCED = 0.1
 """Part of a step that equal stages would save, from which on the stages are what bounds it."""
 
@@ -170,9 +172,10 @@ def _straggler(found: MeasuredSteps) -> _Candidate | None:
 
 def _links(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
     """Return the links by the seconds that nothing else explains: what ranks without a processor send comes late on any link."""
-    sent, made = found.sent_bytes(found.busiest), []
+    sent, made, late = found.sent_bytes(found.busiest), list[_Candidate](), list[_Candidate]()
     queued = [_queued_s(found, rank) for rank, record in found.records.items() if record.head.device == "cpu"]
     queued_s = max((seconds for seconds in queued if seconds is not None), default=0.0)
+    senders_s = max(statistics.median(found.others_queued_s[rank]) for rank in found.records)
     for part in parts:
         if part.name != TRANSFER or part.axis is None:
             continue
@@ -187,8 +190,13 @@ def _links(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
             text += (
                 f"; the link carries {readable(round(wire / (part.measured_s + hidden)))}/s{' or more' * bool(hidden)}"
             )
+        is_host = found.records[found.busiest].head.device == "cpu" and part.measured_s >= WORTH * found.step_s
+        if is_host and senders_s >= SENDERS * part.measured_s:
+            text = f"threads that send wanted a processor for up to {_ms(senders_s)} a step and had none, of {_ms(part.measured_s)} on {part.axis}"
+            late.append(_Candidate("load", min(senders_s, part.measured_s), "other load on the machine", text))
+            continue
         made.append(_Candidate("link", part.measured_s - queued_s, f"link of {part.axis}", text))
-    return made
+    return [*made, *sorted(late, key=lambda one: -one.seconds)[:1]]
 
 
 def _bubbles(parts: Sequence[StepPart]) -> list[_Candidate]:

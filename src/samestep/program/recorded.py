@@ -94,6 +94,8 @@ class RecordedStep:
     """Processor time of the rank's main thread in `run.step`."""
     queued_ns: int | None = None
     """Nanoseconds of `run.step` in which that thread wanted a processor and had none; None where the system does not say."""
+    others_queued_ns: int | None = None
+    """The same of that other thread of the rank, such as one that sends, which waited most."""
     ahead_ns: int = 0
     """The most by which the host was ahead of the device when it began a task; 0 on a CPU."""
     events: Sequence[Sequence[Any]] = ()

@@ -11,6 +11,7 @@ no node to a graph: layers are marked by hooks on modules and on the gradients o
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from samestep.runtime.recording.layer_marks import LayerEvent
 from samestep.runtime.recording.memory_marks import MemorySampler, Sample
 from samestep.runtime.recording.record_window import RecordWindow, head_of, sent_ops
 from samestep.runtime.recording.sums import StepSums, sums_of
-from samestep.runtime.recording.system_files import ProcessorTime
+from samestep.runtime.recording.system_files import ProcessorTime, queued_threads
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 
 _AROUND_LAYERS = {
@@ -62,6 +63,9 @@ class _OpenStep:
     """The window that it is in."""
     is_weighed: bool = False
     """Whether the bytes of what is sent are counted: in the first step of a window, whose times are left out."""
+    threads: Mapping[str, int] = field(default_factory=dict)
+    """For how long each thread was queued for a processor before the step, in a window."""
+    others_queued_ns: int | None = None
     events: list[list[Any]] = field(default_factory=list)
     memory: list[tuple[Stamp, Sample, str]] = field(default_factory=list)
     """A stamp, what was sampled then, and the op that had ended."""
@@ -208,6 +212,13 @@ class StepRecorder(StepObserver):
             opened.processor = had - had_before, None if queued is None or before is None else queued - before
             if (window := opened.window) is not None:
                 opened.held = window.held = window.held or held()
+                opened.others_queued_ns = self._longest_queued(opened.threads)
+
+    def _longest_queued(self, before: Mapping[str, int]) -> int | None:
+        """Return for how long that thread of the process but this one which waited most was queued since `before`."""
+        own = str(threading.get_native_id())
+        now = queued_threads()
+        return max((now[one] - before.get(one, 0) for one in now if one != own), default=None)
 
     def close(self) -> None:
         """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
@@ -333,6 +344,8 @@ class StepRecorder(StepObserver):
         if self._axes is None:
             self._axes = {op.owner: op.axis for op in sent_ops(program)}
         self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), self._processor.read(), window, is_first)
+        if window is not None:
+            self._open.threads = queued_threads()
         marks.listen(self)
         if self._unread:
             self._read()
@@ -382,6 +395,7 @@ class StepRecorder(StepObserver):
             until_ns=until,
             cpu_ns=one.processor[0],
             queued_ns=one.processor[1],
+            others_queued_ns=one.others_queued_ns,
             ahead_ns=self._ahead_of(one) if one.begun else 0,
             events=events,
             memory=self._memory_of(one, begin) if one.memory else [],

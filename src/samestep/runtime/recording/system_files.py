@@ -9,6 +9,7 @@ Documentation/filesystems/proc.rst (`statm`: pages) of Linux.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -57,3 +58,16 @@ class ProcessorTime:
         """Return the nanoseconds for which this thread had a processor, and for which it was queued; None where the system does not say."""
         counts = self._counts.text().split()
         return time.thread_time_ns(), int(counts[1]) if len(counts) > 1 else None
+
+
+def queued_threads() -> dict[str, int]:
+    """Return the nanoseconds for which each thread of this process has wanted a processor and had none; empty where the system does not say."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with (
+                contextlib.suppress(OSError, IndexError),
+                open(f"/proc/self/task/{thread}/schedstat", "rb") as file,
+            ):  # one may end
+                found[thread] = int(file.read().split()[1])
+    return found
