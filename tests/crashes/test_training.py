@@ -295,7 +295,8 @@ def test_memory_that_runs_out_is_told_by_its_parts(
     assert "can't allocate memory" in first
     size = r"[\d.]+ (?:[GMK]i)?B"
     assert re.match(
-        rf"  held       weights {size}, (?:gradients {size}, )?optimizer {size}; at most {size} in all, of {size}", held
+        rf"  held       weights {size}, (?:gradients {size}, )?optimizer {size}, the rest {size}; at most {size} in all, of {size}",
+        held,
     )
     assert re.match(
         rf"  predicted  weights {size}, .*activations {size}.*; {size} in all at \w+:\S*, of {size} a rank", predicted

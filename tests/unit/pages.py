@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 VOID = {"meta"}
+PAPER = 690
+"""Pixels between the margins of a sheet of paper."""
 DATA_IN = {"data", "code", "dd", "i", "script", "style", "title", "button", "output"}
 """Elements whose digits are data, names, or labels of ticks."""
 
@@ -200,7 +202,7 @@ def chromium() -> str | None:
 
 
 def looked_at(pages: dict[str, str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Open all pages at 390 and 1,200 pixels in one browser, and return what is wrong with each, and what its timeline says."""
+    """Open all pages at 390 and 1,200 pixels and as they are printed, in one browser; return what is wrong with each, and what its timeline says."""
     frames = []
     for name, text in pages.items():
         probed = text.replace("<main>", PROBE + "<main>", 1)
@@ -208,6 +210,11 @@ def looked_at(pages: dict[str, str], folder: Path) -> dict[str, dict[str, Any]]:
             f'<iframe name="{name} {width}" width="{width}" height="900" style="border:0" srcdoc="{escape(probed, quote=True)}"></iframe>'
             for width in (390, 1200)
         ]
+        printed = probed.replace("@media screen", "@media not all").replace("@media print", "@media all")
+        assert printed.count("@media all") == 1
+        frames.append(
+            f'<iframe name="{name} printed" width="{PAPER}" height="900" style="border:0" srcdoc="{escape(printed, quote=True)}"></iframe>'
+        )
     file = folder / "outer.html"
     file.write_text(OUTER.format(frames="".join(frames), count=len(frames)), encoding="utf-8")
     command = [str(chromium()), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]

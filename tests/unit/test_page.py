@@ -302,7 +302,7 @@ def test_in_a_browser_nothing_overlaps_scrolls_or_fails(tmp_path: Path) -> None:
         "compared": differences_page.page_of(compared(tmp_path / "run")).to_html(),
     }
     found = pages.looked_at(texts, tmp_path)
-    assert {*found} == {f"{name} {width}" for name in texts for width in (390, 1200)}
+    assert {*found} == {f"{name} {width}" for name in texts for width in (390, 1200, "printed")}
     for name, one in found.items():
         assert one["problems"] == [], name
         assert one["texts"] > 30

@@ -10,7 +10,7 @@ from samestep import hardware
 from samestep import job_files as jobs
 from samestep.explanation.explain import Explained
 from samestep.explanation.step_kernels import RankKernels, seconds_of
-from samestep.explanation.step_memory import REST, StepMemory
+from samestep.explanation.step_memory import StepMemory
 from samestep.explanation.step_parts import StepPart, parts_of
 from samestep.layout import Layout
 from samestep.output.page.charts import Bar, MemoryCurve, bars, memory, stacked
@@ -19,6 +19,7 @@ from samestep.output.page.quantities import count, duration, share, size
 from samestep.output.page.timeline_figure import Lane, TimelineFigure, some_of
 from samestep.program import recorded
 from samestep.simulation import prediction_page
+from samestep.simulation.memory import REST
 from samestep.simulation.partition import ROWS
 from samestep.simulation.prediction_page import lanes_of, most_drawn, row_kind
 from samestep.training.logged_steps import LoggedSeries, curves, logged
@@ -223,7 +224,7 @@ _PART_KINDS = {"weights": "weights", "gradients": "gradients", "optimizer": "opt
 def _memory_rows(one: StepMemory) -> Iterator[tuple[str, ...]]:
     """Yield a row for the peak of a rank, and one for each of its parts."""
     said = [size(one.predicted.total).to_html()] if one.predicted else []
-    at = f"<b>rank {one.rank}</b> at <code>{escape(one.peak_at)}</code>"
+    at = f"<span><b>rank {one.rank}</b> at <code>{escape(one.peak_at)}</code></span>"
     yield (at, size(one.peak_bytes).to_html(), *said)
     for name, held in one.parts.items():
         yield (name, size(held).to_html(), *([size(one.predicted_parts[name]).to_html()] if one.predicted else []))

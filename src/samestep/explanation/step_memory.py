@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 from samestep.output.byte_sizes import readable
 from samestep.program.recorded import MemoryMark, RankRecord
-from samestep.simulation.memory import MemoryUse, parts_text
+from samestep.simulation.memory import REST, MemoryUse, parts_text
 
 KEPT = ("weights", "gradients", "optimizer")
-REST = "the rest"
 
 
 @dataclass(frozen=True, slots=True)

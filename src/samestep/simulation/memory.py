@@ -97,6 +97,10 @@ class MemoryUse:
         return {**parts, "host": self.host, "peak": self.total, "peak_at": self.peak_at}
 
 
+REST = "the rest"
+"""Name of what is in use of a rank's memory besides weights, gradients and states of the optimizer, where that was measured."""
+
+
 def parts_text(parts: Mapping[str, int]) -> str:
     """Return bytes by part as text, without parts that have none; measured and predicted peaks are written alike."""
     return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)

@@ -26,7 +26,7 @@ from samestep.program.update_rules import states_per_param
 from samestep.runtime.optimizers import held_bytes as counted
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
-from samestep.simulation.memory import MemoryUse, parts_text
+from samestep.simulation.memory import REST, MemoryUse, parts_text
 from samestep.simulation.prediction import predict
 from samestep.training.check import Checked
 
@@ -52,11 +52,12 @@ def is_shortage(error: BaseException) -> bool:
 def shortage(error: BaseException, run: Run) -> str:
     """Return two lines of text: the rank's task when memory ran out, and the bytes that it held."""
     place = run.place
-    parts = parts_text(held_bytes(run)) or "nothing yet"
+    held, most = held_bytes(run), most_bytes(place.device)
+    parts = parts_text({**held, REST: max(0, most - sum(held.values()))})
     where = where_of(error, run)
     return (
         f"rank {place.rank} of {place.world_size} ran out of memory {where}: {_first_line(error)}\n"
-        f"  held       {parts}; at most {readable(most_bytes(place.device))} in all, of "
+        f"  held       {parts}; at most {readable(most)} in all, of "
         f"{readable(limit_bytes(place.device))}"
     )
 
