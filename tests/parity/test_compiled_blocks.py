@@ -53,7 +53,7 @@ def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> list[
     assert_same([one for one, _, _ in seen], reference(model, job_of("", **train)), TOLERANCE)
     assert_ledger([one for one, _, _ in seen], layout)
     for _, remarks, graphs in seen:
-        assert graphs
+        assert graphs, remarks
         assert len(remarks) == 1, remarks  # all in the first step, each once, and nothing is left uncompiled
     return [remarks for _, remarks, _ in seen]
 

@@ -105,7 +105,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     target, *others = args
     if not isinstance(target, DTensor):
-        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in others]
+        whole = [one.detach().full_tensor() if isinstance(one, DTensor) else one for one in others]
         return op(
             target,
             *(
@@ -124,7 +124,7 @@ def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Collective over the ranks that share the weight, see [Note: collective calls].
     """
-    target, *others = (one.full_tensor() if isinstance(one, DTensor) else one for one in args)
+    target, *others = (one.detach().full_tensor() if isinstance(one, DTensor) else one for one in args)
     written = args[0]
     if not isinstance(written, DTensor):
         return op(target, *others, **kwargs)
