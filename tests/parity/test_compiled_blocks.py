@@ -27,7 +27,7 @@ from tests.laboratory import (
     on_ranks,
     reference,
 )
-from tests.models import Tokens
+from tests.models import LENGTH, Tokens
 
 Case = tuple[Observed, list[str], int]
 """What a rank has observed, its run's remarks, and the number of its graphs."""
@@ -116,6 +116,17 @@ def test_graphs_without_fusion_give_the_same_bits(model, precision):
     assert all(torch.equal(a, b) for a, b in zip(bits(with_graphs), bits(without), strict=True))
     assert remarks[0].startswith(ONE_GRAPH)  # casts to bf16 run in it
     assert graphs == 1
+
+
+@pytest.mark.parametrize("model", ["gpt2_with_dropout", "llama"])
+def test_graphs_of_batches_of_changing_shapes_are_compiled(model):
+    """Torch makes sizes that have changed symbols, of which masks and the scores of attention are made in a graph, too."""
+    tokens, runs = Tokens(), [make_run(0, 1, model, "dp=1", job_of(backend)) for backend in ("aot_eager", "")]
+    for samples, length in ((4, LENGTH), (4, LENGTH - 3), (2, LENGTH - 5)):
+        batch = {"input_ids": tokens.input_ids[:samples, :length], "labels": tokens.labels[:samples, :length]}
+        compiled, plain = (run.step(batch).loss for run in runs)
+        assert compiled == pytest.approx(plain, rel=1e-12)
+    assert not runs[0].assembly.model.compiled.compiler.uncompiled
 
 
 def test_a_run_with_graphs_resumes_one_without_and_evaluates_alike(tmp_path: Path):

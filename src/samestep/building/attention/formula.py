@@ -423,7 +423,9 @@ def _positions(runs: Runs, device: torch.device) -> Tensor:
 def _future(queries: Runs, keys: Runs, device: torch.device) -> Tensor:
     """Return which keys come after each query, bool [b, b]."""
     key = (queries, keys, device)
-    if key in _FUTURES and not num_dispatch_modes():  # a compiler that traces makes its own
+    if (
+        not num_dispatch_modes() and key in _FUTURES
+    ):  # a compiler that traces makes its own, and its sizes may be symbols
         return _FUTURES[key]
     future = _positions(queries, device)[:, None] < _positions(keys, device)
     is_kept = future.numel() <= KEPT_ELEMENTS and device.type != "meta" and not num_dispatch_modes()
@@ -439,7 +441,7 @@ _FUTURES: dict[tuple[Runs, Runs, torch.device], Tensor] = {}
 def _future_scores(num_queries: int, num_keys: int, like: Tensor) -> Tensor:
     """Return scores of which those of later keys are -inf and the others 0, in the dtype of a tensor."""
     key = (num_queries, num_keys, like.dtype, like.device)
-    if key in _FUTURE_SCORES and not num_dispatch_modes():
+    if not num_dispatch_modes() and key in _FUTURE_SCORES:
         return _FUTURE_SCORES[key]
     hidden = torch.full((num_queries, num_keys), -math.inf, dtype=like.dtype, device=like.device).triu(1)
     if not num_dispatch_modes():

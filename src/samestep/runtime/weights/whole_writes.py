@@ -105,7 +105,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     target, *others = args
     if not isinstance(target, DTensor):
-        whole = [one.detach().full_tensor() if isinstance(one, DTensor) else one for one in others]
+        whole = [_whole(one) for one in others]
         return op(
             target,
             *(
@@ -124,7 +124,7 @@ def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Collective over the ranks that share the weight, see [Note: collective calls].
     """
-    target, *others = (one.detach().full_tensor() if isinstance(one, DTensor) else one for one in args)
+    target, *others = map(_whole, args)
     written = args[0]
     if not isinstance(written, DTensor):
         return op(target, *others, **kwargs)
@@ -132,6 +132,15 @@ def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op(target, *others, **kwargs)
     written._local_tensor.copy_(_rows_of(target, written))
     return written
+
+
+def _whole(value: Any) -> Any:
+    """Return a cut weight as a whole tensor without a graph, which torch 2.11 gathers alone; other values unchanged.
+
+    Collective over the ranks that share the weight, see [Note: collective calls].
+    """
+    detached = value.detach() if isinstance(value, DTensor) else value
+    return detached.full_tensor() if isinstance(detached, DTensor) else value
 
 
 def _refuse_lost(target: DTensor) -> None:
