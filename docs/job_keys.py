@@ -12,9 +12,10 @@ import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from samestep import Job
+from samestep import Job, Layout
 from samestep.job_tables import LoraTable, Table
 from samestep.optimizer_tables import GroupTable
+from samestep.schedules import SCHEDULES
 
 FILE = Path(__file__).parent.parent / "src" / "samestep" / "job_keys.py"
 HEAD = '''"""The tables of a job as an editor and a type checker know them: `Job(train={"steps": 3})` is completed key by key.
@@ -36,7 +37,7 @@ ALSO = {"record": " | int", "report": " | str"}
 def text() -> str:
     """Return the file."""
     tables = [field.annotation for field in Job.model_fields.values() if _is_table(field.annotation)]
-    return "\n\n".join([HEAD, *(_keys(table) for table in (LoraTable, GroupTable, *tables)), _job()])
+    return "\n\n".join([HEAD, *(_keys(table) for table in (LoraTable, GroupTable, *tables)), _layout(), _job()])
 
 
 def _is_table(kind: Any) -> bool:
@@ -55,11 +56,20 @@ def _keys(table: type[Table]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _layout() -> str:
+    """Return the class of the words of a layout; `dp` stands for two of them."""
+    words = {"dp": "int"} | {name: _type(kind) for name, kind in get_type_hints(Layout).items()}
+    words["zero"], words["schedule"] = "Literal[0, 1, 2, 3]", f"Literal[{', '.join(map(repr, SCHEDULES))}]"
+    lines = ["class LayoutKeys(TypedDict, total=False):", '    """Words of a `Layout`."""\n']
+    return "\n".join([*lines, *(f"    {name}: {kind}" for name, kind in words.items())]) + "\n"
+
+
 def _job() -> str:
     lines = ["class JobKeys(TypedDict, total=False):", '    """Tables of `Job`."""\n']
     for key, field in Job.model_fields.items():
         kind = field.annotation
-        lines.append(f"    {key}: {f'{_name(kind)} | {kind.__name__}' if _is_table(kind) else _type(kind)}")
+        named = "LayoutKeys" if key == "layout" else _type(kind)
+        lines.append(f"    {key}: {f'{_name(kind)} | {kind.__name__}' if _is_table(kind) else named}")
     return "\n".join(lines) + "\n"
 
 

@@ -334,6 +334,29 @@ class RunKeys(TypedDict, total=False):
     """Steps that are profiled, as `FIRST:LAST`: torch's trace of every rank, and on GPUs the history of its memory."""
 
 
+class LayoutKeys(TypedDict, total=False):
+    """Words of a `Layout`."""
+
+    dp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    exchange: Literal["auto", "heads", "ring", "hybrid"]
+    pp: int
+    ep: int
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    virtual_stages: int
+    zero: Literal[0, 1, 2, 3]
+    microbatch: int | None
+    loss_chunk: int | None
+    recompute: Literal["none", "selective", "full"]
+    accumulate: Literal["sharded", "full"]
+    reduce: Literal["ring", "hierarchical", "root"]
+    offload: bool
+
+
 class JobKeys(TypedDict, total=False):
     """Tables of `Job`."""
 
@@ -343,6 +366,6 @@ class JobKeys(TypedDict, total=False):
     optimizer: OptimizerKeys | OptimizerTable
     schedule: ScheduleKeys | ScheduleTable
     numerics: NumericsKeys | NumericsTable
-    layout: dict[str, Any]
+    layout: LayoutKeys
     checkpoint: CheckpointKeys | CheckpointTable
     run: RunKeys | RunTable

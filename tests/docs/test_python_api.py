@@ -59,7 +59,7 @@ from samestep.job_keys import TrainKeys
 from samestep.job_tables import TrainTable
 train: TrainKeys = {"steps": 3, "loss_over": "batch", "ema": None, "record": 4}
 Job(train=train, model={"source": "hf:llama", "lora": {"targets": ["q_proj"], "r": 4}})
-Job(train=TrainTable(steps=3), data={"augment": ("crop",), "mixture": {"topics": 1}}, layout={"dp": 2})
+Job(train=TrainTable(steps=3), data={"augment": ("crop",), "mixture": {"topics": 1}}, layout={"dp": 2, "zero": 3, "sequence_parallel": True})
 Job(optimizer={"lr": 1, "groups": [{"match": ["*.bias"], "lr": 0.1}]}, run={"report": "wandb", "allow": ["loss"]})
 """
 WRONG = {
@@ -69,6 +69,8 @@ WRONG = {
     'Job(numerics={"precision": "fp32"})': "NumericsKeys",
     'Job(model={"lora": {"r": 4}})': "ModelKeys",
     'Job(run={"allow": ["lose"]})': "RunKeys",
+    'Job(layout={"dpp": 2})': "LayoutKeys",
+    'Job(layout={"zero": 4})': "LayoutKeys",
     'wrong: OptimizerKeys = {"learning_rate": 1.0}': 'Extra key "learning_rate" for TypedDict "OptimizerKeys"',
 }
 

@@ -64,6 +64,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Any], Any
         lambda x, y: {"x": {"points": x}, "labels": (y, torch.tensor(1.0))},
         lambda out, batch: _loss(out, batch["labels"][0]),
     ),
+    "parts": (lambda x, y: [{"points": x}, y], lambda out, batch: _loss(out, batch[1])),
     "arrays": (lambda x, y: {"x": x.numpy(), "labels": y.numpy()}, lambda out, batch: _loss(out, batch["labels"])),
     "targets": (
         lambda x, y: {"x": x, "labels": [{"label": one} for one in y]},
@@ -130,6 +131,7 @@ CASES = [
     ("dp=2", "tuple", "all", (8, 8, 6, 7, 9), False),
     ("dp=2 microbatch=2", "arrays", "rank 0", (8, 8, 8, 5, 8), False),
     ("dp=2 microbatch=2", "list", "own", (8, 6, 7, 5, 12), False),
+    ("dp=2", "parts", "own", (8, 6, 7, 5, 2), False),
     ("dp=2 zero=3", "targets", "all", (8, 8, 3, 8, 8), False),
     ("dp=2 zero=3 microbatch=1", "dict", "own", (8, 7, 9, 8, 8), False),
     ("tp=2", "dict", "rank 0", (8,) * 5, False),
@@ -159,6 +161,34 @@ def test_values_of_a_batch_train_as_in_a_plain_loop(
             wanted_outputs = model.eval()(x)
         assert loss == pytest.approx(float(_loss(wanted_outputs, y)[0]) / 6, rel=1e-8)
         torch.testing.assert_close(outputs, wanted_outputs, rtol=1e-7, atol=1e-8)
+
+
+def _of_lists(rank: int, world: int, layout: str, form: str) -> list[float]:
+    """Evaluate a list of samples before and after a step, on every rank and on rank 0 alone, and lists of whole batches."""
+    make, loss = FORMS[form]
+    run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.0), layout=layout, job=JOB)
+    x, y = points(77, 7)
+    listed = form == "list"  # whose samples are pairs
+    samples = [make(*(one.squeeze(0) for one in pair)) for pair in zip(x.split(1), y.split(1), strict=True)]
+    samples = [tuple(one) if listed else one for one in samples]
+    whole = [make(x[:3], y[:3]), make(x[3:], y[3:])]
+    found = [run.evaluate(samples)["loss"]]
+    run.step(make(*points(0)))
+    given = (samples, samples if rank == 0 else None, whole, make(x, y))
+    found += [run.evaluate(one)["loss"] for one in given]
+    assert torch.equal(run.predict(samples), run.predict(whole))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"), [("dp=1", "tuple"), ("dp=2", "arrays"), ("dp=2", "list"), ("pp=2 microbatch=4", "tuple")]
+)
+def test_a_list_of_samples_is_a_data_set_to_evaluate_and_one_of_batches_too(layout: str, form: str) -> None:
+    x, y = points(77, 7)
+    with torch.no_grad():
+        total, count = _loss(build().double()(x), y)
+    for found in pool(Layout.parse(layout).world_size).run(_of_lists, layout, form):
+        assert found == pytest.approx([float(total) / count] * 5, rel=1e-9)
 
 
 def _alternating(rank: int, world: int, layout: str) -> tuple[list[float], Tensor]:

@@ -298,6 +298,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
     "generator once": points_one_by_one,
     "function of batches": lambda: whole_batches,
     "generator of batches": whole_batches,
+    "list of batches": lambda: [*whole_batches()],
     "stream, loader": lambda: DataLoader(Flow(22, True), batch_size=4),
     "stream, collated": lambda: DataLoader(IteratedWords(), batch_size=4, collate_fn=masked),
     "stream, dropped": lambda: DataLoader(Flow(), batch_size=4, drop_last=True, num_workers=0),
@@ -444,6 +445,25 @@ def test_an_evaluation_of_changed_samples_is_the_same_in_every_layout(kind: str)
     assert alone == again
     for one in pool(2).run(_evaluated_twice, kind):
         assert one == pytest.approx((alone, alone), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "points",
+            "the dataset is a str, whose items by the numbers 0, 1, ... are no samples: a list of samples works",
+        ),
+        ({"x": torch.ones(8, 6)}, r"the dataset is a dict, .*TensorDataset\(x, labels\)$"),
+        (Points, r"the dataset is the class Points: a data set works, such as Points\(\)"),
+        (7, "the dataset is a int without __len__ and __getitem__"),
+    ],
+)
+def test_what_holds_no_samples_is_refused_in_one_line(source: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        samestep.batches(source, JOB)
+    with pytest.raises(DataError, match="lanes = 'yes': True and False work"):
+        samestep.batches(Points(), JOB, lanes="yes")  # type: ignore[arg-type]
 
 
 def _of_stream(batch: Any) -> Any:

@@ -260,6 +260,7 @@ class _Service(types.ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec(name, None)
         self.started: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
+        self.params: dict[str, Any] = {}
         self.ended = 0
         self.info = types.SimpleNamespace(run_id="entry")
 
@@ -275,7 +276,8 @@ class _Service(types.ModuleType):
     log_metrics = log
 
     def log_params(self, params: dict[str, Any]) -> None:
-        assert params["train.seed"] == 0
+        assert len(params) <= 100
+        self.params |= params
 
     def finish(self) -> None:
         self.ended += 1
@@ -297,6 +299,7 @@ def test_a_resumed_run_continues_its_entry(word: str, tmp_path: Path, monkeypatc
         metrics.close()
     assert [step for step, _ in service.logged] == [1, 2]
     assert service.logged[0][1]["train/loss"] == 2.5
+    assert word == "wandb" or service.params["train.seed"] == 0
     ids = [words.get("id", words.get("run_id")) for words in service.started]
     assert ids[1] == (ids[0] or "entry")
     assert service.ended == 2
@@ -323,6 +326,25 @@ def test_the_time_of_a_step_reaches_trackers_axis_by_axis(
         assert {name: value for name, value in logged.items() if name.startswith("time/")} == expected
     (events,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
     assert all(events.read_bytes().count(name.encode()) == 1 for name in expected)
+
+
+def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, service = Job(run={"report": "mlflow"}), _Service("mlflow")
+    monkeypatch.setitem(sys.modules, "mlflow", service)
+    metrics = Metrics(tmp_path, 0, trackers.open_trackers(job, tmp_path, 0))
+    works, service.log_metrics = service.log_metrics, lambda scalars, step: 1 / 0
+    with pytest.warns(
+        UserWarning, match=r'run.report = "mlflow" does not take the numbers of step 1 .ZeroDivisionError'
+    ):
+        metrics.write(_report(1))
+    metrics.write(_report(2))
+    service.log_metrics = works
+    metrics.write(_report(3, held_out={"held_out": 1.0, "held_out/right (all)": 0.5}))
+    metrics.close()
+    ((step, scalars),) = service.logged
+    assert (step, scalars["held_out/held_out.right _all_"], len(_rows(tmp_path))) == (3, 0.5, 3)
 
 
 def test_a_function_of_the_user_is_given_each_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,8 +273,15 @@ def check_map_style(dataset: Any, what: str, works: str = ONLY_MAP_STYLE) -> Non
     Raises:
         DataError: it has no length, or no samples by index.
     """
+    if isinstance(dataset, type):
+        raise DataError(f"{what} the class {dataset.__name__}: a data set works, such as {dataset.__name__}()")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"{what} a {type(dataset).__name__} without __len__ and __getitem__; {works}")
+    if isinstance(dataset, str | bytes) or (isinstance(dataset, dict) and 0 not in dataset):
+        raise DataError(
+            f"{what} a {type(dataset).__name__}, whose items by the numbers 0, 1, ... are no samples: a list of samples works, such as "
+            "a dict of tensors for each, and so does torch.utils.data.TensorDataset(x, labels)"
+        )
 
 
 @contextmanager

@@ -12,9 +12,12 @@ from torch.utils.data import DataLoader
 from samestep import calls
 from samestep.datasets import loaders
 from samestep.datasets.batch import Batch, BatchStream, LaneSteps, Steps, check_map_style
-from samestep.datasets.streams import StreamSteps, check_size, stream_of, whole_of
-from samestep.errors import DataError
+from samestep.datasets.reading import read_samples
+from samestep.datasets.streams import StreamSteps, check_size, is_batch, of_batches, stream_of, whole_of
+from samestep.datasets.values import dims_of, joined, num_samples, tensors_of_arrays
+from samestep.errors import DataError, short_repr
 from samestep.job import Job
+from samestep.trees import tensors_in
 
 
 def check_batch(given: Any, method: str) -> str:
@@ -29,16 +32,19 @@ def check_batch(given: Any, method: str) -> str:
     )
 
 
-def batch_to_evaluate(given: Any, method: str, global_batch: int) -> Any:
+def batch_to_evaluate(given: Any, method: str, global_batch: int, trained: Mapping[str, int]) -> Any:
     """Return the batch of all samples of a data set; a batch, or the values of one, is returned as it is.
+
+    A list is a data set where its items are samples of those that the run trains on, or whole batches of them: `trained` has the
+    number of dimensions of each tensor of a batch by its place, and is empty before the first step.
 
     Raises:
         DataError: it is neither a batch, nor values, nor a dataset.
     """
+    if type(given) is list:
+        return _of_list(given, trained)
     if given is None or hasattr(given, "shares") or isinstance(given, VALUES):
         return given
-    if isinstance(given, type):
-        raise DataError(f"{method} was given the class {given.__name__}: a data set works, such as {given.__name__}()")
     if (stream := stream_of(given)) is not None:
         return whole_of(stream, global_batch)
     if isinstance(given, DataLoader):
@@ -48,6 +54,29 @@ def batch_to_evaluate(given: Any, method: str, global_batch: int) -> Any:
     if not len(given):
         raise DataError(f"{method} was given a data set without samples; one sample is the least that works")
     return Batch(0, np.arange(len(given), dtype=np.int64), given)
+
+
+def _of_list(given: list[Any], trained: Mapping[str, int]) -> Any:
+    """Return the values of all samples of a list of samples or of whole batches; a list that is the values of a batch as it is.
+
+    Samples of different sizes are a batch of the list as a data set.
+    """
+    items = [tensors_of_arrays(item) for item in given]
+    dims = [dims_of(item) for item in items]
+    has_one_size = len({tuple(one.shape for one in tensors_in(item)) for item in items}) == 1
+    if (
+        not trained and has_one_size and isinstance(given[0], Mapping | tuple)
+    ):  # a batch of such items needs a step first
+        trained = {place: number + 1 for place, number in dims[0].items()}
+    if not given or dims_of(given) == trained or any(not one or one.keys() - trained.keys() for one in dims):
+        return given
+    more = {trained[place] - number for one in dims for place, number in one.items()}
+    if more == {0}:
+        return joined(items, [num_samples(item) or 0 for item in items])
+    if more != {1}:
+        return given
+    indices = np.arange(len(given), dtype=np.int64)
+    return read_samples(given, indices) if has_one_size else Batch(0, indices, given)
 
 
 _WORKS = "a data set with both, a DataLoader, an IterableDataset or another iterable, and a function that yields samples work"
@@ -73,8 +102,10 @@ def batches(source: Any, job: Job, lanes: bool | int = False, first_step: int = 
     Raises:
         DataError: the dataset is empty, or its samples cannot be read by their indices.
     """
-    if not isinstance(lanes, bool):
+    if isinstance(lanes, int) and not isinstance(lanes, bool):
         lanes, first_step = False, lanes
+    if lanes not in (True, False):
+        raise DataError(f"lanes = {short_repr(lanes)}: True and False work")
     if first_step < 0:
         raise DataError(f"first_step = {first_step}: steps are counted from 0, and run.steps_taken goes on with a run")
     steps = _steps_of(source, job, lanes, first_step)
@@ -83,7 +114,10 @@ def batches(source: Any, job: Job, lanes: bool | int = False, first_step: int = 
 
 
 def _steps_of(source: Any, job: Job, lanes: bool, first_step: int) -> Steps:
-    if (stream := stream_of(source)) is not None:
+    is_listed = (
+        type(source) in (list, tuple) and source and is_batch(tensors_of_arrays(source[0]), job.train.global_batch)
+    )
+    if (stream := of_batches(source) if is_listed else stream_of(source)) is not None:
         check_size(source, job)
         return StreamSteps(stream, job, first_step)
     if isinstance(source, DataLoader):

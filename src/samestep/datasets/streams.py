@@ -83,6 +83,12 @@ def stream_of(source: Any) -> Stream | None:
     return None
 
 
+def of_batches(batches: Sequence[Any]) -> Stream:
+    """Return whole batches, one for each step, as a stream."""
+    name = type(batches).__name__
+    return Stream(name, lambda: iter(batches), again=True, batched=True, remark=f"{name}: each item is a whole batch")
+
+
 def _of_loader(loader: DataLoader[Any]) -> Stream | None:
     dataset: Any = loader.dataset
     is_stream = isinstance(dataset, IterableDataset)

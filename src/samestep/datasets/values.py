@@ -1,7 +1,8 @@
 """The values of a whole batch: how many samples they are, and those of some samples.
 
     tensor              samples lie along the first dimension
-    dict, tuple         a part for each key or place, each with all samples; a list of tensors too, as torch's loaders yield it
+    dict, tuple         a part for each key or place, each with all samples; as torch's loaders yield it, a list of tensors too, and one of
+                        parts of different kinds, such as a dict and a tensor
     other lists         one item for each sample, of any kind, such as the boxes and labels of an image
     all else            the same for every sample: None, words, numbers, tensors without dimensions
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from samestep.datasets.order import Integers
 from samestep.errors import DataError
-from samestep.trees import tensors_in, tree_map_only
+from samestep.trees import keystr, tensors_in, tree_flatten_with_path, tree_map_only
 
 
 def tensors_of_arrays(values: Any) -> Any:
@@ -72,10 +73,18 @@ def _fits(values: Any, count: int) -> bool:
 
 
 def _is_container(values: list[Any], count: int) -> bool:
-    """Return whether a list holds parts of all samples, and not one item for each sample."""
-    return any(isinstance(part, Tensor) and part.dim() for part in values) and all(
-        isinstance(part, Tensor) and _fits(part, count) for part in values
+    """Return whether a list holds parts of all samples, and not one item for each sample: tensors, or parts of different kinds."""
+    is_of_parts = all(isinstance(part, Tensor) for part in values) or len({_kind_of(part) for part in values}) > 1
+    return (
+        is_of_parts
+        and any(tensor.dim() for part in values for tensor in tensors_in(part))
+        and all(_fits(part, count) for part in values)
     )
+
+
+def _kind_of(part: Any) -> Any:
+    """Return what items of a list that stand for one sample each have in common: their type, and the keys of dicts."""
+    return (type(part), *part) if isinstance(part, Mapping) else type(part)
 
 
 def is_by_sample(values: list[Any], count: int) -> bool:
@@ -93,6 +102,16 @@ def _has_items(values: Any, count: int) -> bool:
     if isinstance(values, list) and not _is_container(values, count):
         return bool(tensors_in(values))
     return isinstance(values, Mapping | list | tuple) and any(_has_items(part, count) for part in _parts(values))
+
+
+def dims_of(values: Any) -> dict[str, int]:
+    """Return the number of dimensions of each number, array and tensor in nested values, by its place."""
+    leaves, _ = tree_flatten_with_path(values)
+    return {
+        keystr(path): getattr(leaf, "ndim", 0)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor | np.ndarray | np.generic | int | float)
+    }
 
 
 def rows_of(values: Any, rows: Integers | Sequence[int], count: int) -> Any:

@@ -74,7 +74,7 @@ class EvaluatedRun:
         """Return a data set or a batch that a method is given, as one batch with labels."""
         self._state.refuse(word, Lent.WHOLE)
         method = f"run.{word}"
-        batch = batch_to_evaluate(given, method, self.job.train.global_batch)
+        batch = batch_to_evaluate(given, method, self.job.train.global_batch, self._batches.dims)
         return self.labelled(self.batch_of(batch, method, local=local))
 
     def outputs(self, samples: Any) -> Any:

@@ -103,6 +103,10 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self._after_step: list[Callable[[int], None]] = [self._stepper.follow]
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
 
+    def __repr__(self) -> str:
+        """Return the layout and the number of steps, as a notebook shows them."""
+        return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
+
     @property
     def layout(self) -> Layout:
         """The layout; once the run is prepared, with what the model asks for besides."""
@@ -167,7 +171,7 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         """Build the model in its layout, unless that is done; `example` is a batch from `batch.samples`."""
         if self._own.is_prepared:
             return
-        self._batches.turn_model()
+        self._batches.begin(example)
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
         if self._shared is not None and (remark := self._shared.begin(self._own.current)):

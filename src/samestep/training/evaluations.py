@@ -157,11 +157,20 @@ class HeldOut:
     """Whether the largest mean is the best one, as of an accuracy."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers of steps and of evaluations that mean nothing.
+        """Refuse numbers of steps and of evaluations that mean nothing, and what is no data set.
 
         Raises:
-            JobError: `every` is below 1, or `patience` below 0.
+            JobError: `every` is below 1, or `patience` below 0, or no whole number.
+            DataError: `sets` holds nothing.
         """
+        if self.sets is None or (isinstance(self.sets, Mapping) and not self.sets):
+            raise DataError(
+                f"HeldOut(sets={self.sets!r}) holds no data set: a data set works, and so does a dict of data sets by name"
+            )
+        if not all(isinstance(number, int) for number in (self.every, self.patience)):
+            raise JobError(
+                f"HeldOut(every={self.every!r}, patience={self.patience!r}): whole numbers work, such as every=100 and patience=5"
+            )
         if self.every < 1 or self.patience < 0:
             raise JobError(
                 f"HeldOut(every={self.every}, patience={self.patience}): every=100 evaluates after each 100th step, and patience=0 "

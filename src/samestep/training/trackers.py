@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import secrets
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,7 +95,7 @@ def open_receiver(receiver: Receiver, job: Job, folder: Path, first_step: int, w
         return _Function(where, receiver)
     try:
         if receiver in _STARTS:
-            return _STARTS[receiver](job, folder, first_step)
+            return _Service(where, _STARTS[receiver](job, folder, first_step))
         return _Function(where, _function_of(receiver, job.run.folder))
     except SamestepError:
         raise
@@ -157,11 +160,12 @@ class _Mlflow:
         started = mlflow.start_run(run_id=entry) if entry else mlflow.start_run(run_name=folder.name)
         if not entry:
             tables = job.model_dump(mode="json")
-            mlflow.log_params({f"{table}.{key}": value for table, row in tables.items() for key, value in row.items()})
+            for table, row in tables.items():  # a request has at most 100
+                mlflow.log_params({f"{table}.{key}": value for key, value in row.items()})
         _keep_entry(folder, "mlflow", started.info.run_id)
 
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(scalars), step=report.step)
+        self._mlflow.log_metrics({_mlflow_name(name): value for name, value in scalars.items()}, step=report.step)
 
     def flush(self) -> None:
         pass  # each call is a separate request
@@ -170,9 +174,45 @@ class _Mlflow:
         self._mlflow.end_run()
 
 
+def _mlflow_name(name: str) -> str:
+    """Return the name of a number as mlflow takes it: in one folder, since a folder may not be named as a number is."""
+    folder, slash, rest = name.partition("/")
+    return re.sub(r"[^\w .:/-]", "_", f"{folder}{slash}{rest.replace('/', '.')}")
+
+
 _STARTS: Mapping[str, Callable[[Job, Path, int], Tracker]] = {
     TENSORBOARD: _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow
 }  # fmt: skip
+
+
+class _Service:
+    """A tracker of a library's, whose failures cost its numbers and not the run."""
+
+    def __init__(self, where: str, tracker: Tracker) -> None:
+        self._where, self._tracker, self._has_failed = where, tracker, False
+
+    def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
+        with self._failing(f"does not take the numbers of step {report.step}"):
+            self._tracker.add(report, scalars)
+
+    def flush(self) -> None:
+        with self._failing("does not store its numbers"):
+            self._tracker.flush()
+
+    def close(self) -> None:
+        with self._failing("does not end its entry"):
+            self._tracker.close()
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Say once what the library fails to do: its server, its disk or its account may come back."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                warnings.warn(f"{self._where} {what} ({reason}), and the run goes on", stacklevel=4)
+            self._has_failed = True
 
 
 class _Function:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from samestep.errors import JobError, did_you_mean
+from samestep.errors import JobError, did_you_mean, short_repr
 from samestep.runtime.recording import stragglers
 from samestep.runtime.recording.stragglers import StragglerWatch
 from samestep.runtime.run import Run
@@ -49,6 +49,15 @@ def track(run: Run, *receivers: Receiver | HeldOut, folder: str | Path = FOLDER)
     Raises:
         JobError: a receiver is not known, or its library is not installed.
     """
+    if not isinstance(run, Run):
+        raise JobError(
+            f"samestep.track was given a {type(run).__name__} as the run: the run first, then its receivers, as in "
+            'samestep.track(run, "progress")'
+        )
+    if not isinstance(folder, str | Path) or (Path(folder).exists() and not Path(folder).is_dir()):
+        raise JobError(
+            f"samestep.track: folder={short_repr(folder)} is no folder: the path of one works, which need not exist"
+        )
     held_out = [one for one in receivers if isinstance(one, HeldOut)]
     others = [one for one in receivers if not isinstance(one, HeldOut)]
     for one in others:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.building.batch_dim import BatchDim
+from samestep.datasets.values import dims_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
@@ -37,6 +38,8 @@ class RunBatches:
         self._loss = own.source.loss
         """The loss of the run, as it was given."""
         self._labels = NextLabels(own.source.loss, own.job)
+        self.dims: dict[str, int] = {}
+        """The number of dimensions of each tensor of a batch by its place; empty in a run that is not prepared."""
 
     def of(self, given: Any, method: str, step: int, *, local: bool) -> StepBatch:
         """Return what `method` was given as the batch of the step with this index.
@@ -81,8 +84,10 @@ class RunBatches:
         loss = loss if self._turn is None else self._turn.loss_of(loss)
         return self.lanes.loss_of(loss)
 
-    def turn_model(self) -> None:
-        """Let the run's model and loss be given samples in the dimension that they know; lanes have done so already."""
+    def begin(self, example: Any) -> None:
+        """Let the run's model and loss be given samples as the example has them, in the dimension that they know; lanes have done so
+        already."""
+        self.dims = dims_of(example)
         if self._turn is not None and not self.lanes.are_ready:
             source = self._own.source
             model, loss = self._turn.around(source.model, source.loss)
