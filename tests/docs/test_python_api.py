@@ -70,7 +70,7 @@ WRONG = {
     'Job(model={"lora": {"r": 4}})': "ModelKeys",
     'Job(run={"allow": ["lose"]})': "RunKeys",
     'Job(layout={"dpp": 2})': "LayoutKeys",
-    'Job(layout={"zero": 4})': "LayoutKeys",
+    'Job(layout={"zero": 4})': 'item "zero"',
     'wrong: OptimizerKeys = {"learning_rate": 1.0}': 'Extra key "learning_rate" for TypedDict "OptimizerKeys"',
 }
 

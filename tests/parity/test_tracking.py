@@ -120,6 +120,50 @@ def test_a_resumed_loop_continues_its_files(layout: str, tmp_path: Path) -> None
         assert [path.name for path in (tmp_path / "best").iterdir()] == [f"step-{2 * best + 2:06d}"]
 
 
+def in_parts(rank: int, world: int, layout: str, folder: str) -> tuple[list[Any], list[Any], list[float]]:
+    """What receivers are given of steps with two backwards and two updates, what the loop is given, and means that it takes itself."""
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    given = {"first": _sgd_of("0"), "rest": _sgd_of("")}
+    source = Source(Net, loss, optimizer_source(given, None))
+    run, seen = Run(source, Layout.parse(layout), JOB, place), list[Any]()
+    held_out = samestep.HeldOut(Points(), every=2, patience=2, judged_by="held_out", largest=True)
+    samestep.track(
+        run, "metrics.jsonl", lambda one: seen.append((one.step, one.loss, *one.terms)), held_out, folder=folder
+    )
+    losses, means = [], []
+    for batch in samestep.batches(Points(), JOB):
+        run.backward(batch, _size, into="first")
+        run.update("first")
+        run.backward(batch, into="rest")
+        losses.append((batch.step + 1, run.update("rest").loss, "size"))
+        means += [] if batch.step % 2 == 0 else [run.evaluate(Points())["loss"]]
+    return seen, losses, means
+
+
+def _size(outputs: Any, batch: Any) -> dict[str, tuple[torch.Tensor, int]]:
+    return {"size": (outputs["logits"].square().sum(), outputs["logits"].numel())}
+
+
+def _sgd_of(word: str) -> Any:
+    """Return the optimizer of the weights that have a word in their names and "0" not, unless it is the word."""
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for name, one in named if ("0" in name) == (word == "0")], lr=0.01)
+
+    return optimizer
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3"])
+def test_a_step_in_parts_is_one_report_once_all_its_parts_are_taken(layout: str, tmp_path: Path) -> None:
+    found = everywhere(layout, in_parts, str(tmp_path))
+    seen, losses, means = found[0]
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert seen == losses == [(row["step"], row["loss"], "size") for row in rows(tmp_path)]
+    assert [line["loss"] for line in lines] == pytest.approx(means, rel=1e-12)
+    assert len(means) == 3  # the loss falls, and the largest mean is the first: patience ends the loop after two more
+    assert all(one[1:] == (losses, means) for one in found)
+
+
 @pytest.mark.parametrize(
     ("receivers", "says"),
     [

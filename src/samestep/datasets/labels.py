@@ -278,6 +278,11 @@ class LabelBatch:
         """The number of samples of all ranks."""
         return int(self.batch.num_samples)
 
+    @property
+    def stream(self) -> Any:
+        """What yielded the batch, if something did."""
+        return getattr(self.batch, "stream", None)
+
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[npt.NDArray[np.int64]]:
         """Return the sample indices of each micro-batch of one data rank."""
         return list(self.batch.shares(rank, num_ranks, num_microbatches))

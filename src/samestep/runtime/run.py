@@ -88,8 +88,8 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self.changes: tuple[str, ...] = ()
         """What resumes have changed of the job and its layout, and after which steps."""
         self._kernels = chosen_kernels.of_job(job, place.device)
-        self.receivers: list[Callable[[StepReport], StepReport]] = []
-        """What is given the report of each step, and returns what the loop is given: those of `samestep.track`."""
+        self.receivers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
+        """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
         """Where the time of its steps goes."""
@@ -236,12 +236,10 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
             raise
         return report, batch
 
-    def _received(self, report: StepReport, batch: StepBatch) -> StepReport:
-        """Return a report as its receivers leave it; the stream of the batch ends where one of them says so."""
+    def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
+        """Return a report as its receivers leave it, who end the stream of the batch where the loop is to end."""
         for receiver in self.receivers:
-            given, report = report, receiver(report)
-            if report is not given and report.stop:
-                batch.end_stream()
+            report = receiver(report, batch, is_part)
         return report
 
     def record(self, steps: int | str, folder: str | Path = spans.FOLDER, *, kernels: bool = False) -> Path:

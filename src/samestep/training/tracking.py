@@ -9,6 +9,7 @@
     tensorboard, wandb, mlflow, module:function, a function of a report      as in `run.report` (`trackers.py`)
     HeldOut         held-out means, which end the loop in time and keep the best checkpoint (`evaluations.py`)
 
+A step that the loop takes in parts (`run.update`) is one report, once all its parts are taken.
 All but `HeldOut` act on rank 0 alone. They are opened with the first report, so that a resumed run continues its files.
 """
 
@@ -20,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from samestep.errors import JobError, did_you_mean, short_repr
+from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.recording import stragglers
 from samestep.runtime.recording.stragglers import StragglerWatch
 from samestep.runtime.run import Run
@@ -103,6 +105,8 @@ class Tracking:
         self._watch: StragglerWatch | None = None
         self._live = ExitStack()
         self._last: StepReport | None = None
+        self._part: tuple[StepReport, StepBatch] | None = None
+        """The report so far of a step that the loop takes in parts, and its batch."""
         self._is_closed = False
 
     @property
@@ -110,16 +114,39 @@ class Tracking:
         """Whether the held-out means have not become better for as long as `HeldOut.patience` says."""
         return self._evaluated is not None and self._evaluated.is_over
 
-    def receive(self, report: StepReport) -> StepReport:
-        """Give a report to the receivers, once; return it with the held-out means, and with `stop` where these end the loop.
+    def receive(self, report: StepReport, batch: StepBatch | None = None, is_part: bool = False) -> StepReport:
+        """Give the report of a step to the receivers, once; return it with the held-out means, and with `stop` where these end the loop.
+
+        A step in parts is over when its stream is asked for the next batch: it then has the numbers of its last update, and the terms
+        and values of all. A step whose batch is of no stream is given with its first update.
 
         Collective over the world where there is a `HeldOut`, see [Note: collective calls].
 
         Raises:
             JobError: a receiver fails, or cannot be started.
         """
-        if self._is_closed or (self._last is not None and self._last.step == report.step):
-            return report if self._last is None or self._last.step != report.step else self._last
+        if is_part and batch is not None and getattr(batch, "stream", None) is not None and not self._is_closed:
+            before = {} if self._part is None else {"terms": self._part[0].terms, "values": self._part[0].values}
+            named = {key: {**names, **getattr(report, key)} for key, names in before.items()}
+            self._part = dataclasses.replace(report, **named), batch
+            batch.before_next(self._end_part)
+            return report
+        if self._last is not None and self._last.step == report.step:
+            return dataclasses.replace(report, held_out=self._last.held_out, stop=self._last.stop)
+        if self._is_closed:
+            return report
+        found = self._given(report)
+        if batch is not None and found.stop and not report.stop:
+            batch.end_stream()
+        return found
+
+    def _end_part(self) -> None:
+        """Give the report of a step in parts to the receivers."""
+        if self._part is not None:
+            (report, batch), self._part = self._part, None
+            self.receive(report, batch)
+
+    def _given(self, report: StepReport) -> StepReport:
         if self._last is None:
             self._begin(report)
         report, line = self._evaluate(report)
@@ -180,6 +207,7 @@ class Tracking:
 
     def close(self) -> None:
         """End the entries and close the files; later reports are not received."""
+        self._end_part()
         if not self._is_closed and self._metrics is not None:
             self._live.close()
             self._metrics.close()

@@ -78,7 +78,7 @@ class StepsByHand:
         with self._kernels():
             report, batch = self._parts.update(name, options)
             self._stepper.follow(batch.step, self._parts.weights_of(name))
-        return self._received(report, batch)
+        return self._received(report, batch, is_part=True)
 
     def zero_grad(self, name: str | int | None = None) -> None:
         """Forget the gradients that wait for an optimizer, or for all. Every rank calls it; it sends nothing.
