@@ -11,6 +11,7 @@ from samestep import calls
 from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
 from samestep.job import Job
+from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints.run_state import Lent, RunState
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
 from samestep.runtime.held_assembly import HeldAssembly
@@ -29,6 +30,7 @@ class EvaluatedRun:
     _own: HeldAssembly
     _stepper: Stepper
     _state: RunState
+    _batches: RunBatches
 
     @abstractmethod
     def prepare(self, example: Any) -> None:

@@ -126,9 +126,9 @@ class Tracking:
             JobError: a receiver fails, or cannot be started.
         """
         if is_part and batch is not None and getattr(batch, "stream", None) is not None and not self._is_closed:
-            before = {} if self._part is None else {"terms": self._part[0].terms, "values": self._part[0].values}
-            named = {key: {**names, **getattr(report, key)} for key, names in before.items()}
-            self._part = dataclasses.replace(report, **named), batch
+            before = report if self._part is None else self._part[0]
+            terms, values = {**before.terms, **report.terms}, {**before.values, **report.values}
+            self._part = dataclasses.replace(report, terms=terms, values=values), batch
             batch.before_next(self._end_part)
             return report
         if self._last is not None and self._last.step == report.step:
