@@ -36,6 +36,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Any) -> Tensor:
+        x = torch.stack([one["points"] for one in x]) if isinstance(x, list) else x
         x = x["points"] if isinstance(x, dict) else x
         for block in self.blocks:
             x = block(x)
@@ -65,6 +66,10 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Any], Any
         lambda out, batch: _loss(out, batch["labels"][0]),
     ),
     "parts": (lambda x, y: [{"points": x}, y], lambda out, batch: _loss(out, batch[1])),
+    "listed": (
+        lambda x, y: [{"points": one, "label": other} for one, other in zip(x, y, strict=True)],
+        lambda out, batch: _loss(out, torch.stack([one["label"] for one in batch])),
+    ),
     "arrays": (lambda x, y: {"x": x.numpy(), "labels": y.numpy()}, lambda out, batch: _loss(out, batch["labels"])),
     "targets": (
         lambda x, y: {"x": x, "labels": [{"label": one} for one in y]},
@@ -82,7 +87,8 @@ def plain(form: str, sizes: tuple[int, ...], norm: bool = False) -> tuple[list[f
         x, y = points(step, sizes[step])
         batch = make(x, y)
         given = tensors_of_arrays(batch)
-        total, count = loss(model(given["x"] if isinstance(given, dict) else given[0]), given)
+        inputs = given if form == "listed" else given["x"] if isinstance(given, dict) else given[0]
+        total, count = loss(model(inputs), given)
         model.zero_grad()
         (total / count).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -132,6 +138,7 @@ CASES = [
     ("dp=2 microbatch=2", "arrays", "rank 0", (8, 8, 8, 5, 8), False),
     ("dp=2 microbatch=2", "list", "own", (8, 6, 7, 5, 12), False),
     ("dp=2", "parts", "own", (8, 6, 7, 5, 2), False),
+    ("dp=2 microbatch=1", "listed", "own", (8, 6, 7, 5, 2), False),
     ("dp=2 zero=3", "targets", "all", (8, 8, 3, 8, 8), False),
     ("dp=2 zero=3 microbatch=1", "dict", "own", (8, 7, 9, 8, 8), False),
     ("tp=2", "dict", "rank 0", (8,) * 5, False),
@@ -189,6 +196,35 @@ def test_a_list_of_samples_is_a_data_set_to_evaluate_and_one_of_batches_too(layo
         total, count = _loss(build().double()(x), y)
     for found in pool(Layout.parse(layout).world_size).run(_of_lists, layout, form):
         assert found == pytest.approx([float(total) / count] * 5, rel=1e-9)
+
+
+class Boxes(Blocks):
+    """As many rows for each image as it has points, in a list of one tensor for each."""
+
+    def forward(self, x: Any) -> Any:
+        return [super(Boxes, self).forward(one["points"]) for one in x]
+
+
+def _predicted(rank: int, world: int, layout: str) -> Any:
+    def boxes_loss(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+        return sum(one.square().sum() for one in outputs), len(batch)  # type: ignore[return-value]
+
+    torch.manual_seed(3)
+    run = samestep.parallelize(
+        Boxes(), boxes_loss, lambda params: torch.optim.SGD(params, lr=0.1), layout=layout, job=JOB
+    )
+    run.step([{"points": points(number, 1 + number % 3)[0]} for number in range(8)])
+    return run.predict([{"points": points(number, 1 + number % 3)[0]} for number in range(5)])
+
+
+def test_outputs_in_a_list_of_one_for_each_sample_are_those_of_all_samples() -> None:
+    ((alone),) = pool(1).run(_predicted, "dp=1 microbatch=8")
+    assert [len(one) for one in alone] == [1, 2, 3, 1, 2]
+    for layout in ("dp=2", "dp=2 microbatch=1"):
+        for found in pool(2).run(_predicted, layout):
+            assert len(found) == 5
+            for one, other in zip(found, alone, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def _alternating(rank: int, world: int, layout: str) -> tuple[list[float], Tensor]:

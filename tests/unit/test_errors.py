@@ -17,7 +17,9 @@ from samestep import cli, error_kinds, errors
 ROOT = Path(__file__).parents[2]
 
 CLASSES = {
-    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and kind.__module__ == errors.__name__
+    name: kind
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and kind.__module__ == errors.__name__ and issubclass(kind, Exception)
 }
 
 

@@ -33,6 +33,7 @@ from samestep.building.packed_positions import packed_documents
 from samestep.building.pretrained import folder_config, pretrained_source
 from samestep.building.resnet import resnet
 from samestep.datasets.tokenizers import open_tokenizer
+from samestep.datasets.values import is_of_samples
 from samestep.errors import ModelError
 from samestep.job import Job
 
@@ -164,7 +165,7 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
 
     Where the loss is the forward's own (`loss_within`), it is given the labels or the target too.
 
-    A tuple (input, target, *extra) is passed as (input, *extra), as many as the forward takes by position. A forward
+    A list of samples, which are no tensors, is passed as it is. A tuple (input, target, *extra) is passed as (input, *extra), as many as the forward takes by position. A forward
     with **kwargs is given every key of a dict but labels. Packed documents are attended one by one, or with `plainly`
     by the model's own mask.
 
@@ -188,7 +189,7 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
             given["num_items_in_batch"] = own.items
         with nullcontext() if plainly else packed_documents(inner):
             return model(**given)
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, (tuple, list)) and not is_of_samples(batch):
         inputs = tuple(batch) if own.is_given_labels else (batch[0], *batch[2:])
         return model(*inputs[: max(1, accepted.num_positional)])
     return model(batch)

@@ -92,6 +92,34 @@ def is_by_sample(values: list[Any], count: int) -> bool:
     return len(values) == count and not _is_container(values, count)
 
 
+def is_of_samples(values: Any) -> bool:
+    """Return whether values are a list of one item for each sample, such as a dict of an image and its boxes; a list of tensors is not."""
+    if type(values) is not list or not values or isinstance(values[0], Tensor):
+        return False
+    count = num_samples(values)
+    return count is not None and is_by_sample(values, count) and bool(tensors_in(values))
+
+
+def are_by_sample(parts: Sequence[Any], counts: Sequence[int]) -> bool:
+    """Return whether some list in the values of several batches, of `counts` samples each, holds one item for each sample."""
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        return False
+    if isinstance(first, list) and _are_lists_by_sample(parts, counts):
+        return True
+    if isinstance(first, Mapping):
+        return any(are_by_sample([part.get(key) for part in parts], counts) for key in first)
+    if isinstance(first, list | tuple):
+        return any(are_by_sample(column, counts) for column in zip(*parts, strict=False))
+    return False
+
+
+def _are_lists_by_sample(parts: Sequence[list[Any]], counts: Sequence[int]) -> bool:
+    """Return whether lists hold one item for each sample: those of a single sample may look like parts of all samples."""
+    pairs = [*zip(parts, counts, strict=True)]
+    return all(len(part) == count for part, count in pairs) and not all(_is_container(*pair) for pair in pairs)
+
+
 def has_items(values: Any) -> bool:
     """Return whether tensors of a batch are in lists of one item for each sample, so that they have no dimension of samples."""
     count = num_samples(values)
@@ -166,7 +194,7 @@ def joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
         if any(part.keys() != first.keys() for part in parts):
             raise DataError("the batches of ranks have different keys; equal ones work")
         return {key: joined([part[key] for part in parts], counts) for key in first}
-    if isinstance(first, list) and not _is_container(first, counts[0]):
+    if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return [item for part in parts for item in part]
     if isinstance(first, tuple | list):
         if any(len(part) != len(first) for part in parts):

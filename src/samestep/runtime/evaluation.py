@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from samestep.building.loss import values_of
 from samestep.building.loss_result import UNNAMED, Amount, as_number, loss_result
 from samestep.building.named_tensors import cast_floating
+from samestep.datasets.values import are_by_sample, joined
 from samestep.errors import DataError
 from samestep.examination.examine import Loss
 from samestep.randomness.mode import Draw, DropoutMode
@@ -243,6 +244,9 @@ def _joined(found: Sequence[_Outputs], *, drops: bool = False) -> Any:
     Raises:
         DataError: an output has no dimension of samples, and is not the same for all of them.
     """
+    trees, counts = [one.tree for one in found], [one.num_samples for one in found]
+    if len(found) > 1 and are_by_sample(trees, counts):
+        return joined(trees, counts)
     flat = [tree_flatten_with_path(one.tree) for one in found]
     leaves: list[Any] = []
     for column in zip(*(paths for paths, _ in flat), strict=True):
