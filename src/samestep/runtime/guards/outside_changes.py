@@ -13,6 +13,7 @@ as a frozen batch norm, was planned so.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from samestep.runtime.weights import parameter_hooks
 from samestep.state.fingerprints import versions_of
 
 _TRAINED = "trained"
+_NONE, _IN_TRAINING = frozenset[str](), operator.itemgetter("training")
 _SINGLE = (bool, int, float, str)
 _MANY = 1000
 """The most items of a collection that are compared in every step."""
@@ -67,6 +69,7 @@ class OutsideChanges:
         self._frozen = [(name, param) for name, param in self._params if name in frozen]
         modes = held.model.training_modes
         self._trained = [(path, part) for path, part in held.model.module.named_modules() if modes.get(part)]
+        self._modes = [vars(part) for _, part in self._trained]
         self._evaluated = [
             (path, part)
             for path, part in held.model.module.named_modules()
@@ -120,6 +123,8 @@ class OutsideChanges:
 
     def evaluated_paths(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
+        if all(map(_IN_TRAINING, self._modes)):
+            return _NONE
         return frozenset([path for path, part in self._trained if not part.training])
 
     def _find_written(self, held: Assembly) -> str:

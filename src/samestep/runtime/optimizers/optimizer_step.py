@@ -13,6 +13,7 @@ gradients * factor ─► for each chunk: lend them to the values, optimizer.ste
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -258,7 +259,8 @@ class Updater:
         assert self.optimizer is not None
         of_piece = _beside(self.pieces_of(part), gradients)
         for together in begun_first(self.chunks, self.optimizer, self.pieces, self.unused):
-            chunk = [piece for piece in together if id(piece) in of_piece]
+            is_whole = len(of_piece) == len(self.pieces)
+            chunk = together if is_whole else [piece for piece in together if id(piece) in of_piece]
             if not chunk:
                 continue
             is_all = len(chunk) == len(self.pieces)
@@ -294,8 +296,11 @@ class Updater:
     def _lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> _Lent:
         """Let the values of some pieces have their gradients, unless the step gave them none, until the end of the context."""
         lent: list[Tensor] = []
-        for piece in chunk:
-            value, gradient = piece.value, of_piece[id(piece)]
+        given = [*map(of_piece.__getitem__, map(id, chunk))]
+        if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], given)):
+            return _Lent(lent)  # they are where autograd has put them
+        for piece, gradient in zip(chunk, given, strict=True):
+            value = piece.value
             before = value.grad
             if before is None:
                 lent.append(value)

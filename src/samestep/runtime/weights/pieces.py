@@ -6,8 +6,11 @@ in master precision: see [Note: what a rank holds of a weight], the head of `run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,10 +72,16 @@ class Piece:
             self.split = None
 
 
-def gradients_of(pieces: Iterable[Piece]) -> list[Tensor]:
+def gradients_of(pieces: Sequence[Piece]) -> list[Tensor]:
     """Return the gradient of each piece; a window of a buffer or the `grad` of a weight is found without a call."""
-    found: list[Tensor] = []
-    for piece in pieces:
-        gradient = piece.window if piece.holder is None else piece.holder.grad
-        found.append(piece.gradient() if gradient is None or gradient.is_sparse else gradient)
-    return found
+    held = [piece.window if piece.holder is None else piece.holder.grad for piece in pieces]
+    if not any(map(_is_none, held, itertools.repeat(None))) and {*map(_layout_of, held)} <= {torch.strided}:
+        return held  # type: ignore[return-value]
+    return [
+        piece.gradient() if gradient is None or gradient.is_sparse else gradient
+        for piece, gradient in zip(pieces, held, strict=True)
+    ]
+
+
+_is_none = operator.is_
+_layout_of = cast("Any", Tensor.layout).__get__
