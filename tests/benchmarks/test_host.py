@@ -78,7 +78,7 @@ def python_calls_on_ranks(rank: int, world: int, row: Row) -> int:
 @pytest.mark.parametrize(
     ("row", "most"),
     [
-        (replace(LLAMA, layout="dp=2"), 32),
+        (replace(LLAMA, layout="dp=2"), 12),
         (replace(LLAMA, layout="tp=2", peer="two autograd functions"), 260),
         (replace(LLAMA, model="gpt"), 76),
     ],

@@ -310,9 +310,11 @@ def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Te
     found = param.grad
     if found is not slot.gradient:
         is_first = slot.found is None and found is not None and not found.is_sparse
-        if is_first and found.dtype != slot.gradient.dtype and len(flat.arrived) + 1 < len(flat.names):  # type: ignore[union-attr]
-            flat.arrived.append((slot, param))  # most often in half precision: without another call
-            slot.found, param.grad = found, None
+        if is_first and len(flat.arrived) + 1 < len(flat.names):  # most often: without another call
+            flat.arrived.append((slot, param))
+            slot.found = found
+            if found.dtype != slot.gradient.dtype:  # type: ignore[union-attr]
+                param.grad = None
         else:
             flat.arrive(slot, param)
     if held._counts and id(param) not in held._left_out:
