@@ -85,7 +85,7 @@ def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable
 @pytest.mark.parametrize(
     ("kind", "where", "devices"),
     [
-        ("dense", "slow", 4),
+        ("dense", "slow", 2),
         ("experts", "alone", 2),
         ("tied", "slow", 2),
         ("vision", "alone", 2),
@@ -93,7 +93,6 @@ def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable
         *(
             pytest.param(kind, where, 4, marks=pytest.mark.nightly)
             for kind, where in itertools.product(KINDS, ("slow", "alone"))
-            if (kind, where) != ("dense", "slow")
         ),
     ],
 )

@@ -43,7 +43,6 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
 @pytest.mark.parametrize(
     ("what", "where", "devices"),
     [
-        ("tiny", "slow", 4),
         ("odd", "a100", 4),
         ("odd", "free", 4),
         ("tied", "alone", 2),
@@ -51,7 +50,13 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
         ("vision", "slow", 2),
         *(
             pytest.param(what, where, 4, marks=pytest.mark.nightly)
-            for what, where in (("tied", "alone"), ("tied", "slow"), ("experts", "slow"), ("vision", "slow"))
+            for what, where in (
+                ("tiny", "slow"),
+                ("tied", "alone"),
+                ("tied", "slow"),
+                ("experts", "slow"),
+                ("vision", "slow"),
+            )
         ),
     ],
 )

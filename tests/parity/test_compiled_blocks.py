@@ -87,9 +87,10 @@ def test_blocks_under_tp_are_one_graph_without_islands(layout, model):
         assert remarks[0].startswith(ONE_GRAPH)
 
 
-def test_experts_run_outside_of_graphs():
+@pytest.mark.parametrize("layout", ["dp=1 microbatch=8", pytest.param("dp=2 ep=2", marks=pytest.mark.nightly)])
+def test_experts_run_outside_of_graphs(layout):
     # Without the canary, whose steps record the experts that routers choose, and run uncompiled.
-    prove_compiled("dp=2 ep=2", "mixtral_balanced", "aot_eager", watch_every=0)
+    prove_compiled(layout, "mixtral_balanced", "aot_eager", watch_every=0)
 
 
 @pytest.mark.nightly

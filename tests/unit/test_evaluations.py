@@ -40,7 +40,7 @@ def test_the_best_checkpoint_is_kept_and_a_resume_goes_on(tmp_path: Path) -> Non
     assert found.loss == pytest.approx(least, rel=1e-5)
 
 
-@pytest.mark.parametrize(("newest", "every"), [(4, 2), (3, 2)])
+@pytest.mark.parametrize(("newest", "every"), [(4, 2), pytest.param(3, 2, marks=pytest.mark.nightly)])
 def test_the_best_of_steps_that_a_resume_drops_is_moved_aside(
     newest: int, every: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
