@@ -2,8 +2,8 @@
 
 They are compared several times in every step, and the libraries take 70 us to hand out all three: Python makes 625 numbers and
 numpy a dict. Both keep a Mersenne twister of 625 words in one place for their whole life, numpy's at an address that it publishes
-(`BitGenerator.ctypes`), so these words are copied instead; and so are torch's within a step, whose place is that of a generator with
-a known seed. Where words are not found at their place, as in an interpreter other than CPython, the libraries are asked.
+(`BitGenerator.ctypes`), so these words are copied instead, which takes 2 us with torch's. Where the words are not found at their
+place, as in an interpreter other than CPython, the libraries are asked.
 
 Within a step, where 13 KB a look would be read and written from outside the processor's cache, a few words of each state stand
 for it: the number of used words, which a draw counts up, and the first words, which are made anew once all are used.
@@ -83,96 +83,22 @@ class _NumpyWords:
         return _plain(state) if self.known[1] else now
 
 
-def _address(generator: torch.Generator) -> int:
-    found: int = getattr(generator, "_cdata", 0)
-    return found
-
-
-class _TorchWords:
-    """Words of a generator of torch on a CPU, at the place where the object has them: its own state is 5 KB, in a new tensor.
-
-    ```
-    seed, 8 bytes | left, 4 | is seeded, 4 | next, 4 | state, 624 words | pad | a float, and whether it is held | a double, and so
-    ```
-    """
-
-    def __init__(self, generator: torch.Generator, at: int) -> None:
-        """Read a generator whose seed is this many bytes behind its begin."""
-        begin = _address(generator) + at
-        self._head = (ctypes.c_uint8 * 12).from_address(begin)
-        self._used = (ctypes.c_uint8 * (4 + 4 * _FEW)).from_address(begin + 16)
-        self._left_over = (ctypes.c_uint8 * 24).from_address(begin + 24 + 4 * _STATE)
-
-    def marks(self) -> bytes:
-        """Return a few words, and the normal numbers that it has drawn and not given."""
-        held = bytes(self._left_over)
-        found = bytes(self._head) + bytes(self._used)
-        if held[4]:
-            found += held[:4]
-        return found + held[8:16] if held[16] else found
-
-
-def _torch_words() -> _TorchWords | None:
-    """Return the words of torch's generator; None where they are not found at the place of a known one, or do not show each draw."""
-    scratch, seed = torch.Generator(), 0x1234_5678_9ABC
-    if not _address(scratch):
-        return None
-    scratch.manual_seed(seed)
-    at = ctypes.string_at(_address(scratch), 256).find(seed.to_bytes(8, sys.byteorder))
-    if at < 0:
-        return None
-    words, seen = _TorchWords(scratch, at), list[bytes]()
-    for size, dtype in [(1, torch.float32)] * 3 + [(1, torch.float64)] * 3 + [(40, torch.float32)]:
-        before = scratch.get_state()
-        seen.append(words.marks())
-        torch.empty(size, dtype=dtype).normal_(generator=scratch)
-        after = words.marks(), scratch.get_state()
-        scratch.set_state(before)
-        if words.marks() != seen[-1]:
-            return None
-        scratch.set_state(after[1])
-        if words.marks() != after[0]:
-            return None
-    default = torch.default_generator
-    is_there = ctypes.string_at(_address(default) + at, 8) == default.get_state().numpy()[:8].tobytes()
-    return _TorchWords(default, at) if is_there and len({*seen, words.marks()}) == len(seen) + 1 else None
-
-
 _PYTHON_WORDS = _python_words()
 _PYTHON_FEW = None if _PYTHON_WORDS is None else _words_at(ctypes.addressof(_PYTHON_WORDS), 1 + _FEW)
-_TORCH_FEW = _torch_words()
 _NUMPY_WORDS, _NUMPY_FEW = _NumpyWords([(0, _STATE + 1)]), _NumpyWords([(0, _FEW), (_STATE, 1)])
 
 
 def marks_of_process() -> tuple[Any, Any, Any]:
     """Return a few words of each of the states that `states_of_process` gives, which are equal if nothing was drawn between."""
     of_python = _PYTHON.getstate() if _PYTHON_FEW is None else (bytes(_PYTHON_FEW), _PYTHON.gauss_next)  # type: ignore[attr-defined]
-    return _torch_marks(), of_python, _NUMPY_FEW.state()
-
-
-def _torch_marks() -> bytes:
-    if _TORCH_FEW is not None:
-        return _TORCH_FEW.marks()
     of_torch = torch.default_generator.get_state().numpy()
-    return of_torch[:_ENDS].tobytes() + of_torch[-_ENDS:].tobytes()
-
-
-_LAST: list[tuple[bytes, bytes]] = []
-"""The marks of torch's generator when its state was read last, and that state."""
-
-
-def _torch_state() -> bytes:
-    """Return the state of torch's generator, which is read anew where its marks are others."""
-    marks = _torch_marks()
-    if not _LAST or _LAST[0][0] != marks:
-        _LAST[:] = [(marks, torch.default_generator.get_state().numpy().tobytes())]
-    return _LAST[0][1]
+    return of_torch[:_ENDS].tobytes() + of_torch[-_ENDS:].tobytes(), of_python, _NUMPY_FEW.state()
 
 
 def states_of_process() -> tuple[Any, Any, Any]:
     """Return the states of torch's, Python's and numpy's generator, which are equal if nothing was drawn between."""
     of_python = _PYTHON.getstate() if _PYTHON_WORDS is None else (bytes(_PYTHON_WORDS), _PYTHON.gauss_next)  # type: ignore[attr-defined]
-    return _torch_state(), of_python, _NUMPY_WORDS.state()
+    return torch.default_generator.get_state().numpy().tobytes(), of_python, _NUMPY_WORDS.state()
 
 
 def put_back(before: tuple[Any, Any, Any]) -> None:
@@ -194,7 +120,6 @@ def put_back(before: tuple[Any, Any, Any]) -> None:
 def note_changes() -> None:
     """Ask numpy at the next look: after a state was set, equal words do not say that it holds no normal number."""
     _NUMPY_WORDS.known = _NUMPY_FEW.known = UNKNOWN
-    _LAST.clear()
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
