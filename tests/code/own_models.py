@@ -72,21 +72,41 @@ def turned(x: Tensor) -> Tensor:
     ).flatten(-2)
 
 
-class Gated(nn.Module):
-    """A gate and a value in one layer, or in two; or three layers in a row."""
+class Casting(nn.Linear):
+    """Whisper's: the weights in the dtype of the input."""
 
-    def __init__(self, form: Literal["packed", "apart", "deep"]) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Adding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Scaling(nn.Linear):
+    """One whose bias is no summand of its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * F.linear(x, self.weight, self.bias)
+
+
+class Gated(nn.Module):
+    """A gate and a value in one layer, or in two; or three layers in a row; or in linear layers of the user's own."""
+
+    def __init__(self, form: Literal["packed", "apart", "deep", "casting", "adding", "scaling"]) -> None:
         super().__init__()
         self.form = form
-        self.r = nn.Linear(16, 64 if form == "packed" else 32)
-        self.s = nn.Linear(16, 32) if form == "apart" else nn.Linear(32, 32)
-        self.t = nn.Linear(32, 16)
+        linear = {"casting": Casting, "adding": Adding, "scaling": Scaling}.get(form, nn.Linear)
+        self.r = linear(16, 64 if form == "packed" else 32)
+        self.s = linear(32, 32) if form == "deep" else linear(16, 32)
+        self.t = linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.form == "packed":
             gate, value = self.r(x).chunk(2, -1)
             return self.t(F.silu(gate) * value)
-        if self.form == "apart":
+        if self.form != "deep":
             return self.t(F.silu(self.r(x)) * self.s(x))
         return self.t(F.gelu(self.s(F.gelu(self.r(x)))))
 
@@ -137,6 +157,9 @@ OWN = {
 } | {
     "own packed": functools.partial(Decoder, mlp="packed"),
     "own deep": functools.partial(Decoder, mlp="deep"),
+    "own casting": functools.partial(Decoder, mlp="casting"),
+    "own adding": functools.partial(Decoder, mlp="adding"),
+    "own scaling": functools.partial(Decoder, mlp="scaling"),
     "own parallel": functools.partial(Decoder, "chunked", parallel=True),
     "own after": functools.partial(Decoder, "sized", after=True),
     "own tied": functools.partial(Decoder, "chunked", "packed", tied=True, cap=5.0),

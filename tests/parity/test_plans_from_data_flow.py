@@ -54,6 +54,7 @@ def test_a_family_without_a_plan_is_cut(layout: str, model: str) -> None:
     [
         ("tp=2 pp=2 microbatch=4", "own shared"),
         ("dp=2 tp=2 zero=3", "own tied"),
+        ("tp=2 sequence_parallel", "own casting"),
         *(pytest.param("tp=2", model, marks=pytest.mark.nightly) for model in OWN),
     ],
 )
@@ -84,6 +85,9 @@ ENDS = {"tokens": "vocab", "out": "vocab"}
         ("own after", ATTENTION | MLP | ENDS),
         ("own packed", ATTENTION | {"n.r": "column", "n.t": "row"} | ENDS),
         ("own deep", ATTENTION | {"n.s": "column", "n.t": "row"} | ENDS),
+        ("own casting", ATTENTION | MLP | ENDS),
+        ("own adding", ATTENTION | MLP | ENDS),
+        ("own scaling", ATTENTION | ENDS),
         ("own torch", MLP | ENDS),  # its weights are no linear layer's
         # They count features by the width of their input, of which a rank has more than of queries.
         ("own chunked", {"m.a": "gather", "m.z": "gather"} | MLP | ENDS),

@@ -16,9 +16,10 @@ gathered, or left whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from samestep.building.families import facts_of
@@ -26,6 +27,8 @@ from samestep.models.spec import is_below
 from samestep.tracing.arranged_layers import block_of
 from samestep.tracing.containers import containers_of
 from samestep.tracing.operations import Operation, View
+
+_aten = torch.ops.aten
 
 OUTSIDE = ""
 """Stands for the weights outside the blocks, such as embeddings, among what reaches a tensor."""
@@ -52,11 +55,11 @@ def structural_plan(
 
     `operations` are those of a forward of the whole model; modules of `experts` and below stay whole, and so do those in `whole`.
     """
-    facts = facts_of(model)
+    facts, computed = facts_of(model), _by_module(operations)
     linears = {
         path: part
         for path, part in model.named_modules()
-        if (_adds_nothing_else(part) or facts.is_transposed(part))
+        if (_adds_nothing_else(part, computed.get(path, ())) or facts.is_transposed(part))
         and not any(is_below(path, one) for one in experts)
         and path not in whole
     }
@@ -79,10 +82,27 @@ def structural_plan(
     return plan | {path: "vocab" for path in _vocabulary(model, linears, inside, flow) if path not in whole}
 
 
-def _adds_nothing_else(part: nn.Module) -> bool:
-    """Return whether a module is a linear layer with torch's forward, or one without a bias, which a row cut could
-    postpone."""
-    return isinstance(part, nn.Linear) and (type(part).forward is nn.Linear.forward or part.bias is None)
+def _by_module(operations: list[Operation]) -> dict[str, list[Operation]]:
+    """Return the operations of each module's own code, by its path."""
+    found: dict[str, list[Operation]] = {}
+    for op in operations:
+        if op.func not in ("left", "outputs"):
+            found.setdefault(op.where, []).append(op)
+    return found
+
+
+def _adds_nothing_else(part: nn.Module, computed: Sequence[Operation]) -> bool:
+    """Return whether a module is a linear layer with torch's forward, or one whose bias a row cut can postpone: it has none, or each of
+    its calls is one product to which it is added, as of a layer that casts its weights."""
+    if not isinstance(part, nn.Linear):
+        return False
+    if type(part).forward is nn.Linear.forward or part.bias is None:
+        return True
+    bias = part.bias.untyped_storage()._cdata
+    adds = [any(view.storage == bias for view in op.given) and not op.kwargs for op in computed]
+    found = [(op.func, is_added) for op, is_added in zip(computed, adds, strict=True)]
+    one, *both = (_aten.addmm.default, True), (_aten.mm.default, False), (_aten.add.Tensor, True)
+    return bool(found) and found in ([one] * len(found), both * (len(found) // 2))
 
 
 def _vocabulary(

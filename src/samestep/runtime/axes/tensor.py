@@ -156,8 +156,9 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         bias = module._parameters.get("bias")
         held.append(bias)
-        # GPT-2's linear layers need a bias.
-        none = bias.new_zeros(()) if facts.is_transposed(module) and bias is not None else None
+        # GPT-2's linear layers need a bias, and code of the user's own may.
+        may_lack = type(module).forward is nn.Linear.forward and not facts.is_transposed(module)
+        none = None if bias is None or may_lack else bias.new_zeros(())
         module._parameters["bias"] = none  # type: ignore[assignment]
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
