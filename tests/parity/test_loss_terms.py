@@ -80,12 +80,24 @@ def count_that_outputs_decide(outputs: Tensor, batch: Any) -> Any:
     return {"tokens": (each.sum(), counts.sum()), "hard": ((each * hard).sum(), hard.sum())}
 
 
+def weights_in_the_order_of_outputs(outputs: Tensor, batch: Any) -> Any:
+    """The count is a sum of weights, as of DETR's classes: outputs decide on its order, and so on its last bits."""
+    each, counts, _ = counted(outputs, batch)
+    weights = (0.1 + 0.7 * (batch["labels"] % 3).double()) * counts
+    order = outputs.amax(-1).flatten().argsort()
+    return {
+        "classes": ((each * weights).sum(), weights.flatten()[order].cumsum(0)[-1]),
+        "tokens": (0.5 * each.sum(), counts.sum()),
+    }
+
+
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "accuracy": with_accuracy,
     "like DETR": like_detr,
     "one term": one_term,
     "an empty term": with_an_empty_term,
     "a penalty": with_a_penalty,
+    "order of weights": weights_in_the_order_of_outputs,
     "outputs decide": count_that_outputs_decide,
     "in two passes": samestep.whole_batch(count_that_outputs_decide),
 }
@@ -199,6 +211,12 @@ def test_a_count_that_outputs_decide(layout: str) -> None:
 def test_a_count_that_outputs_decide_in_two_passes(layout: str) -> None:
     for followed in pool(2).run(parallel, layout, "in two passes"):
         assert_plain("in two passes", followed)
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=1", pytest.param("pp=2 microbatch=2", marks=pytest.mark.nightly)])
+def test_outputs_may_decide_on_the_order_of_weights(layout: str) -> None:
+    for followed in pool(2).run(parallel, layout, "order of weights"):
+        assert_plain("order of weights", followed)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=2"])

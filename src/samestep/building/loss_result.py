@@ -14,6 +14,7 @@ and a reported value is S / C too. Nothing is ever a mean of means.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,3 +228,9 @@ def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(like.device, like.dtype).reshape(())
     return like.new_full((), value)  # which is no copy from the host
+
+
+def is_same_count(one: float, other: float) -> bool:
+    """Return whether two counts are the same: whole numbers exactly, and others, such as sums of the weights of classes, up to roundings,
+    since outputs that are matched with targets decide on their order."""
+    return one == other or (not (one.is_integer() and other.is_integer()) and math.isclose(one, other, rel_tol=1e-6))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.building.loss import IGNORED_LABEL
-from samestep.building.loss_result import Amount, Loss, LossResult, as_number, loss_result
+from samestep.building.loss_result import Amount, Loss, LossResult, as_number, is_same_count, loss_result
 from samestep.building.model_loss import ModelLoss, Rule
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import JobError
@@ -216,7 +216,8 @@ class SeveralTerms(OwnSamples):
         if not self._expected or counts.device.type != "cpu":
             return
         expected = self._expected.pop(0)
-        others = (name for name, same in zip(self.names.terms, (expected == counts).tolist(), strict=True) if not same)
+        pairs = zip(self.names.terms, expected.tolist(), counts.tolist(), strict=True)
+        others = (name for name, before, now in pairs if not is_same_count(before, now))
         self.moved = self.moved or next(others, "")
 
 

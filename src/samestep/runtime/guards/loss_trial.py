@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.loss_result import UNNAMED, VALUES, Loss, loss_result
+from samestep.building.loss_result import UNNAMED, VALUES, Loss, is_same_count, loss_result
 from samestep.building.named_tensors import cast_floating
 from samestep.building.over_samples import within
 from samestep.building.torch_seams import disable_current_modes
@@ -126,7 +126,8 @@ def term_with_moving_count(loss: Loss, outputs: Any, batch: Any) -> str:
             return ""
     terms = [name for name in first.amounts if not name.startswith(VALUES)]
     counts = [[value.amounts.get(name, (0.0, 0.0))[1] for value in (first, *others)] for name in terms]
-    return next((name for name, (one, *rest) in zip(terms, counts, strict=True) if any(one != c for c in rest)), "")
+    pairs = zip(terms, counts, strict=True)
+    return next((name for name, (one, *rest) in pairs if not all(is_same_count(one, other) for other in rest)), "")
 
 
 # -- evaluating ------------------------------------------------------------------------------------
