@@ -461,13 +461,20 @@ def _pcgrad(run: Run, batch: Any, step: int) -> list[float]:
     return losses
 
 
-_plain_by_value = functools.partial(_plain_step, clip=nn.utils.clip_grad_value_, limit=0.01)
+def _clip_in_turn(params: Any, limit: float) -> None:
+    """Clip each gradient by value, and scale it by its number, as numbers that are drawn in turn are another one for each."""
+    for number, param in enumerate(params):
+        if param.grad is not None:
+            param.grad.clamp_(-limit, limit).mul_(1 + 0.1 * number)
+
+
+_plain_by_value = functools.partial(_plain_step, clip=_clip_in_turn, limit=0.01)
 
 
 def _by_value(run: Run, batch: Any, step: int) -> list[float]:
     loss = run.backward(batch).loss
-    for gradient in run.gradients().values():
-        gradient.clamp_(-0.01, 0.01)
+    for number, gradient in enumerate(run.gradients().values()):
+        gradient.clamp_(-0.01, 0.01).mul_(1 + 0.1 * number)
     run.update()
     return [loss]
 

@@ -34,7 +34,8 @@ class _Part(NamedTuple):
 
 
 def of_whole_weights(held: Assembly, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a rank's gradients as those of whole weights, which share their memory, with those of other stages of a pipeline.
+    """Return a rank's gradients as those of whole weights, which share their memory, with those of other stages of a pipeline, in the
+    order of the model's parameters: a loop may draw a number for each in turn.
 
     The rows of a fused weight, as one for queries, keys and values, are in the order of the ranks. Under zero=2 and zero=3 with `tp` a
     DTensor is of this rank's part of the weight, and a stage has its own gradients alone. Parts of unequal sizes, and those of
@@ -46,8 +47,10 @@ def of_whole_weights(held: Assembly, gradients: Mapping[str, Tensor]) -> dict[st
     if held.parallel.program.step.layout.pp > 1 and all(type(part.local) is Tensor for part in parts.values()):
         parts = _of_all_stages(held, parts)
     over_tp = _mesh_of(held.parallel.mesh, "tp") if any(part.dim >= 0 for part in parts.values()) else None
+    in_order = [name for name in dict.fromkeys(held.model.state_names.values()) if name in parts]
     return {
-        name: part.local if over_tp is None or part.dim < 0 else _joined(part, over_tp) for name, part in parts.items()
+        name: part.local if over_tp is None or part.dim < 0 else _joined(part, over_tp)
+        for name, part in ((name, parts[name]) for name in dict.fromkeys([*in_order, *parts]))
     }
 
 
@@ -62,7 +65,7 @@ def _part_of(held: Assembly, name: str, gradient: Tensor) -> _Part:
 
 
 def _of_all_stages(held: Assembly, parts: Mapping[str, _Part]) -> dict[str, _Part]:
-    """Return the gradients of all stages, in the order of the model's weights; those of this rank are the tensors that it was given."""
+    """Return the gradients of all stages; those of this rank are the tensors that it was given."""
     mesh = held.parallel.mesh
     found: dict[str, _Part] = {}
     with outside_step():
@@ -70,8 +73,7 @@ def _of_all_stages(held: Assembly, parts: Mapping[str, _Part]) -> dict[str, _Par
             mine = {name: [part.local, part.dim, part.shape] for name, part in parts.items()}
             theirs = broadcast_from(stage, mine, mesh.groups["pp"], mesh.device)
             found |= {name: _Part(*part) for name, part in theirs.items()}
-    found |= parts
-    return {param.name: found[param.name] for param in held.model.spec.params if param.name in found}
+    return {**found, **parts}
 
 
 def _joined(part: _Part, mesh: DeviceMesh) -> Tensor:
