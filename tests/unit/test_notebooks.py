@@ -7,11 +7,16 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from samestep.diagnosis.report import Report
+from samestep.training.trained import Evaluation
+
 pytest.importorskip("ipykernel", reason="ipykernel is of the extra `dev`")
+pretty = pytest.importorskip("IPython.lib.pretty", reason="IPython comes with ipykernel")
 
 SETUP = """
 import torch, samestep
@@ -85,6 +90,18 @@ def _shown(heard: list[tuple[str, Any]]) -> Shown:
         for line in text.splitlines()
     ]
     return Shown(values[0] if values else None, printed, errors)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Report(head="doctor: 2 hosts", lines=(), seconds=0.5),
+        Evaluation(Path("run/step-3"), 3, 0.5, 8, {"held_out": 0.5}, "held_out"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_cell_shows_a_result_as_the_command_prints_it(result: Any) -> None:
+    assert pretty.pretty(result) == result.to_text()
 
 
 def test_functions_of_cells_run_on_ranks_and_in_the_kernel_itself(shown: dict[str, Shown]) -> None:

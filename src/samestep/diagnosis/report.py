@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 Level = Literal["ok", "warning", "fault"]
 _ORDER: tuple[Level, ...] = ("fault", "warning", "ok")
@@ -69,6 +69,9 @@ class Report:
     def status(self) -> int:
         """The exit status of the examination: 1 where there is a fault, else 0."""
         return int(self.faults > 0) if self.told is None else self.told
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.to_text())
 
     def to_text(self) -> str:
         """Return the report as text."""

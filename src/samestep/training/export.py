@@ -6,7 +6,7 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +37,9 @@ class Exported:
     step: int
     size_bytes: int
     """The bytes of all its files."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.to_text())
 
     def to_text(self) -> str:
         """Return one line for the screen."""

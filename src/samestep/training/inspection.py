@@ -51,6 +51,9 @@ class Inspection:
     waived: tuple[str, ...] = ()
     """Refusals of initial values that `run.allow` waives."""
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.to_text())
+
     def to_text(self) -> str:
         """Return the tables for a terminal."""
         spec = self.spec

@@ -156,6 +156,9 @@ class Evaluation:
         record = {"checkpoint": str(self.checkpoint), "step": self.step, "loss": self.loss, "samples": self.samples}
         return {**record, "losses": dict(self.losses)}
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.to_text())
+
     def to_text(self) -> str:
         """Return one line for the screen."""
         losses = describe_losses(self.losses, self.judge)

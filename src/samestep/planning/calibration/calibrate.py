@@ -85,6 +85,9 @@ class Calibration:
             "skipped": list(self.skipped),
         }
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.to_text())
+
     def to_text(self) -> str:
         """Return a table of the steps, the factors that moved, and what was written, as text."""
         head = ("step", "layout", "measured s", "before", "after", "left out")
