@@ -86,7 +86,8 @@ class JoinedExchanges:
         found = [one for one in tensors_in(outputs) if one.requires_grad and one.is_floating_point()]
         if reason and not found:
             raise LayoutError(f"{path} ran without gradients in the forward of a micro-batch, and {reason}")
-        self._marks += [_Mark.apply(one) for one in found]
+        # No elements of the output, and zeros for its gradient: torch's operation takes half as long as a function of ours.
+        self._marks += [torch.slice_copy(one, 0, 0, 0) if one.dim() else _Mark.apply(one) for one in found]
         for one in found if reason else ():
             one.register_hook(lambda _: self._before(path))
 
