@@ -98,27 +98,32 @@ def doctor(
     secret = gathering.token_of(identity, token)
     me = Examined(identity, job, _folder_of(job), Path(folder), secret)
     try:
-        if identity.size == 1:
-            report = _report([Peer(identity, None, me.answer)], (), wanted)
-            if say is not None:
-                say(report.to_text())
-            return report
-        own = _own_report(me, identity, wanted)
-        if say is not None and identity.is_first_of_host:
-            say(own.to_short_text())
-        met = gathering.meet(identity, secret, wait_s)
-        if isinstance(met, AbsentHost):
-            return _of_absent(own, met, identity, wanted, say)
-        if isinstance(met, Followed):
-            return _of_follower(own, gathering.follow(met.channel, me.answer), wanted)
-        with gathering.gathered(met, identity, secret, wait_s, me.answer) as peers:
-            report = _report(peers, met.taken, wanted)
-            if say is not None:
-                say(report.to_text())
-            gathering.dismiss(peers, report.status)
-            return report
+        return _look(me, identity, wanted, secret, wait_s, say or (lambda text: None))
     finally:
         me.close()
+
+
+def _look(
+    me: Examined, identity: Identity, wanted: _Wanted, secret: bytes, wait_s: float, say: Callable[[str], object]
+) -> Report:
+    """Look at this host, alone or with the other processes of the allocation, and return the report that this process is left with."""
+    if identity.size == 1:
+        report = _report([Peer(identity, None, me.answer)], (), wanted)
+        say(report.to_text())
+        return report
+    own = _own_report(me, identity, wanted)
+    if identity.is_first_of_host:
+        say(own.to_short_text())
+    met = gathering.meet(identity, secret, wait_s)
+    if isinstance(met, AbsentHost):
+        return _of_absent(own, met, identity, wanted, say)
+    if isinstance(met, Followed):
+        return _of_follower(own, gathering.follow(met.channel, me.answer), wanted)
+    with gathering.gathered(met, identity, secret, wait_s, me.answer) as peers:
+        report = _report(peers, met.taken, wanted)
+        say(report.to_text())
+        gathering.dismiss(peers, report.status)
+        return report
 
 
 def _folder_of(job: Job | None) -> Path:

@@ -84,8 +84,7 @@ def launch(
     each host leaves them to us. A job is trained in the same way, as by `train`. With `on`, a job is not trained here: the
     script for that engine is returned, written to `emit`, and handed over only with `submit`.
 
-    Collective over the world under a launcher: every process calls it; if one does not, the others wait for
-    `timeout_s`.
+    Collective over the world under a launcher, until `timeout_s`: see [Note: collective calls] in runtime/processes/mesh.py.
 
     Args:
         main: a function, a job, or the path of a job file.
@@ -116,19 +115,29 @@ def launch(
         InputError: the arguments do not fit each other or this machine.
     """
     if not isinstance(main, Job | str | os.PathLike):
-        if on is not None:
-            raise InputError(
-                f"on={on!r} takes a job or the path of one, and main is a function: without on it runs here"
-            )
-        if ranks is None:
-            raise InputError("launch needs the number of ranks of a function: ranks=2 works")
-        return workers.launch(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
+        given: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s}
+        return workers.launch(main, args, ranks=_ranks_of_function(on, ranks), **given)
     if on is None:
-        job = main if isinstance(main, Job) else load(Path(main))
-        return train(job, layout=layout, ranks=ranks, out=out)
+        return train(main if isinstance(main, Job) else load(Path(main)), layout=layout, ranks=ranks, out=out)
+    given = {"nodes": nodes, "ranks_per_node": ranks_per_node, "layout": layout, "out": out}
+    return _write_script(main, on, emit, submit, given | {"site": read_site(site)})
+
+
+def _ranks_of_function(on: str | None, ranks: int | None) -> int:
+    """Return the number of ranks that run a function, which no engine does."""
+    if on is not None:
+        raise InputError(f"on={on!r} takes a job or the path of one, and main is a function: without on it runs here")
+    if ranks is None:
+        raise InputError("launch needs the number of ranks of a function: ranks=2 works")
+    return ranks
+
+
+def _write_script(
+    main: Job | str | os.PathLike[str], on: str, emit: str | Path | None, submit: bool, given: dict[str, Any]
+) -> str:
+    """Write the script with which an engine trains a job, hand it over with `submit`, and return it."""
     path = _as_file(main, emit, submit) if isinstance(main, Job) else Path(main)
-    given: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks_per_node, "layout": layout, "out": out}
-    wanted = wanted_of(path, **given, site=read_site(site))
+    wanted = wanted_of(path, **given)
     text, file = scripts.emit(wanted, on, emit or (f"{wanted.name}{scripts.engine_of(on).suffix}" if submit else None))
     if submit:
         scripts.submit(on, file)

@@ -122,6 +122,38 @@ def as_toml(device: Device, found: Figures, ranks: int) -> str:
     """Return the profile of the figures as TOML, with a source for every number."""
     best = {name: max(rates.values()) for name, rates in found.products.items()}
     on_gpu = device.num_units > 0
+    table, sources = _machine(device, found, ranks)
+    table["overlap"], sources["overlap"] = _overlap(found)
+    table["flops_per_s"] = {name: _round_digits(rate) for name, rate in best.items()}
+    for name, rates in found.products.items():
+        curve = ", ".join(f"{edge}^3 {rate:.3g}" for edge, rate in rates.items())
+        sources[f"flops_per_s.{name}"] = f"measured: FLOP/s of products {curve}; the best"
+    part = found.attention_flops_per_s / best["bfloat16" if on_gpu else "float32"]
+    attention = _round_digits(min(1.0, part if on_gpu else part / ATTENTION_REACHED))
+    if on_gpu:
+        table["efficiency"] = dict.fromkeys(best, 1.0) | {"attention": attention}
+        sources |= {
+            f"efficiency.{name}": "measured: the peak given here is what the best product reaches" for name in best
+        }
+        sources["efficiency.attention"] = "measured: causal, 16 heads of 128, 4,096 tokens, forward"
+    else:
+        table["efficiency"] = {"attention": attention}
+        table["efficiency_by_shortest_side"] = {name: _sides(rates) for name, rates in found.products.items()}
+        sources |= dict.fromkeys(
+            (f"efficiency_by_shortest_side.{name}" for name in best), "measured: the products above, beside the best"
+        )
+        sources["efficiency.attention"] = "measured: causal, 4 heads of 32, 128 tokens, forward and backward"
+    table["intra"], about = _intra(found, ranks)
+    sources |= {f"intra.{key}": text for key, text in about.items()}
+    table["inter"] = {"latency_s": max(table["intra"]["latency_s"], 20e-6), "bytes_per_s": 0.125e9}
+    sources["inter.latency_s"] = "assumed: no less than inside the machine, and 20 us"
+    sources["inter.bytes_per_s"] = "assumed: gigabit Ethernet; write here what your network has"
+    return tomli_w.dumps({**table, "sources": sources})
+
+
+def _machine(device: Device, found: Figures, ranks: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the figures of the memory, the host and the launch of kernels, and their sources."""
+    on_gpu = device.num_units > 0
     table: dict[str, Any] = {
         "memory_bytes": device.memory_bytes,
         "memory_bytes_per_s": _round_digits(found.copied_bytes_per_s),
@@ -157,32 +189,7 @@ def as_toml(device: Device, found: Figures, ranks: int) -> str:
             sources["fsdp_unit_s"] = (
                 f"measured: {microbenchmarks.UNITS} blocks of width {microbenchmarks.WIDTH} under FSDP2, without their gathers"
             )
-    table["overlap"], sources["overlap"] = _overlap(found)
-    table["flops_per_s"] = {name: _round_digits(rate) for name, rate in best.items()}
-    for name, rates in found.products.items():
-        curve = ", ".join(f"{edge}^3 {rate:.3g}" for edge, rate in rates.items())
-        sources[f"flops_per_s.{name}"] = f"measured: FLOP/s of products {curve}; the best"
-    part = found.attention_flops_per_s / best["bfloat16" if on_gpu else "float32"]
-    attention = _round_digits(min(1.0, part if on_gpu else part / ATTENTION_REACHED))
-    if on_gpu:
-        table["efficiency"] = dict.fromkeys(best, 1.0) | {"attention": attention}
-        sources |= {
-            f"efficiency.{name}": "measured: the peak given here is what the best product reaches" for name in best
-        }
-        sources["efficiency.attention"] = "measured: causal, 16 heads of 128, 4,096 tokens, forward"
-    else:
-        table["efficiency"] = {"attention": attention}
-        table["efficiency_by_shortest_side"] = {name: _sides(rates) for name, rates in found.products.items()}
-        sources |= dict.fromkeys(
-            (f"efficiency_by_shortest_side.{name}" for name in best), "measured: the products above, beside the best"
-        )
-        sources["efficiency.attention"] = "measured: causal, 4 heads of 32, 128 tokens, forward and backward"
-    table["intra"], about = _intra(found, ranks)
-    sources |= {f"intra.{key}": text for key, text in about.items()}
-    table["inter"] = {"latency_s": max(table["intra"]["latency_s"], 20e-6), "bytes_per_s": 0.125e9}
-    sources["inter.latency_s"] = "assumed: no less than inside the machine, and 20 us"
-    sources["inter.bytes_per_s"] = "assumed: gigabit Ethernet; write here what your network has"
-    return tomli_w.dumps({**table, "sources": sources})
+    return table, sources
 
 
 def _sides(rates: dict[int, float]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -94,45 +95,58 @@ def verify(
     job = (job or Job()).with_stages(stages)
     loss = named_loss(loss) if isinstance(loss, str) else loss
     loss = loss if loss is None else scoped(loss, job)
-    if steps < 2:
-        raise JobError(
-            f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"
-        )
-    notes: tuple[str, ...] = ()
-    if device is not None:
-        job = job.model_copy(update={"run": job.run.model_copy(update={"device": device})})
-        notes = (f"run on {join.resolve_device(device)}",)
+    job, notes = _on_device(job, device, steps)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     compiled_blocks.check(job.run)
+    given = (model, loss, optimizer, dataset)
     folder = temporary_folder.make()
     try:
-        proving = _proving(job, steps)
-        try:
-            source, data, example = _prepare_inputs(proving, where, model, loss, optimizer, dataset)
-        except ModelError as error:
-            if job.numerics.precision == "float64":
-                raise
-            proving = _proving(job, steps, job.numerics.precision)
-            source, data, example = _prepare_inputs(
-                proving, where, model, loss, optimizer, dataset
-            )  # raises if that is no reason
-            notes = (*notes, _without_float64(error, job))
-        subject = Subject(source, data, example, proving, where, folder)
-        if model is None and (smaller := shrunk(subject)):
-            subject, note = smaller
-            notes = (*notes, note)
+        subject, found = _subject(job, where, given, steps, folder)
         subject.programs()  # refuses a layout that the model or the job rules out
         try:
             verdict = _prove(subject, job, precision)
         except WorkerError as error:
             raise WorkerError(f"layout {str(where)!r} could not be tried: {error}") from error
-        verdict = dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
-        given = (model, loss, optimizer, dataset)
+        notes = (*notes, *found, *verdict.notes)
+        verdict = dataclasses.replace(verdict, notes=notes, seconds=time.perf_counter() - began)
         if verdict.proven and all(one is None for one in given):  # otherwise the job does not describe the proven run
             record.keep(record.record_of(job, verdict))
         return verdict
     finally:
         temporary_folder.remove(folder)
+
+
+def _on_device(job: Job, device: str | None, steps: int) -> tuple[Job, tuple[str, ...]]:
+    """Return the job as it is proven on a device, None for its own, and a note on that."""
+    if steps < 2:
+        raise JobError(
+            f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"
+        )
+    if device is None:
+        return job, ()
+    moved = job.model_copy(update={"run": job.run.model_copy(update={"device": device})})
+    return moved, (f"run on {join.resolve_device(device)}",)
+
+
+def _subject(
+    job: Job, where: Layout, given: tuple[Any, Any, Any, Any], steps: int, folder: Path
+) -> tuple[Subject, tuple[str, ...]]:
+    """Return the run to be proven, in float64 where its model can be, and smaller where it is the job's; and notes on both."""
+    notes: tuple[str, ...] = ()
+    proving = _proving(job, steps)
+    try:
+        source, data, example = _prepare_inputs(proving, where, *given)
+    except ModelError as error:
+        if job.numerics.precision == "float64":
+            raise
+        proving = _proving(job, steps, job.numerics.precision)
+        source, data, example = _prepare_inputs(proving, where, *given)  # raises if that is no reason
+        notes = (_without_float64(error, job),)
+    subject = Subject(source, data, example, proving, where, folder)
+    if given[0] is None and (smaller := shrunk(subject)):
+        subject, note = smaller
+        notes = (*notes, note)
+    return subject, notes
 
 
 def verify_all(

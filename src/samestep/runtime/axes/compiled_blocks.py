@@ -290,20 +290,14 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     if settings.compile == "none":
         return CompiledBlocks()
     check(settings)
-    # The compiler asks each input for its gradient; torch warns of that once, where it is no weight's.
-    warnings.filterwarnings(
-        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
-    )
-    torch.compiler.allow_in_graph(rank_crossings.cross)
-    by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
+    _prepare_compiler()
     blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode)
     blocks.compiler.drawing = {mask.owner for mask in program.step.model.masks}
     model = traced.module
-    experts = traced.analysis.experts.counts
     uncompiled = {
         mask.owner: reason for mask in program.step.model.masks if (reason := _kept_out(mask, model, program))
     }
-    uncompiled |= dict.fromkeys(experts, "its shapes depend on values")
+    uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
     units = {path for unit in program.units for path in unit.modules}
     in_graph: set[nn.Module] = set()
     seen: set[nn.Module] = set()
@@ -343,6 +337,16 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     blocks.in_graph = in_graph - seen
     _allow_more_graphs(blocks.num_blocks + _CHANGES)
     return blocks
+
+
+def _prepare_compiler() -> None:
+    """Let graphs take the exchanges between ranks as operations, and leave attentions of documents out."""
+    # The compiler asks each input for its gradient; torch warns of that once, where it is no weight's.
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
+    torch.compiler.allow_in_graph(rank_crossings.cross)
+    by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
 
 
 def _kept_out(mask: MaskSpec, model: nn.Module, program: Program) -> str:

@@ -197,6 +197,13 @@ def run_workers(
     limits = (timeout_s, hang_s)
     first = away.first_rank if away else 0
     options = LaunchOptions(ranks, first, here, per_node, device_type, threads, *limits, quiet, isolated)
+    return _watch_workers(options, main, args, away)
+
+
+def _watch_workers(
+    options: LaunchOptions, main: Callable[..., T], args: tuple[Any, ...], away: Away | HostShare | None
+) -> T:
+    """Start the workers of this machine and of other hosts, and return what the first one returns."""
     global _last_stop_signal
     with away.store() if away else contextlib.nullcontext() as store:
         if away:

@@ -49,15 +49,7 @@ def make_groups(
     for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
         unit, modules = running.unit, list(running.modules)
         ahead = by_name.get(unit.prefetch or "")
-        ahead = ahead if ahead is not None and ahead.unit.is_gathered_again else None
-        for module in modules:
-            module.register_forward_hook(_view_inputs, with_kwargs=True)
-            if not unit.keep_after_forward:
-                module.register_forward_hook(_whole_outputs)
-        for module in modules if unit.is_gathered_again or ahead else ():
-            module.register_forward_hook(functools.partial(order.follow_outputs, running, ahead))
-        for module in modules if len(modules) > 1 and not unit.keep_after_forward else ():
-            module.register_forward_hook(running.gather_again)
+        _hook_outputs(running, ahead if ahead is not None and ahead.unit.is_gathered_again else None, order)
         master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype,
@@ -87,14 +79,32 @@ def make_groups(
         running.group._register_post_backward_hook = _return_arguments  # type: ignore[method-assign]
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _keep_name(type(module))
-            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+    _keep_classes(model)
     handles = {running.unit.name: running.fsdp for running in units}
     for running in units:
         # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
         running.fsdp.set_modules_to_backward_prefetch([handles[running.unit.prefetch or running.unit.name]])
+
+
+def _hook_outputs(running: RunningUnit, ahead: RunningUnit | None, order: UnitOrder) -> None:
+    """Put hooks behind the modules of a unit, before FSDP2 has any; `ahead` is the unit whose weights are gathered again meanwhile."""
+    unit, modules = running.unit, list(running.modules)
+    for module in modules:
+        module.register_forward_hook(_view_inputs, with_kwargs=True)
+        if not unit.keep_after_forward:
+            module.register_forward_hook(_whole_outputs)
+    for module in modules if unit.is_gathered_again or ahead else ():
+        module.register_forward_hook(functools.partial(order.follow_outputs, running, ahead))
+    for module in modules if len(modules) > 1 and not unit.keep_after_forward else ():
+        module.register_forward_hook(running.gather_again)
+
+
+def _keep_classes(model: nn.Module) -> None:
+    """Let the classes that FSDP2 derives from those of modules have their names, and refuse copies of their instances."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _keep_name(type(module))
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
 
 
 def keep_order(model: nn.Module, units: list[RunningUnit], order: UnitOrder) -> None:
