@@ -9,6 +9,7 @@ from cells import Row, SkippedError
 from published import Case, case_of, repeated
 
 from samestep.errors import InputError
+from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import UPDATE_BODY, BodyKey
@@ -115,6 +116,49 @@ def chosen_programs(case: Case) -> tuple[Program, ...]:
     return programs if programs[0].step.layout.world_size > 1 else programs_for(case, recomputes[0])
 
 
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """The programs of a step that a clock plays; of a long one those of two shorter ones, from which its time follows."""
+
+    programs: tuple[Program, ...]
+    longer: tuple[Program, ...] = ()
+    more: float = 0.0
+    """How many times the difference of the two comes on top of the longer one."""
+
+    def step_s(self, machine: Hardware) -> float:
+        """Return the predicted seconds of the whole step."""
+        short_s = clock.play(self.programs, machine).step_s
+        if not self.longer:
+            return short_s
+        long_s = clock.play(self.longer, machine).step_s
+        return long_s + self.more * (long_s - short_s)
+
+
+def timed(case: Case, programs: tuple[Program, ...]) -> TimedStep:
+    """Return what the clock plays of a case: once a pipeline is full, each further round of micro-batches takes as long as the last.
+
+    Of a lean run on several devices the host updates what does not fit on them.
+    """
+    layout, step = programs[0].step.layout, programs[0].step
+    if case.is_lean and layout.world_size > 1 and len(programs) == 1:
+        if not _fits(case, memory.during_step(programs[0], case.states_per_param).total / FILLED):
+            programs = (replace(programs[0], step=step.but(layout=layout.but(offload=True))),)
+        return TimedStep(programs)
+    count, short = step.num_microbatches, FULL_ROUNDS * max(layout.pp, LEAST_ROUND)
+    long = short + max(layout.pp, LEAST_ROUND)
+    each = layout.dp * (layout.microbatch or 0)
+    if count < 2 * long or not each or case.global_batch % each:
+        return TimedStep(programs)
+    words = {**case.words, "microbatch": layout.microbatch or 0}
+    first, second = (
+        programs_for(replace(case, words=words, global_batch=each * number), layout.recompute)
+        for number in (short, long)
+    )
+    return TimedStep(first, second, (count - long) / (long - short))
+
+
+FULL_ROUNDS, LEAST_ROUND = 2, 2
+"""Rounds of micro-batches, each as many as there are stages or this number, after which all rounds are alike."""
 FILLED = 0.95
 """Part of the memory that is filled by choice: nobody plans to the last byte."""
 WORKSPACE_BYTES = 128 * 2**20
@@ -159,14 +203,31 @@ def _fits(case: Case, peak: float) -> bool:
     return peak + case.machine.reserved_bytes <= case.machine.memory_bytes
 
 
+_KNOWN: dict[tuple[object, ...], tuple[str, float, int]] = {}
+"""Layout, seconds and bytes of configurations that were predicted: many rows of a source have the same."""
+
+
+def _predicted(case: Case) -> tuple[str, float, int]:
+    """Return the layout of a case, and its predicted seconds and bytes; zero where none was measured."""
+    key = (
+        case.model, case.machine, *case.words.items(), case.recompute, case.microbatches, case.sent_rows, case.chunks,
+        case.precision, case.products, case.global_batch, case.stage, case.states_per_param, case.repeats_half,
+        case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s),
+    )  # fmt: skip
+    if key not in _KNOWN:
+        programs = chosen_programs(case)
+        held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
+        predicted_s = timed(case, programs).step_s(case.machine) if case.step_s else 0.0
+        _KNOWN[key] = str(programs[0].step.layout), predicted_s, held
+    return _KNOWN[key]
+
+
 def predict(row: Row) -> Outcome:
     """Predict one row."""
     source = row.get("source") or row["file"]
     try:
         case = case_of(row)
-        programs = chosen_programs(case)
-        held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
-        predicted_s = clock.play(programs, case.machine).step_s if case.step_s else 0.0
+        layout, predicted_s, held = _predicted(case)
     except (SkippedError, InputError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
     except UNREADABLE as error:
@@ -176,7 +237,7 @@ def predict(row: Row) -> Outcome:
         source=source,
         machine=case.machine.name,
         group=case.group,
-        layout=str(programs[0].step.layout),
+        layout=layout,
         predicted_s=predicted_s,
         measured_s=case.step_s or 0.0,
         predicted_bytes=held,

@@ -8,7 +8,7 @@ the programs of its stages, prices from the hardware profile, the clock, the mem
 
 Three tables, and what each may know:
     headline           the profiles and constants as they are shipped; nothing is fitted to the rows
-    cross-validated    five constants (CONSTANTS) start at values from before any fit; for each source they are fitted to
+    cross-validated    six constants (CONSTANTS) start at values from before any fit; for each source they are fitted to
                        all other sources, and then predict it: the honest figure for rows of a new source
     calibrated         a machine's profile refitted to five of a source's rows on one node, as `samestep calibrate` does, for
                        the other ones and for its rows on 64 devices and more (--calibrate)
@@ -38,7 +38,7 @@ from cells import Row
 from composed import composed
 from forecast import Outcome, predict, rounded
 from foresight_fits import CONSTANTS, PER_SOURCE, calibrate, cross_validate
-from foresight_parts import INSIDE, by_part, coverage, over_sources, ratios, weighted_quantile
+from foresight_parts import by_part, coverage, interval, over_sources, own_factors, ratios
 from published import TARGETS
 
 from samestep.planning.calibration.factors import FACTORS
@@ -190,9 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no file in {words.rows} has measured rows (columns model, gpu and one of {', '.join(TARGETS)})")
     outcomes = predict_all(rows, max(1, words.jobs))
     record = summary(rows, outcomes)
-    tables = [headline_table(record), parts_table(record)]
+    tables = [headline_table(record), parts_table(record), factors_table(record)]
     if not words.quick:
-        record["cross_validated"] = cross_validate(rows)
+        record["cross_validated"] = cross_validate(rows, max(1, words.jobs))
         tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
     if words.calibrate:
         record["calibrated"] = calibrate(rows)
@@ -214,16 +214,16 @@ def _can_be_written(path: Path) -> bool:
     return not path.is_dir() and path.parent.is_dir() and os.access(place, os.W_OK)
 
 
-_RECORD = """# Measured over predicted: between these parts lay 8 of 10 published rows, every source counting alike.
+_RECORD = """# Measured over predicted: between these parts were 8 of 10 published rows of sources that had no part in such an interval.
 # Written by `python benchmarks/foresight.py --rows DIR --record FILE`.
 """
 
 
 def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
-    """Write between what parts of the prediction the middle 8 of 10 rows lie, of steps and of peaks of memory."""
+    """Write the intervals of measured over predicted, of steps and of peaks of memory."""
     lines = [_RECORD.rstrip()]
     for name, found in ratios(rows, outcomes).items():
-        low, high = (rounded(weighted_quantile(found, part)) for part in INSIDE)
+        low, high = map(rounded, interval(found))
         lines += ["", f"[{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
     return "\n".join(lines) + "\n"
 
@@ -242,8 +242,8 @@ over {memory_rows} rows, is {memory_mape} % on average and {memory_median} % for
 """
 
 
-_COVERAGE = """The interval of a prediction holds 8 of 10 rows of all sources. How many rows of a source it covers that had no part in it, in per
-cent, with the mean over sources last:
+_COVERAGE = """The interval of a prediction shall hold 8 of 10 rows of a new source, so it is as wide as leaving out one source after the other says.
+How many rows of a source it covers that had no part in it, nor in its width, in per cent, with the mean over sources last:
 """
 
 
@@ -264,7 +264,7 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
         mape = sum(one["rows"] * one["mape"] for one in fitted.values()) / count
         honest = (
             f"\nFor a new source, expect an error of **{mape:.1f} %**: that of {count} rows, at most {PER_SOURCE} of each source, "
-            "predicted\nwith five constants that were fitted to the other sources. Over sources the error is "
+            "predicted\nwith six constants that were fitted to the other sources. Over sources the error is "
             "**{median:.1f} %** in the middle and **{mean:.1f} %**\non average.\n".format(**over_sources(fitted))
         )
     aside = {**{key: _cell(value) for key, value in record["measured"].items()}, "names": ", ".join(record["composed"])}
@@ -305,6 +305,7 @@ def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, objec
         "memory": memory_figures(outcomes),
         "memory_sources": {name: memory_figures(found) for name, found in by_file.items()},
         "parts": {name: figures(alike) for name, alike in by_part(rows, outcomes).items()},
+        "own_factors": own_factors(rows, outcomes),
         "coverage": {name: coverage(found) for name, found in ratios(rows, outcomes).items()},
         "skipped": [{"source": name, "reason": why, "rows": count} for (name, why), count in reasons.most_common()],
     }
@@ -341,6 +342,13 @@ def parts_table(record: dict[str, Any]) -> Table:
     return ("part of all rows", *keys), [
         [name, *(found[key] for key in keys)] for name, found in record["parts"].items()
     ]
+
+
+def factors_table(record: dict[str, Any]) -> Table:
+    """Return the table of what one factor for each source, or each of its machines, would leave of the error."""
+    keys = ("rows", "mape", "measured_over_predicted", "one_factor", "one_a_machine")
+    lines = [[name, *(found[key] for key in keys)] for name, found in record["own_factors"].items()]
+    return ("source's own factor", *(key.replace("_", " ") for key in keys)), lines
 
 
 def coverage_table(record: dict[str, Any]) -> Table:

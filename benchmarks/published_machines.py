@@ -72,6 +72,13 @@ _MACHINES = (
 )
 _UNNAMED = ((r"libai|oneflow", "V100"), (r"golden values", "A100"))
 """Sources that leave the device out, and what they are taken to have run on: OneFlow's tables, Megatron-LM's functional tests."""
+_INSTANCES = (
+    (r"\bA3 Mega\b|a3-megagpu", "8x 200Gb/s"),
+    (r"\(A3\)|\bA3 High\b|a3-highgpu", "4x 200Gb/s"),
+    (r"\ba2-(high|ultra|mega)gpu", "1x 100Gb/s"),
+    (r"\bp4de?\.24xlarge", "4x 100Gb/s"),
+)
+"""Machines that clouds rent by name, and the ports of their nodes for traffic between GPUs, as the clouds document them."""
 _FOLDER = Path(__file__).parent / "machines"
 SHIPPED: dict[str, Hardware] = {}
 """Profiles as they are, by name: those of samestep, and those of devices it does not run on."""
@@ -101,7 +108,10 @@ def _on_its_network(machine: Hardware, row: Row) -> Hardware:
         machine = replace(machine, devices_per_node=used)
     if per_node and per_node > 1 and machine.devices_per_node <= 16:
         machine = replace(machine, devices_per_node=per_node)
-    port = _port_bytes_per_s(row.get("interconnect") or "", whole(row, "gpus_per_node", machine.devices_per_node))
+    said = joined(row, "gpu", "notes")
+    rented = next((ports for name, ports in _INSTANCES if re.search(name, said)), "")
+    network = row.get("interconnect") or rented
+    port = _port_bytes_per_s(network, whole(row, "gpus_per_node", machine.devices_per_node))
     if port and port > machine.inter.bytes_per_s / 5:  # slower ones are for storage and management
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
     return machine

@@ -20,10 +20,12 @@ bytes_per_s = 50e9
 The following may be left out; then everything reaches its peak, and launching a kernel takes no time.
 ```toml
 num_units = 132                   # multiprocessors: a product runs in waves of tiles, and the last wave is seldom full
+host_update_bytes_per_s = 15e9    # rate at which a device's share of the host updates weights and states under offload
 kernel_s = 3e-6                   # time of the shortest kernel on the device
 kernel_launch_s = 10e-6           # time in which the host launches one operation
 host_step_s = 5e-3                # time of the host once a step: data, norm, log
 fsdp_unit_s = 1e-3                # time of FSDP2's own code for each gather and scatter, where it is exposed: on a CPU
+sustained = 0.8                   # fraction of a product's rate that is held throughout a step, under the power limit
 memory_efficiency = 0.85          # fraction of memory_bytes_per_s that an elementwise kernel reaches
 contention = 1.1                  # factor by which compute is slower while communication runs
 reserved_bytes = 2_000_000_000    # memory of context, communicators, libraries
@@ -137,6 +139,12 @@ class Hardware:
     """For each dtype: fraction of the best product's rate by the length of the shortest side, interpolated linearly."""
     host_bytes_per_s: NonNegative = 0.0
     """Rate of copies from the host's memory to one device; 0 where the two are one memory."""
+    host_update_bytes_per_s: Positive = 15e9
+    """Rate at which one device's share of the host reads and writes weights and states that it updates. By default an eighth of
+    what updates reach of the memory of two processors, assumed."""
+    sustained: Fraction = 1.0
+    """Fraction of a product's rate that the device holds throughout a step, where its power limit lowers the clock under load; the
+    best product was measured alone."""
     memory_efficiency: Fraction = 1.0
     """Fraction of `memory_bytes_per_s` that an elementwise kernel reaches."""
     kernel_s: NonNegative = 0.0
@@ -165,7 +173,8 @@ class Hardware:
 
     def __hash__(self) -> int:
         """Return a hash of the numbers in which machines differ, so that predicted times can be cached by machine."""
-        return hash((self.name, self.memory_bytes_per_s, self.kernel_launch_s, self.kernel_s, self.num_units))
+        reached = self.efficiency.get("bfloat16"), self.efficiency.get("attention"), self.sustained
+        return hash((self.name, self.memory_bytes_per_s, self.kernel_launch_s, self.kernel_s, self.num_units, reached))
 
 
 def load(name_or_path: str | Path) -> Hardware:

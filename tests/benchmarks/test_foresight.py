@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from samestep.layout import Layout
+from samestep.simulation import clock
 from samestep.simulation.prediction import intervals
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -21,6 +22,7 @@ import forecast  # noqa: E402
 import foresight  # noqa: E402
 import foresight_parts  # noqa: E402
 import published  # noqa: E402
+import published_machines  # noqa: E402
 import published_models  # noqa: E402
 
 SAMPLE = BENCHMARKS / "rows"
@@ -303,8 +305,9 @@ def test_what_cannot_be_written_is_said_before_the_work(
 
 
 def test_predictions_carry_the_interval_of_the_record(written: Path) -> None:
-    assert foresight.weighted_quantile([("a", 1.0), ("a", 2.0), ("a", 3.0), ("a", 4.0), ("b", 10.0)], 0.5) == 4.0
-    assert foresight.weighted_quantile([("a", 1.0), ("b", 10.0)], 0.6) == 10.0
+    four = [("a", 1.0), ("a", 2.0), ("a", 3.0), ("a", 4.0), ("b", 10.0)]
+    assert foresight_parts.weighted_quantiles(four, [0.2, 0.5, 0.6]) == [2.0, 4.0, 10.0]
+    assert foresight_parts.weighted_quantiles([("a", 1.0), ("b", 10.0)], [0.6, 1.1]) == [10.0, 10.0]
     made, shipped = tomllib.loads((written / "record.toml").read_text()), intervals()
     assert made.keys() == shipped.keys() == {"time", "memory"}
     assert all(0 < one["low"] < one["high"] and one["rows"] for one in made.values())
@@ -366,6 +369,54 @@ def test_intervals_are_judged_by_sources_that_had_no_part_in_them() -> None:
     odd = foresight_parts.coverage([*alike, *(("d", 2.0) for _ in range(10))])
     assert odd["sources"]["d"] == 0, "its own rows do not widen the interval that judges it"
     assert foresight_parts.coverage([("a", 1.0)]) == {"sources": {}, "mean": None}
+
+
+def test_an_interval_is_wider_where_sources_differ_than_where_rows_do() -> None:
+    """Eight of ten rows of all sources are between two quantiles; of a new source, whose middle is elsewhere, fewer."""
+    steps = range(-10, 11)
+    differ = [(source, middle + step / 100) for middle, source in enumerate("abcdefgh", 1) for step in steps]
+    low, high = foresight_parts.interval(differ)
+    plain_low, plain_high = foresight_parts.weighted_quantiles(differ, [0.1, 0.9])
+    assert low <= plain_low < plain_high <= high and high - low > plain_high - plain_low
+    alike = [(source, 4 + step / 10) for source in "abcdefgh" for step in steps]
+    assert foresight_parts.interval(alike) == tuple(foresight_parts.weighted_quantiles(alike, [0.1, 0.9]))
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"global_batch": 256},
+        {"global_batch": 256, "pp": 4, "n_layers": 8, "zero_stage": 1},
+        {"global_batch": 512, "pp": 2, "vp": 2, "n_layers": 8, "schedule": "interleaved"},
+        {"global_batch": 512, "zero_stage": 3, "gpu": "H100"},
+        {"global_batch": 640, "pp": 4, "n_layers": 8, "tp": 2, "gpu": "H100"},
+    ],
+)
+def test_a_long_step_follows_from_two_short_ones(cells: dict) -> None:
+    case = published.case_of(row(**cells))
+    programs = forecast.chosen_programs(case)
+    short = forecast.timed(case, programs)
+    assert len(short.longer) == len(programs), "it is not played whole"
+    whole_s = clock.play(programs, case.machine).step_s
+    assert short.step_s(case.machine) == pytest.approx(whole_s, rel=1e-3)
+
+
+def test_states_that_do_not_fit_are_updated_by_the_host() -> None:
+    """Seventy billion weights with their states do not fit on a node: torchtune keeps them on the host, which updates them."""
+    cells = {"model": "Llama 3.1 70B Full finetune", "source": "torchtune README", "global_batch": 16, "recompute": ""}
+    case = published.case_of(row(**cells, n_layers=None, hidden=None, heads=None, seq_len=None, micro_batch=2))
+    programs = forecast.chosen_programs(case)
+    on_host = forecast.timed(case, programs)
+    assert on_host.programs[0].step.layout.offload
+    link_s = programs[0].step.model.num_params / 8 * 2 * 2 / case.machine.host_bytes_per_s
+    assert on_host.step_s(case.machine) > clock.play(programs, case.machine).step_s + link_s
+
+
+@pytest.mark.parametrize(("gpu", "bits"), [("H100-80GB (A3)", 100), ("H100 A3 Mega", 200), ("H100", None)])
+def test_a_rented_machine_has_the_ports_that_its_cloud_documents(gpu: str, bits: int | None) -> None:
+    shipped, mine = published_machines.SHIPPED, published.case_of(row(gpu=gpu, n_gpus=16, global_batch=16)).machine
+    expected = shipped["h100x8"].inter.bytes_per_s if bits is None else 0.95 * bits * 1e9 / 8
+    assert mine.inter.bytes_per_s == pytest.approx(expected)
 
 
 def test_rows_are_counted_by_size_and_by_word_of_the_layout(record: dict) -> None:

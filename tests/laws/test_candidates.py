@@ -99,7 +99,7 @@ def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable
 def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_list(
     kind: str, where: str, devices: int
 ) -> None:
-    """It ranges over every split and combination of switches but for offload, not priced, and loss_chunk, never quicker."""
+    """It ranges over every split and combination of switches but for offload, the slowest update, and loss_chunk, never quicker."""
     model, given_job, hardware = MODELS[KINDS[kind]], job_of(4), MACHINES[where]
 
     def is_priced(layout: Layout) -> bool:

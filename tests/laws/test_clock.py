@@ -396,3 +396,24 @@ def test_mistakes_in_a_profile_are_named(tmp_path: Path, change: tuple[str, str]
 def test_unknown_hardware_names_the_known() -> None:
     with pytest.raises(InputError, match=r"did you mean 'h100x8'\?.*cpu-laptop, .*h100x8"):
         load("h100x9")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved virtual_stages=2"])
+def test_without_overlap_a_stage_waits_for_what_it_sends_by_nccl(schedule: str) -> None:
+    """NCCL sends by a kernel, which is one of the stage's queue; gloo by threads of the host."""
+    given_case = case(blocks(8, **COSTLY), f"dp=1 pp=4 microbatch=1 schedule={schedule}", global_batch=8)
+    slow = replace(SLOW, overlap=False)
+    timelines = {name: play(given_case.programs, replace(slow, library=name)) for name in ("nccl", "gloo")}
+    assert timelines["nccl"].step_s > timelines["gloo"].step_s
+
+    def overlapping(timeline: Timeline) -> bool:
+        sends = [span for span in timeline.spans if span.name.startswith("send")]
+        works = [span for span in timeline.spans if span.stream == COMPUTE]
+        return any(
+            send.stage == work.stage and send.start_s < work.end_s - 1e-12 and work.start_s < send.end_s - 1e-12
+            for send in sends
+            for work in works
+        )
+
+    assert overlapping(timelines["gloo"])
+    assert not overlapping(timelines["nccl"])

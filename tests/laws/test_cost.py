@@ -186,3 +186,29 @@ def test_slower_hardware_never_makes_a_faster_step() -> None:
     ]
     for machine in slower:
         assert step_s("gpt3-1.3b", "dp=16 zero=3 microbatch=4", 64, machine) > base
+
+
+def test_a_product_takes_longer_by_the_clock_that_is_not_sustained() -> None:
+    layer = layer_of(Product(rows=8192, inner=8192, columns=8192))
+    cool, hot = (price(layer, OpKind.FORWARD, replace(GPU, sustained=part)) for part in (1.0, 0.8))
+    assert hot - GPU.kernel_s == pytest.approx((cool - GPU.kernel_s) / 0.8)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_an_update_on_the_host_crosses_the_link_twice_and_reads_its_memory(zero: int, precision: str) -> None:
+    model = presets.preset("gpt2", 64)
+    job = Job(train={"global_batch": 8}, numerics={"precision": precision})
+    words = f"dp=4 zero={zero}" if zero else "dp=4"
+    steps = [program_of(model, job, Layout.parse(f"{words}{word}")) for word in ("", " offload")]
+    updates = [next(op for _, op in one.ops() if op.kind is OpKind.UPDATE) for one in steps]
+    on_device, on_host = (cost.seconds(op, one, GPU) for op, one in zip(updates, steps, strict=True))
+    numel, parts = model.num_params, 4 if zero else 1
+    back = sum(
+        param.numel * (2 if precision == "bf16" and zero < 3 and not param.shared else 4) for param in model.params
+    )
+    expected = (4 * numel + back) / parts / GPU.host_bytes_per_s + 7 * 4 * numel / parts / GPU.host_update_bytes_per_s
+    assert on_host == pytest.approx(GPU.host_step_s + expected)
+    assert on_host > on_device
+    one_memory = replace(GPU, host_bytes_per_s=0.0)
+    assert cost.seconds(updates[1], steps[1], one_memory) == pytest.approx(on_device)

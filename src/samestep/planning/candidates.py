@@ -21,7 +21,7 @@ whatever the rest is. Thinning leaves out what cannot be faster than something t
 out although they may be faster, or fit where nothing else does:
 
     loss_chunk   of vocabularies below `LARGE_VOCABULARY`, and other sizes than `LOSS_CHUNKS`
-    offload      it is not priced; `plan` tries it where nothing fits
+    offload      its update is slower than any other; `plan` tries it where nothing fits
     micro-batch  sizes other than `MICROBATCHES` and the whole share
     chunks       more than 2 virtual stages on more than `FEW_DEVICES` devices, or of more than `FEW_BLOCKS` blocks
 """

@@ -38,7 +38,10 @@ def as_text(found: Plan) -> str:
         lines.append(f"the best is bound by {binds(found.best[0])}")
         lines += cautions(found.best)
         if found.best[0].layout.offload:
-            lines.append("nothing fits without offload; the time of the update on the host is not predicted")
+            rate = f"{found.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s a device"
+            lines.append(
+                f"nothing fits without offload; the update on the host is predicted at {rate} (host_update_bytes_per_s)"
+            )
     else:
         lines.append(found.nearest)
     lines += _describe_kept_free(found.hardware)

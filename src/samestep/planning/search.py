@@ -359,7 +359,7 @@ def plan(
 ) -> Plan:
     """Search every legal layout of `devices`; the global batch stays as the job says.
 
-    Where nothing fits, the optimizer's states are tried on the host (`offload`), which is not priced.
+    Where nothing fits, the optimizer's states are tried on the host (`offload`), which is slower than any other update.
 
     Args:
         model: what is trained.

@@ -123,11 +123,14 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     nor do those of different virtual stages (chunks), whose backwards end at different times.
     """
 
+    places: dict[int, int] = {}
+
     def chunk_of(param: ParamSpec) -> int:
         """Return the index of the chunk that uses a parameter; -1 if several do, or several stages."""
-        if is_late(step, param, chunks):
-            return -1
-        return next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
+        if id(param) not in places:
+            used = next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
+            places[id(param)] = -1 if is_late(step, param, chunks) else used
+        return places[id(param)]
 
     # Weights with other holdings have buckets of their own, because the gradient norm counts replicated ones once and
     # because their gradients are summed over other ranks.
@@ -144,19 +147,15 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
         ),
     )
     groups: list[list[ParamSpec]] = []
-    size = 0
+    size, last = 0, None
     for param in order:
         kind = (*_kind(step, param), chunk_of(param))
-        is_full = (
-            not groups
-            or size >= _full_numel(step, groups[-1][0], is_late=chunk_of(param) < 0)
-            or (*_kind(step, groups[-1][0]), chunk_of(groups[-1][0])) != kind
-        )
+        is_full = kind != last or size >= _full_numel(step, groups[-1][0], is_late=chunk_of(param) < 0)
         if is_full:
             groups.append([])
             size = 0
         groups[-1].append(param)
-        size += param.numel
+        size, last = size + param.numel, kind
     # A bucket is finished with its first layer, the last one that backward reaches.
     late = [group for group in groups if chunk_of(group[0]) < 0]
     groups = [group for group in groups if chunk_of(group[0]) >= 0]

@@ -11,7 +11,7 @@ forwards (`Program.amid_steps`).
 
 Compute waits only for the collectives that it names, and for those within a layer (`Op.is_exposed`), whose results the
 next product needs. If communication does not overlap with compute (`hardware.overlap` is false), all ops of a stage are
-one queue. If it does, it slows compute by `hardware.contention`, c: a compute op of T seconds that overlaps for t
+one queue, NCCL's sends to other stages among them. If it does, it slows compute by `hardware.contention`, c: a compute op of T seconds that overlaps for t
 seconds with collectives issued before it takes
 
     T + min(t, c T) (1 - 1/c)          both use the same memory and multiprocessors (arXiv:2507.03114)
@@ -189,16 +189,18 @@ class _PlayedStage:
                     took_s = ends_s[-1]
                 runs.append(LineSpan(self.index, label, start_s, start_s + took_s, line, ends_s))
                 self._played += 1
-                if shared is None:
-                    free[queue] = start_s + took_s
-                    for name, place in awaited:
-                        ended[name] = start_s + ends_s[place]
-                    if queue not in self._computes:
-                        contention.join(start_s, start_s + took_s)
-                else:
+                if shared is not None and shared.kind is not OpKind.SEND:
                     times = self._times(shared, task, start_s, took_s)
                     pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1))
                     self._settle(pending[-1])
+                    continue
+                free[queue] = start_s + took_s
+                for name, place in awaited:
+                    ended[name] = start_s + ends_s[place]
+                if shared is not None:
+                    self._send(shared, task, start_s, took_s)
+                elif queue not in self._computes:
+                    contention.join(start_s, start_s + took_s)
         yield from self._wait_for(list(pending))
 
     def _wait_for(self, pending: Sequence[_Pending]) -> Iterator[bool]:
@@ -214,23 +216,25 @@ class _PlayedStage:
         found = one.times()
         if found is None:
             return False
+        start_s, end_s = found
         self._pending.remove(one)
-        took_s = (found[1] - found[0],)
-        self.runs[one.run] = self.runs[one.run]._replace(start_s=found[0], end_s=found[1], ends_s=took_s)
-        self._ended[one.name] = self._free[one.queue] = found[1]
+        run = self.runs[one.run]
+        self.runs[one.run] = LineSpan(run.stage, run.task, start_s, end_s, run.line, (end_s - start_s,))
+        self._ended[one.name] = self._free[one.queue] = end_s
         self._played += 1
         return True
+
+    def _send(self, op: Op, task: Task, start_s: float, op_s: float) -> None:
+        """Enter the times of a send for the stage that receives it."""
+        step = -1 if is_backward(task.body) else 1
+        to = (self.index + step) % self._count
+        self._rendezvous.sent[op.owner, task.microbatch, step < 0, to] = (start_s, start_s + op_s)
 
     def _times(self, op: Op, task: Task, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
         """Return a function that returns start and end of an op as soon as they are known."""
         if op.kind is OpKind.RECV:
             key = (op.owner, task.microbatch, is_backward(task.body), self.index)
             return lambda: self._rendezvous.sent.get(key)
-        if op.kind is OpKind.SEND:
-            step = -1 if is_backward(task.body) else 1
-            key = (op.owner, task.microbatch, step < 0, (self.index + step) % self._count)
-            times = self._rendezvous.sent[key] = (start_s, start_s + op_s)
-            return lambda: times
         return self._joint_times(op, start_s, op_s)
 
     def _joint_times(self, op: Op, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
@@ -355,6 +359,8 @@ def _spans_stages(axis: str | None) -> bool:
 
 def queue_of(op: Op, hardware: Hardware) -> str:
     """Return the name of the queue on which an op runs in order with others."""
+    if op.kind is OpKind.SEND and not hardware.overlap and hardware.library == "nccl":
+        return ""  # a kernel on the device, and the stage waits for it
     if op.kind in (OpKind.SEND, OpKind.RECV):
         return f"{op.axis} {op.kind}"
     if op.axis is not None and stages_of(op.axis):

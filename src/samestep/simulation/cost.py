@@ -19,7 +19,7 @@ A sum of an input's gradient (`Op.beside`) runs beside the gradients of the weig
 their layer's backward: its time is what is left of it, and by how much it slows them.
 
 An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy in
-the compute dtype if there is one. The time of the code around gathers and scatters of units is added to the update.
+the compute dtype if there is one; under `offload` gradients and weights cross the link to the host, whose memory is slower. The time of the code around gathers and scatters of units is added to the update.
 """
 
 from __future__ import annotations
@@ -90,10 +90,8 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     if op.kind is OpKind.COPY:
         return hardware.kernel_s + op.size_bytes / (hardware.host_bytes_per_s or _bandwidth(hardware))
     if op.kind is OpKind.UPDATE:
-        moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
-        return (
-            moved + hardware.host_step_s + (hardware.fsdp_unit_s * _handlings(program) if hardware.fsdp_unit_s else 0.0)
-        )
+        handled_s = hardware.fsdp_unit_s * _handlings(program) if hardware.fsdp_unit_s else 0.0
+        return _update_s(program.step, hardware) + hardware.host_step_s + handled_s
     dtype = dtype_on(hardware, op.dtype)
     if op.flops:
         _peak(hardware, dtype)
@@ -293,13 +291,13 @@ def _bandwidth(hardware: Hardware) -> float:
 
 
 def _peak(hardware: Hardware, dtype: str) -> float:
-    """Return the peak FLOP/s of a dtype; raise InputError if the hardware has none."""
+    """Return the peak FLOP/s of a dtype at the clock that is sustained; raise InputError if the hardware has none."""
     if dtype not in hardware.flops_per_s:
         known = ", ".join(hardware.flops_per_s)
         words = [word for word, of_word in reversed(COMPUTE_DTYPE.items()) if of_word in hardware.flops_per_s]
         works = f": numerics.precision={' or '.join(words)} works" if words else ""
         raise InputError(f"hardware {hardware.name} has no flops_per_s for {dtype}; it has {known}{works}")
-    return hardware.flops_per_s[dtype]
+    return hardware.flops_per_s[dtype] * hardware.sustained
 
 
 # -- communication -----------------------------------------------------------------------------------------------------
@@ -357,18 +355,30 @@ def _factoring_s(op: Op, rank: int, hardware: Hardware) -> float:
 # -- update ------------------------------------------------------------------------------------------------------------
 
 
-def _update_bytes(step: StepSpec) -> int:
-    """Return the bytes that the update of one rank reads and writes, for all weights or for its shard of them."""
+def _update_s(step: StepSpec, hardware: Hardware) -> float:
+    """Return the seconds in which one rank updates its weights: all, or its shard of them.
+
+    Under `offload` its gradients go to the host, which updates the masters, and the weights come back.
+    """
+    numel, copied = _updated_numel(step)
     master = BYTES_OF[step.master_dtype]
-    passes = UPDATE_PASSES + AVERAGE_PASSES * step.averages_weights
-    touched = 0
+    moved = (UPDATE_PASSES + AVERAGE_PASSES * step.averages_weights) * numel * master
+    of_copies = copied * BYTES_OF[step.compute_dtype]
+    if not step.layout.offload or not hardware.host_bytes_per_s:  # without a link host and device are one memory
+        return (moved + of_copies) / _bandwidth(hardware)
+    sent = 2 * numel * master - copied * master + of_copies
+    return sent / hardware.host_bytes_per_s + moved / hardware.host_update_bytes_per_s
+
+
+def _updated_numel(step: StepSpec) -> tuple[float, float]:
+    """Return the elements of weights that one rank updates, and those of them that have a copy in another dtype."""
+    numel = copied = 0
     for param in step.model.params:
         if param.trainable:
-            copied = step.zero < 2 and step.working_dtype(param) != step.master_dtype
-            held = param.numel * (step.layout.num_shards // step.holding(param).num_shards)
-            held *= step.replicas_each
-            touched += held * (passes * master + copied * BYTES_OF[step.compute_dtype])
-    return -(-touched // step.layout.num_shards)  # num_shards is 1 if nothing is sharded
+            held = param.numel * (step.layout.num_shards // step.holding(param).num_shards) * step.replicas_each
+            numel += held
+            copied += held * (step.zero < 2 and step.working_dtype(param) != step.master_dtype)
+    return numel / step.layout.num_shards, copied / step.layout.num_shards  # num_shards is 1 if nothing is sharded
 
 
 def _handlings(program: Program) -> int:

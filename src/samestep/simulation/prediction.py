@@ -43,7 +43,7 @@ _TENTH = statistics.NormalDist().inv_cdf(0.9)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The range of measured / predicted that covers 8 of 10 published rows, every source with equal weight."""
+    """The range of measured / predicted that covers 8 of 10 published rows of a source that had no part in it."""
 
     rows: int
     """Number of published rows."""

@@ -15,7 +15,7 @@ from types import ModuleType
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, position
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -65,6 +65,18 @@ STACK: tuple[ModuleType, ...] = (
     host_weights,
     whole_batch,
 )
+
+
+@cache_by_model
+def _asks_for_values(model: ModelSpec) -> bool:
+    return model.uses_batch_values or any(layer.kept for layer in model.layers)
+
+
+@cache_by_model
+def _updates_whole(model: ModelSpec) -> bool:
+    return any(param.is_updated_whole for param in model.params)
+
+
 _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     precision: lambda step: step.product_dtype != "float32",
     chunked_loss: lambda step: step.layout.loss_chunk is not None,
@@ -75,11 +87,11 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     recompute: lambda step: step.layout.recompute != "none",
     batch_norm: lambda step: step.sample_groups is not None,
     pipeline: lambda step: step.layout.pp > 1 or step.layout.virtual_stages > 1,
-    batch_values: lambda step: step.model.uses_batch_values or any(layer.kept for layer in step.model.layers),
+    batch_values: lambda step: _asks_for_values(step.model),
     loss_terms: lambda step: len(step.model.loss_names.terms) > 1,
     shard: lambda step: step.layout.zero > 0 or step.layout.accumulate != "sharded",
     compress: lambda step: step.contributions is not None,
-    whole_update: lambda step: any(param.is_updated_whole for param in step.model.params),
+    whole_update: lambda step: _updates_whole(step.model),
     host_weights: lambda step: bool(step.offload),
     whole_batch: lambda step: step.loss_over_batch,
 }

@@ -84,7 +84,8 @@ class _PricedOp(NamedTuple):
     flops: int
     size_bytes: int
     like: int
-    """Number of the first op that takes as long, since blocks differ only at their boundaries."""
+    """Number of all ops that are alike, in this cut of the layers and in others, which take as long: blocks differ only at their
+    boundaries, and chunks of the loss change the head alone."""
 
 
 class Prices:
@@ -98,6 +99,8 @@ class Prices:
         self._known_cuts: dict[tuple[object, ...], _RankLayers] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Program, list[_PricedOp]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
+        self._known_ops: dict[tuple[object, ...], float] = {}
+        self._like: dict[object, int] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
         self._known_whole: dict[tuple[object, ...], Sizes] = {}
         self._known_runs: dict[tuple[object, ...], Chunks] = {}
@@ -154,16 +157,18 @@ class Prices:
         sent_s = {kind: [0.0] * count for kind in TaskKind}
         behind_s = [0.0] * count
         groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in program.axes.items()}
-        each_s: list[float] = []
+        alike = more, step.splits_backward, step.layout.recompute
         for body, layer, op, flops, size_bytes, like in parts:
-            if like < len(each_s):
-                op_s = each_s[like]
-            elif op.axis is not None:
+            group = None if op.axis is None else groups[op.axis]
+            known = self._known_ops.get(key := (like, group, alike))
+            if known is not None:
+                op_s = known
+            elif group is not None:
                 size = op.size_bytes + more * size_bytes
-                op_s = exposed_s(op, collective_s(op.kind, size, groups[op.axis], self.hardware), step, self.hardware)
+                op_s = exposed_s(op, collective_s(op.kind, size, group, self.hardware), step, self.hardware)
             else:
                 op_s = seconds(op.but(flops=op.flops + more * flops), program, self.hardware)
-            each_s.append(op_s)
+            self._known_ops[key] = op_s
             took_s[body][layer] += op_s
             if op.axis is not None:
                 sent_s[body][layer] += op_s
@@ -188,8 +193,6 @@ class Prices:
         return self._known_parts[key]
 
     def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> Iterator[_PricedOp]:
-        first: dict[object, int] = {}
-        number = 0
         for body, ops, of_two in bodies:
             layer = 0
             for op, twice in zip(ops, of_two, strict=True):
@@ -202,9 +205,8 @@ class Prices:
                 reads = spec.backward_reads_weights, spec.has_backward
                 work = (spec.products, spec.moved_elements, spec.kernels, *reads)
                 what = (work, op.layer is None) if op.axis is None else (op.axis, op.beside)
-                like = first.setdefault((op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what), number)
-                yield _PricedOp(body, layer, op, flops, size_bytes, like)
-                number += 1
+                named = (op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what)
+                yield _PricedOp(body, layer, op, flops, size_bytes, self._like.setdefault(named, len(self._like)))
 
     def sizes(self, step: StepSpec) -> tuple[Sizes, ...]:
         """Return the sizes of one layer of each kind."""

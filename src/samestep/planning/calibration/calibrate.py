@@ -10,9 +10,10 @@ show, and leave the rest. What it is worth is said by steps that had no part in 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def _calibrated(
     said: Sequence[str],
 ) -> Calibration:
     measured_s = [one.step_s for one in steps]
-    fit = Fit([machine] * len(steps), programs, measured_s)
+    fit = Fit([machine] * len(steps), [functools.partial(_played_s, one) for one in programs], measured_s)
     factors = fit.best(range(len(steps)))
     left_out_s = fit.left_out(factors)
     fitted = scaled(machine, factors)
@@ -173,6 +174,11 @@ def _calibrated(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, as_toml(fitted, machine, factors, f"{len(steps)} measured steps"))
     return replace(result, path=file)
+
+
+def _played_s(programs: tuple[Program, ...], machine: Hardware) -> float:
+    """Return the predicted seconds of a step."""
+    return clock.play(programs, machine).step_s
 
 
 def _why_kept(found: Calibration) -> str:
@@ -203,12 +209,15 @@ def _refuse_impossible(steps: Sequence[TimedStep], machine: Hardware) -> None:
 
 
 class Fit:
-    """The factors that are most probable, given the machines and the programs of some steps and their measured seconds."""
+    """The factors that are most probable, given the machines of some steps, what predicts each on a machine, and their measured seconds."""
 
     def __init__(
-        self, machines: Sequence[Hardware], programs: Sequence[tuple[Program, ...]], measured_s: Sequence[float]
+        self,
+        machines: Sequence[Hardware],
+        predictors: Sequence[Callable[[Hardware], float]],
+        measured_s: Sequence[float],
     ) -> None:
-        self._machines, self._programs, self._measured_s = machines, programs, measured_s
+        self._machines, self._predictors, self._measured_s = machines, predictors, measured_s
         every = [limits(one) for one in machines]
         self._least = {name: max(one[name] for one in every) for name in every[0]}
         self._known: dict[tuple[float, ...], list[float]] = {}
@@ -217,8 +226,8 @@ class Fit:
         """Return the predicted seconds of all steps."""
         key = tuple(factors.get(name, 1.0) for name in FACTORS)
         if key not in self._known:
-            pairs = zip(self._programs, self._machines, strict=True)
-            self._known[key] = [clock.play(programs, scaled(machine, factors)).step_s for programs, machine in pairs]
+            pairs = zip(self._predictors, self._machines, strict=True)
+            self._known[key] = [predicted_s(scaled(machine, factors)) for predicted_s, machine in pairs]
         return self._known[key]
 
     def best(self, which: Sequence[int], start: Factors | None = None) -> dict[str, float]:
@@ -238,7 +247,7 @@ class Fit:
 
     def left_out(self, factors: Factors) -> list[float]:
         """Return the seconds of each step, predicted by a fit to the others; of many steps several are left out at once."""
-        count = len(self._programs)
+        count = len(self._predictors)
         predicted_s = [0.0] * count
         folds = min(count, _MOST_FOLDS)
         for fold in range(folds):
