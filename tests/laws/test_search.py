@@ -384,3 +384,17 @@ def test_experts_that_may_not_be_given_a_part_of_the_tokens_are_cut_by_tp_alone(
         assert {layout.sequence_parallel for layout in found} == {False, cuts}
         assert refusal_of(StepSpec.of(one, job, Layout(tp=4, sequence_parallel=cuts))) is None
     assert "nobody knows" in str(refusal_of(StepSpec.of(refused, job, Layout(tp=4, sequence_parallel=True))))
+
+
+@pytest.mark.parametrize(
+    "words", ["dp=2", "dp=4 zero=1", "dp=2 tp=2 zero=2", "dp=2 pp=2 zero=1 microbatch=1", "dp=4 zero=3"]
+)
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+def test_the_bound_of_an_update_on_the_host_is_close_and_never_above_what_is_played(words: str, precision: str) -> None:
+    gpu, model = load("h100x8"), preset("gpt2", 64)
+    given_job = Job(train={"global_batch": 8}, numerics={"precision": precision})
+    layout = Layout.parse(f"{words} offload")
+    played_s = predict(model, given_job, layout, gpu).step_s
+    step = StepSpec.of(model, given_job, layout, gpu.devices_per_node)
+    bound_s = Bounds(Prices(model, given_job, gpu)).step_s(step)
+    assert 0.8 * played_s < bound_s <= played_s * (1 + 1e-9)

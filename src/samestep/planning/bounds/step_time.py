@@ -183,7 +183,11 @@ class Bounds:
         )
 
     def _update_s(self, step: StepSpec, numel: float, apart: float) -> float:
-        moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]
+        master, hardware = BYTES_OF[step.master_dtype], self.hardware
+        moved = numel * UPDATE_PASSES * master
+        if step.layout.offload and hardware.host_bytes_per_s:  # each weight comes back in the smaller dtype at least
+            sent_s = numel * (master + min(master, BYTES_OF[step.compute_dtype])) / hardware.host_bytes_per_s
+            return sent_s + moved / hardware.host_update_bytes_per_s + hardware.host_step_s
         moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
         return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
 
