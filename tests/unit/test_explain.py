@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from samestep.errors import InputError, RecordError
 from samestep.explanation.explain import explain, read_run
 from samestep.explanation.step_parts import MeasuredSteps, measured_steps, parts_of
+from samestep.explanation.step_traffic import bytes_of, traffic_line
 from samestep.explanation.step_verdict import straggler_of, verdict_of
 from samestep.program.recorded import MemoryMark, RankRecord, SentOp, head_line, path_of, step_line
 from tests.unit.ranks_on_a_clock import Script, backward, issue, layer, records_of, region, sync, task, wait, work
@@ -244,6 +245,33 @@ def test_a_link_is_named_under_load_only_where_it_takes_much_longer_than_ranks_w
     assert verdict_of(seen(slow, 1.0, 0.1), parts).kind == "compute"
     line = next(one for one in verdict_of(seen(slow, 1.0, 0.0), parts).reasons if "dp_replicate sends" in one)
     assert "; the link carries 41.7 KB/s or more" in line.replace("KiB", "KB") or "the link carries" in line
+
+
+def test_a_transfer_that_is_predicted_and_was_not_seen_is_no_link(tmp_path: Path) -> None:
+    found = explained({})
+    parts = [replace(part, predicted_s=0.02) for part in parts_of(found, found.busiest, None)[0]]
+    unseen = [replace(part, measured_s=0.0) if part.name == "transfer" else part for part in parts]
+    hidden = {rank: dict.fromkeys(axes, 0.0) for rank, axes in found.hidden.items()}
+    assert verdict_of(replace(found, hidden=hidden), unseen).kind == "compute"
+
+
+@pytest.mark.parametrize("more", [0, 8])
+def test_bytes_of_experts_agree_over_the_ranks_of_their_axis(more: int) -> None:
+    made = records()
+    for rank, one in made.items():
+        for event in one.steps[1].events:
+            if event[0] == "sent":
+                size = {op.owner: op.size_bytes for op in OPS}[event[1]]
+                event.append(size + (more + (100 if rank % 2 else -100)) * (event[1] == "a.out"))  # type: ignore[attr-defined]
+    sent = bytes_of(made, 0)
+    assert [(one.axis, one.predicted == one.measured, one.is_routed) for one in sent] == [
+        ("tp", False, not more),
+        ("dp_replicate", True, False),
+        ("world", True, False),
+    ]
+    line = traffic_line(0, sent)
+    assert ("listed and sent: tp 900 B as tokens are routed" in line) == (not more)
+    assert (f"sent: tp {900 + more} B, where the program lists 1,000 B" in line) == bool(more)
 
 
 def test_a_link_is_not_blamed_where_a_thread_that_sends_had_no_processor() -> None:

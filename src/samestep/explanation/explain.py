@@ -131,7 +131,7 @@ class Explained:
 
     def bytes_of(self, rank: int) -> tuple[AxisBytes, ...]:
         """Return the bytes of the buffers that a rank sends in a step, by axis: those that its program lists, and those that torch was given."""
-        return bytes_of(self.found.records[rank])
+        return bytes_of(self.found.records, rank)
 
     def memory_of(self, rank: int) -> StepMemory | None:
         """Return the memory of a rank over the last step; None where it was not recorded."""

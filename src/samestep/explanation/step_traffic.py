@@ -8,8 +8,8 @@ what was sent in that one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from samestep.explanation.measured_step import sent_by
 from samestep.output.byte_sizes import readable
@@ -26,6 +26,8 @@ class AxisBytes:
     """Bytes that the program lists."""
     measured: int | None
     """Bytes that torch was given; None where the record does not have its first step."""
+    is_routed: bool = False
+    """Whether a rank's part of an exchange between experts makes both differ, which all ranks of the axis together do not."""
 
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""
@@ -35,11 +37,29 @@ class AxisBytes:
         """Return the axis with its bytes, and where both differ what the program lists."""
         if self.measured in (None, self.predicted):
             return f"{self.axis} {readable(self.predicted)}"
-        return f"{self.axis} {readable(self.measured or 0)}, where the program lists {readable(self.predicted)}"
+        if self.is_routed:
+            return (
+                f"{self.axis} {readable(self.measured or 0)} as tokens are routed, on all its ranks together as listed"
+            )
+        return f"{self.axis} {self.measured:,} B, where the program lists {self.predicted:,} B"
 
 
-def bytes_of(record: RankRecord) -> tuple[AxisBytes, ...]:
+def bytes_of(records: Mapping[int, RankRecord], rank: int) -> tuple[AxisBytes, ...]:
     """Return the bytes of the buffers of a rank in a step, by axis, in the order of its program."""
+    own = _bytes_of(records[rank])
+    differs = [one.axis for one in own if one.measured not in (None, one.predicted)]
+    routed = {axis for axis in differs if _agrees_together(records, rank, axis)}
+    return tuple(replace(one, is_routed=one.axis in routed) for one in own)
+
+
+def _agrees_together(records: Mapping[int, RankRecord], rank: int, axis: str) -> bool:
+    """Return whether all ranks of an axis together were given what their programs list, as those with experts are."""
+    group = records[rank].head.groups.get(axis, ())
+    sent = [one for other in group if other in records for one in _bytes_of(records[other]) if one.axis == axis]
+    return len(sent) == len(group) and sum(one.predicted for one in sent) == sum(one.measured or 0 for one in sent)
+
+
+def _bytes_of(record: RankRecord) -> tuple[AxisBytes, ...]:
     listed, measured = Counter[str](), Counter[str]()
     for op in record.head.ops:
         listed[op.axis] += 0 if BESIDE in op.axis else op.size_bytes
@@ -53,6 +73,6 @@ def bytes_of(record: RankRecord) -> tuple[AxisBytes, ...]:
 
 def traffic_line(rank: int, sent: Sequence[AxisBytes]) -> str:
     """Return a line with the bytes of each axis."""
-    known = "listed and sent" if all(one.measured == one.predicted for one in sent) else "listed"
-    known = "sent" if any(one.measured not in (None, one.predicted) for one in sent) else known
+    is_agreed = all(one.measured == one.predicted or one.is_routed for one in sent)
+    known = "listed and sent" if is_agreed else "sent" if sent[0].measured is not None else "listed"
     return f"buffers of rank {rank} in a step, {known}: {'; '.join(one.to_text() for one in sent)}"

@@ -186,7 +186,7 @@ def _links(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
             text += f" and {_ms(hidden)} of which compute may hide"
         if part.predicted_s is not None:
             text += f"; {_ms(part.predicted_s)} were predicted"
-        if wire := found.wire_bytes(found.busiest, part.axis):
+        if (wire := found.wire_bytes(found.busiest, part.axis)) and part.measured_s + hidden > 0:
             text += (
                 f"; the link carries {readable(round(wire / (part.measured_s + hidden)))}/s{' or more' * bool(hidden)}"
             )
