@@ -1,7 +1,7 @@
 """Context parallelism: every rank of `cp` has a slice of each sequence, and in attention some heads of all tokens, or a ring.
 
 Operations on single tokens work on a slice unchanged. Attention needs all tokens. `exchange=ring` passes keys and values from
-rank to rank (`program/ring_visits.py`), in N - 1 shifts forward; backward they pass once more, with N shifts of their gradients.
+rank to rank (`program/ring_visits.py`), in N - 1 shifts forward; backward they pass once more, with N - 1 shifts of their gradients.
 
 `exchange=heads` is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): attention needs one head at a time, so two all_to_alls (of queries, keys and values, and of the output)
 exchange tokens for heads. With N ranks, T tokens and A heads of size D:
@@ -357,7 +357,8 @@ def _shifts(
 ) -> Iterator[Op]:
     """Yield the shifts of an attention, each during the attention to the keys and values of one rank of the ring.
 
-    In the backward two are beside it, which takes at least twice as long as in the forward.
+    In the backward two are beside it, which takes at least twice as long as in the forward; the first and the last are alone beside half
+    of the block of a rank's own keys each.
     """
     degree, (_, key, value, output) = ranks.ring, call
     if degree == 1:
@@ -381,8 +382,8 @@ def _shifts(
         for hop in range(degree):
             if hop < degree - 1:
                 yield passed.but(beside=beside)
-            if takes_gradient:
-                yield of_them if hop < degree - 1 else of_them.but(beside=())
+            if hop and takes_gradient:
+                yield of_them
 
 
 def sum_dtype(dtype: str) -> str:

@@ -4,6 +4,9 @@
     hop 1     keys of the rank before     │ ...
     hop N-1   keys of the next rank       │ nothing
 
+In the backward the gradients of keys follow them from hop 1 on and come back with the last message, beside which a rank computes half of
+the block of its own keys: the other half is computed beside the first message.
+
 The message of a hop is under way while the block that is there is computed. A message is an all_to_all in which each rank sends
 to one rank alone: NCCL carries it out as one send and one receive, and gloo beside the compute.
 
@@ -94,6 +97,19 @@ class _How(NamedTuple):
             source = source_at(hop, ring.rank, ring.degree)
             yield hop, source, visit(ring.placement, ring.rank, source, is_causal=self.spec.causal)
 
+    def halves_of_own(self, by_flash: bool) -> tuple[tuple[RingVisit, ...], tuple[RingVisit, ...]]:
+        """Return what a backward computes of a rank's own keys while keys leave, and while their gradients come back.
+
+        The kernel of causal attention takes as many queries as keys; the formula takes the keys of some queries by itself.
+        """
+        size = self.ring.placement.size
+        half, whole = size // 2, slice(0, size)
+        first, second = slice(0, half), slice(half, size)
+        if not by_flash or not self.spec.causal:
+            return (RingVisit(second, whole, is_causal=False),), (RingVisit(first, whole, is_causal=False),)
+        late = RingVisit(first, first, is_causal=True), RingVisit(second, second, is_causal=True)
+        return (RingVisit(second, first, is_causal=False),), late
+
     def shift(self, buffer: Tensor, owner: str = "") -> Callable[[], Tensor]:
         """Begin to pass a buffer to the next rank."""
         return _shift(buffer, self.ring.group, self.ring.owner + owner)
@@ -131,24 +147,36 @@ class _RingAttention(torch.autograd.Function):
         into = Gradients(query, key, value, mask if needs[3] else None, sinks if needs[4] else None)
         back = _Back(given, output, log_sum_exp, products.unsqueeze(-1), into)
         here, returns = _packed(key, value), needs[1] or needs[2]
-        total = torch.zeros_like(here, dtype=wide(key))
+        own, mine, sums = how.ring.rank, here, (Sum(key), Sum(value))
+        early, late = how.halves_of_own(fits_flash(query, value, how.spec.but(mask=mask)))
         coming: Callable[[], Tensor] | None = None
-        for hop, source, seen in how.visits():
-            arriving = how.shift(here) if hop < how.ring.degree - 1 else None
-            into.of_keys, into.of_values = Sum(key), Sum(value)
+
+        def add(source: int, message: Tensor, seen: RingVisit | None) -> None:
             if seen is not None:
-                keys, values = _unpacked(here, key, value)
+                keys, values = _unpacked(message, key, value)
                 with disable_current_modes():
                     _visit_backward(how, source, seen, (query, keys, values, mask), back)
-            if returns:
-                total = coming() if coming is not None else total
-                for whole, part in zip(_unpacked(total, key, value), (into.of_keys, into.of_values), strict=True):
-                    if not part.is_empty:
-                        whole.add_(part.value)
+
+        for hop, source, seen in how.visits():
+            arriving = how.shift(here) if hop < how.ring.degree - 1 else None
+            into.of_keys, into.of_values = (Sum(key), Sum(value)) if hop else sums
+            for part in (seen,) if hop else early:
+                add(source, here, part)
+            if hop and returns:
+                total = coming() if coming is not None else torch.zeros_like(here, dtype=wide(key))
+                for whole, found in zip(_unpacked(total, key, value), (into.of_keys, into.of_values), strict=True):
+                    if not found.is_empty:
+                        whole.add_(found.value)
                 coming = how.shift(total, OF_GRADIENTS)
             here = here if arriving is None else arriving()
-        of_keys, of_values = _unpacked(coming(), key, value) if coming is not None else (None, None)
-        of_keys, of_values = (None if one is None else one.to(key.dtype) for one in (of_keys, of_values))
+        into.of_keys, into.of_values = sums
+        for part in late:  # while the gradients of this rank's keys come back
+            add(own, mine, part)
+        back_home = (None, None) if coming is None else _unpacked(coming(), key, value)
+        of_keys, of_values = (
+            None if found is None else (found if part.is_empty else found.add_(part.value)).to(key.dtype)
+            for found, part in zip(back_home, sums, strict=True)
+        )
         if needs[4]:
             add_to_sinks(into, sinks, log_sum_exp, products)
         of_sinks = None if into.of_sinks is None else into.of_sinks.to(sinks.dtype)

@@ -1,0 +1,174 @@
+"""How much of a ring's transfer is hidden behind the attention to the keys that are there, between two hosts with a slow link.
+
+    python benchmarks/ring_overlap.py [--mbit 400] [--length 4096] [--steps 6] [--keep]     --keep writes benchmarks/rows/ring_overlap.json
+
+Hosts are network namespaces (`network_namespaces.py`): root and iproute2 are needed. Both runs are explained ones, `cp=2 exchange=ring`:
+
+    ring        messages pass while blocks are computed
+    planted     the same, but each rank waits for a message before it computes the block beside it: all of the transfer is exposed
+    heads       the same job with `exchange=heads`, whose two messages everything waits for
+
+    transfer    seconds in which the link carries the messages of a step, by their bytes and its rate
+    exposed     seconds of a step in which the rank that computes longest waits for messages of `cp`, as `samestep explain` has them
+    hidden      the part of the transfer that is not exposed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import slow_links
+from network_namespaces import Host, NetworkError, network
+
+import samestep
+from samestep import job_files as jobs
+from samestep.explanation.explain import read_run
+from samestep.explanation.step_parts import measured_steps
+from samestep.program.ops import OpKind
+
+ROWS = Path(__file__).parent / "rows" / "ring_overlap.json"
+WARM_STEPS = 2
+WAYS = {"ring": "ring", "planted": "ring", "heads": "heads"}
+"""The exchange of each run."""
+PARTS_SENT = {OpKind.SHIFT: 1.0, OpKind.ALL_TO_ALL: 0.5}
+"""The part of a buffer that leaves one of two ranks."""
+
+
+def settings_of(length: int, steps: int) -> list[str]:
+    """Return the job: one long sequence a step, whose attention takes longer than its messages."""
+    return [
+        f"data.sequence_length={length}", "train.global_batch=1", f"train.steps={steps}", f"train.record={WARM_STEPS}:{steps - 1}",
+        "train.sample_tokens=0", "train.watch_every=0", "checkpoint.every=0", "train.evaluate_samples=2", "schedule.warmup_steps=0",
+        "model.config.num_hidden_layers=2", f"model.config.max_position_embeddings={length}",
+    ]  # fmt: skip
+
+
+def work(way: str, settings: Sequence[str], out: str) -> None:
+    """Train as one rank of two."""
+    if way == "planted":
+        _wait_at_once()
+    samestep.train(jobs.default([*settings]), layout=f"cp=2 exchange={WAYS[way]}", out=Path(out))
+
+
+def _wait_at_once() -> None:
+    """Let each message arrive before the block beside it is computed."""
+    from samestep.runtime.axes import ring_attention
+
+    begin = ring_attention._shift
+
+    def shift(*given: Any) -> Callable[[], Any]:
+        arrived = begin(*given)()
+        return lambda: arrived
+
+    ring_attention._shift = shift  # type: ignore[assignment]
+
+
+def trained(hosts: Sequence[Host], way: str, settings: Sequence[str], out: Path) -> None:
+    """Train with one rank on each host.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    started = []
+    for rank, host in enumerate(hosts):
+        where = {"RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        where |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": slow_links.PORT}
+        env = {**os.environ, **{key: str(value) for key, value in where.items()}}
+        given = json.dumps([way, list(settings), str(out)])
+        words = host.command(sys.executable, str(Path(__file__)), "--worker", given)
+        started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [process.communicate()[0] for process in started]
+    failed = [text for process, text in zip(started, said, strict=True) if process.returncode]
+    if failed:
+        raise RuntimeError(f"training on hosts failed:\n{failed[0][-2000:]}")
+
+
+def figures_of(out: Path, mbit: float) -> dict[str, float]:
+    """Return what an explained run shows of its messages, medians over the recorded steps."""
+    records = read_run(out)[1]
+    steps = sorted(set.intersection(*({*record.steps} for record in records.values())))[1:]
+    found = [measured_steps(records, [number]) for number in steps]
+    rank = measured_steps(records, steps).busiest
+    sent = sum(
+        op.size_bytes * PARTS_SENT[op.kind] for op in records[rank].head.ops if op.kind in PARTS_SENT and str(op.axis).startswith("cp")
+    )
+    exposed_s = [
+        sum(seconds for (row, axis), seconds in one.rows[rank].items() if row == "transfer" and axis.startswith("cp"))
+        for one in found
+    ]
+    transfer_s = sent * 8 / (mbit * 1e6 * slow_links.PAYLOAD)
+    exposed = statistics.median(exposed_s)
+    return {
+        "step_s": statistics.median(one.lasted_s[rank] for one in found),
+        "sent_bytes": sent,
+        "transfer_s": transfer_s,
+        "exposed_s": exposed,
+        "hidden": 1.0 - min(1.0, exposed / transfer_s),
+    }
+
+
+def rows_of(mbit: float, length: int, steps: int) -> list[dict[str, Any]]:
+    """Return a row for each way.
+
+    Raises:
+        NetworkError: this machine cannot make two hosts.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, network(2, mbit * 1e6) as hosts:
+        for way in WAYS:
+            out = Path(folder) / way
+            trained(hosts, way, settings_of(length, steps), out)
+            rows.append({"way": way, **figures_of(out, mbit)})
+    return rows
+
+
+def markdown(path: Path = ROWS) -> str:
+    """Return the table of the rows that were written."""
+    found = json.loads(path.read_text())
+    lines = ["| run | step ms | sent MB | transfer ms | exposed ms | hidden |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for row in found["rows"]:
+        seconds = [f"{row[key] * 1e3:,.0f}" for key in ("step_s", "transfer_s", "exposed_s")]
+        lines.append(
+            f"| {row['way']} | {seconds[0]} | {row['sent_bytes'] / 1e6:.1f} | {seconds[1]} | {seconds[2]} | {row['hidden']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=400.0)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args(words)
+    if given.worker:
+        work(*json.loads(given.worker))
+        return 0
+    try:
+        rows = rows_of(given.mbit, given.length, given.steps)
+    except NetworkError as error:
+        print(error)
+        return 2
+    found = {"mbit": given.mbit, "length": given.length, "steps": given.steps, "rows": rows}
+    with tempfile.TemporaryDirectory() as folder:
+        path = ROWS if given.keep else Path(folder) / "rows.json"
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(markdown(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
