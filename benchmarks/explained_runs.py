@@ -113,7 +113,7 @@ def layouts(several: Sequence[str] = LAYOUTS) -> Iterator[dict[str, Any]]:
 
 
 def _rows(out: Path) -> dict[str, Any]:
-    _, records = read_run(out)
+    records = read_run(out)[1]
     steps = sorted(set.intersection(*({*record.steps} for record in records.values())))[1:]
     each = [measured_steps(records, [number]) for number in steps]
     worst = 0.0

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import slow_links
 from network_namespaces import Host, NetworkError, network
 
 import samestep
+from samestep import Job, Layout, hardware
 from samestep import job_files as jobs
 from samestep.explanation.explain import read_run
 from samestep.explanation.step_parts import measured_steps
@@ -101,7 +103,9 @@ def figures_of(out: Path, mbit: float) -> dict[str, float]:
     found = [measured_steps(records, [number]) for number in steps]
     rank = measured_steps(records, steps).busiest
     sent = sum(
-        op.size_bytes * PARTS_SENT[op.kind] for op in records[rank].head.ops if op.kind in PARTS_SENT and str(op.axis).startswith("cp")
+        op.size_bytes * PARTS_SENT[op.kind]
+        for op in records[rank].head.ops
+        if op.kind in PARTS_SENT and str(op.axis).startswith("cp")
     )
     exposed_s = [
         sum(seconds for (row, axis), seconds in one.rows[rank].items() if row == "transfer" and axis.startswith("cp"))
@@ -136,13 +140,43 @@ def rows_of(mbit: float, length: int, steps: int) -> list[dict[str, Any]]:
 def markdown(path: Path = ROWS) -> str:
     """Return the table of the rows that were written."""
     found = json.loads(path.read_text())
-    lines = ["| run | step ms | sent MB | transfer ms | exposed ms | hidden |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| run | step ms | sent MB | transfer ms | exposed ms | hidden |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for row in found["rows"]:
         seconds = [f"{row[key] * 1e3:,.0f}" for key in ("step_s", "transfer_s", "exposed_s")]
         lines.append(
             f"| {row['way']} | {seconds[0]} | {row['sent_bytes'] / 1e6:.1f} | {seconds[1]} | {seconds[2]} | {row['hidden']:.0%} |"
         )
     return "\n".join(lines)
+
+
+LINKS = {"450 GB/s (NVLink)": None, "50 GB/s": 50e9, "12.5 GB/s": 12.5e9}
+LENGTHS, DEGREES = (2**13, 2**15, 2**17), (2, 4, 8)
+
+
+def crossover(preset: str = "llama3-8b") -> str:
+    """Return the table of predicted steps with a ring over those with heads, by link, length and degree, of one model on H100s."""
+    near = hardware.load("h100x8")
+    head = ["link", *(f"{length:,} tokens, cp={degree}" for length in LENGTHS for degree in DEGREES)]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for name, rate in LINKS.items():
+        far = replace(near, devices_per_node=1, inter=replace(near.inter, bytes_per_s=rate)) if rate else near
+        cells = [_ring_over_heads(preset, length, degree, far) for length in LENGTHS for degree in DEGREES]
+        lines.append(f"| {' | '.join([name, *(f'{one:.2f}' for one in cells)])} |")
+    return "\n".join(lines)
+
+
+def _ring_over_heads(preset: str, length: int, degree: int, machine: hardware.Hardware) -> float:
+    job = Job(
+        model={"source": f"preset:{preset}"}, data={"sequence_length": length}, train={"global_batch": 1}, numerics={"precision": "bf16"}
+    )  # fmt: skip
+    heads, ring = (
+        samestep.simulate(job, Layout.parse(f"dp=1 cp={degree} exchange={one} recompute=full"), machine).step_s
+        for one in ("heads", "ring")
+    )
+    return ring / heads
 
 
 def main(words: Sequence[str] | None = None) -> int:

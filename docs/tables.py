@@ -254,6 +254,18 @@ def plans() -> str:
     return str(importlib.import_module("plans").markdown())
 
 
+def ring_overlap() -> str:
+    """How much of a ring's transfer is hidden between two hosts, as `benchmarks/ring_overlap.py` has measured it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("ring_overlap").markdown())
+
+
+def exchanges() -> str:
+    """Predicted steps with a ring over those with heads."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("ring_overlap").crossover())
+
+
 def long_context() -> str:
     """What fits of long sequences on H100s, as `benchmarks/long_context.py` has found it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -516,6 +528,8 @@ TABLES = {
     "plans": plans,
     "sharded": sharded,
     "long_context": long_context,
+    "ring_overlap": ring_overlap,
+    "exchanges": exchanges,
     "launchers": launchers,
     "gpu": gpu,
     "family_counts": family_counts,

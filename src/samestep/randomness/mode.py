@@ -227,7 +227,7 @@ class DropoutMode(MaskSource):
 
     def may_go_by_name(self) -> DropoutMode:
         """Let draws be seen by the names of their functions, where earlier forwards have shown that this suffices; return the mode."""
-        if type(self).__torch_function__ is DropoutMode.__torch_function__:
+        if type(self).__torch_function__ is __class__.__torch_function__:  # type: ignore[name-defined]  # whatever its name stands for
             self._names = self._tracker.names
         return self
 
