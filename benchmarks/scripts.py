@@ -28,14 +28,25 @@ if str(ROOT) not in sys.path:
 
 import samestep  # noqa: E402
 from benchmarks import script_table  # noqa: E402
-from benchmarks.script_kinds import agents, data, language, losses, models, optimizers, states, training, vision  # noqa: E402
+from benchmarks.script_kinds import (  # noqa: E402
+    adversarial,
+    agents,
+    data,
+    language,
+    losses,
+    models,
+    optimizers,
+    states,
+    training,
+    vision,
+)
 from benchmarks.script_kinds.kind import ALL, DP1, Kind, Port, State  # noqa: E402
 from benchmarks.script_table import EQUAL, FAILED, REFUSED, WRONG  # noqa: E402
 from samestep.runtime.axes.precision import RaiseIslands  # noqa: E402
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
-    for room in (losses, states, optimizers, data, models, language, vision, training, agents)
+    for room in (losses, states, optimizers, data, models, language, vision, training, agents, adversarial)
     for kind in room.KINDS
 }
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-8, 1e-6
