@@ -157,7 +157,7 @@ def test_a_mistake_is_json_too(verb: str, said: Callable[..., tuple[int, Any]]) 
         (("plan", "--json", "-", "none.toml", "--devices", "2"), 2, "no-job-file"),
         (("simulate", *PRESET, "--layout", "tp=7", "--json"), 2, "tp-not-divide-groups"),
         (("evaluate", "nowhere", "--json"), 2, "holds-no-checkpoint-run"),
-        (("explain", "nowhere", "--json"), 2, "no-recorded-steps-samestep"),
+        (("explain", "nowhere", "--json"), 2, "not-exist-folder-run"),
     ],
 )
 def test_an_error_has_its_class_and_its_exit_status(
