@@ -274,6 +274,15 @@ def test_bytes_of_experts_agree_over_the_ranks_of_their_axis(more: int) -> None:
     assert (f"sent: tp {900 + more} B, where the program lists 1,000 B" in line) == bool(more)
 
 
+def test_exchanges_that_were_not_in_a_step_are_neither_missing_nor_listed() -> None:
+    bucket = SentOp("exchange.0", "all_reduce", "dp_replicate", 7000, "U0")
+    made = records()
+    for one in made.values():
+        one.head = replace(one.head, ops=(*OPS, bucket), num_exchanged=1)
+    assert measured_steps(made, [2, 3]).missing == ()
+    assert [one.predicted for one in bytes_of(made, 0)] == [op.size_bytes for op in OPS]
+
+
 def test_a_link_is_not_blamed_where_a_thread_that_sends_had_no_processor() -> None:
     slow = explained({}, transfer={"bucket.0": 120 * MS})
     parts = parts_of(slow, slow.busiest, None)[0]

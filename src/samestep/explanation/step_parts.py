@@ -216,15 +216,11 @@ def _missing(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[st
     for rank, record in records.items():
         listed = len(record.head.ops)
         sent = [sum(1 for event in record.steps[number].events if event[0] == "sent") for number in steps]
-        if any(count != listed for count in sent) and not _exchanges(record):
+        if any(count != listed for count in sent) and not record.head.num_exchanged:
             found.append(
                 f"rank {rank} has sent {min(sent)} to {max(sent)} times a step, and its program lists {listed}"
             )
     return found
-
-
-def _exchanges(record: RankRecord) -> bool:
-    return any("beside" in op.axis for op in record.head.ops)
 
 
 def parts_of(found: MeasuredSteps, rank: int, predicted: Prediction | None) -> tuple[tuple[StepPart, ...], float]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from samestep.explanation.measured_step import sent_by
 from samestep.output.byte_sizes import readable
-from samestep.program.ranks import BESIDE
 from samestep.program.recorded import RankRecord
 
 
@@ -61,13 +60,16 @@ def _agrees_together(records: Mapping[int, RankRecord], rank: int, axis: str) ->
 
 def _bytes_of(record: RankRecord) -> tuple[AxisBytes, ...]:
     listed, measured = Counter[str](), Counter[str]()
-    for op in record.head.ops:
-        listed[op.axis] += 0 if BESIDE in op.axis else op.size_bytes
+    ops = record.head.ops
+    always, exchanged = ops[: len(ops) - record.head.num_exchanged], ops[len(ops) - record.head.num_exchanged :]
+    for op in always:
+        listed[op.axis] += op.size_bytes
+    now_and_then = {(op.owner, op.axis) for op in exchanged}
     first = min(record.steps)
     sent = [one for one in sent_by(record, first, 0) if one.size_bytes is not None]
     for one in sent:
         measured[one.op.axis] += one.size_bytes or 0
-        listed[one.op.axis] += one.op.size_bytes if BESIDE in one.op.axis else 0
+        listed[one.op.axis] += one.op.size_bytes if (one.op.owner, one.op.axis) in now_and_then else 0
     return tuple(AxisBytes(axis, listed[axis], measured[axis] if sent else None) for axis in {**listed, **measured})
 
 

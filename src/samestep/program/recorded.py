@@ -80,6 +80,8 @@ class RecordHead:
     ops: Sequence[SentOp]
     """What it sends in one step, in the order of the program."""
     layers: Sequence[str]
+    num_exchanged: int = 0
+    """Number of the last of `ops` that exchange weights of replicas, which is not in each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

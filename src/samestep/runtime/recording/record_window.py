@@ -127,6 +127,7 @@ def head_of(program: Program, spec: ModelSpec, rank: int, device: torch.device) 
         groups={axis: list(step.ranks.group(rank, axis)) for axis in dict.fromkeys(op.axis for op in ops)},
         ops=ops,
         layers=[layer.name for layer in spec.layers],
+        num_exchanged=len(ops) - sum(op.axis is not None for _, op in program.ops()),
     )
 
 
