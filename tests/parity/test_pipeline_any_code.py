@@ -119,3 +119,110 @@ def test_functions_of_autograd_between_blocks_keep_their_backwards(layout: str) 
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, value in weights.items():
             torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+# -- Forwards that take the items of a batch one by one --------------------------------------------
+
+
+class ItemByItem(Language):
+    """All layers for the first sample, before they are called for the second one."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return torch.stack([self.of_one(ids) for ids in input_ids])
+
+    def of_one(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoded(self.embed(ids)))
+
+    def encoded(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class EncodedItems(ItemByItem):
+    """Blocks for each sample, between an embedding and a head of all."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(torch.stack([self.encoded(x) for x in self.embed(input_ids)]))
+
+
+class WrittenItems(EncodedItems):
+    """Two tensors cross each boundary for each sample, one of which the model's own code writes into."""
+
+    def encoded(self, x: Tensor) -> Tensor:
+        first = x
+        for block in self.blocks:
+            x = block(x) + 0.5 * first
+            x += 0.1
+        return x
+
+
+class Halves(ItemByItem):
+    """Two samples at once."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return torch.cat([super(ItemByItem, self).forward(ids) for ids in input_ids.split(2)])
+
+
+class ListedItems(ItemByItem):
+    """A list of one dict a sample, of unequal lengths."""
+
+    def forward(self, items: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([self.of_one(item["input_ids"]).mean(0) for item in items])
+
+
+def _of_items(rank: int, world: int, build: type[Language], layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    job = job_of("float64", 2)
+    torch.manual_seed(0)
+    model = build().double()
+    run = samestep.parallelize(
+        model, _listed_loss if build is ListedItems else "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1),
+        layout=layout, job=job,
+    )  # fmt: skip
+    data = code_of("stages skips").data()
+    if build is ListedItems:
+        rows = [{"input_ids": row["input_ids"][: 2 + index % 3]} for index, row in zip(range(16), data, strict=False)]
+        given: list[Any] = [rows[:8], rows[8:]]
+    else:
+        given = [*batches(data, job)]
+    losses = [run.step(batch).loss for batch in given]
+    return [*losses, run.evaluate(given[0])["loss"]], run.state_dict(on_every_rank=True)
+
+
+def _listed_loss(outputs: Tensor, batch: list[dict[str, Tensor]]) -> tuple[Tensor, int]:
+    labels = torch.stack([item["input_ids"][0] for item in batch])
+    return nn.functional.cross_entropy(outputs, labels, reduction="sum"), len(batch)
+
+
+@pytest.mark.parametrize(
+    ("build", "layout"),
+    [
+        (ItemByItem, "pp=2 microbatch=4"),
+        (EncodedItems, "pp=2 microbatch=2 schedule=interleaved virtual_stages=2"),
+        (WrittenItems, "pp=2 microbatch=4"),
+        (Halves, "pp=2 microbatch=4"),
+        (ListedItems, "pp=2 microbatch=4"),
+    ],
+)
+def test_items_taken_one_by_one_pass_between_stages_as_one_message(build: type[Language], layout: str) -> None:
+    wanted, weights = _of_items(0, 1, build, "dp=1")
+    for losses, found in pool(2).run(_of_items, build, layout):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+class CarriedOver(ItemByItem):
+    """A sample begins with what the last block has made of the sample before."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, found = torch.zeros(()), []
+        for one in self.embed(input_ids):
+            x = self.encoded(one + x)
+            found.append(self.head(x))
+        return torch.stack(found)
+
+
+def test_an_item_that_needs_a_later_layer_of_the_one_before_is_refused() -> None:
+    with pytest.raises(samestep.SamestepError, match=r"another item of the batch|samples influence each other"):
+        pool(2).run(_of_items, CarriedOver, "pp=2 microbatch=4")

@@ -107,10 +107,10 @@ def _cuts_block(param: ParamSpec, degree: int, block: int) -> bool:
 @cache_by_model
 def refuse_degree(model: ModelSpec, degree: int) -> str | None:
     """Return why a degree would cut through a group of a weight, or why the model cannot be cut at all."""
-    if model.cut_refusal:
-        return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     if model.differentiates_at:
         return f"tp={degree}: {gradients_within(model)}; tp=1 works"
+    if model.cut_refusal:
+        return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     for param in model.params:
         if param.cut is not None and param.read_outside:
             return f"tp={degree}: {param.name} is also read outside the layer that owns it, where it would be cut: tp=1 works"

@@ -20,9 +20,9 @@ from samestep.errors import ModelError
 from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
 from samestep.models.spec import ModelSpec, is_below
-from samestep.tracing.crossings import beginnings
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.operations import Visit
+from samestep.tracing.stage_events import beginnings
 
 
 @dataclass(slots=True)

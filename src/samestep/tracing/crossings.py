@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from samestep.models.layer_parts import Crossing
 from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF
-from samestep.tracing.flow import CannotPassError, Event, Flow, Value
+from samestep.tracing.flow import CannotPassError, Event, Flow
+from samestep.tracing.stage_events import Passed, beginnings, boundary_before, passed_before
 
 Sized = tuple[Flow, int]
 """The flow of a batch, and its number of samples."""
@@ -66,7 +67,7 @@ def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tu
                 )
             values = zip(layer.crossings, of_whole, of_slices, strict=True)
             parts = [
-                replace(crossing, is_sliced=whole.values[one].shape != sliced.values[other].shape)
+                replace(crossing, is_sliced=whole.values[one[0]].shape != sliced.values[other[0]].shape)
                 for crossing, one, other in values
             ]
             layer = replace(layer, crossings=tuple(parts))
@@ -90,42 +91,16 @@ def _add_crossings(
     return tuple(found)
 
 
-def crossing_values(layers: Sequence[LayerSpec], index: int, flow: Flow) -> tuple[int, ...]:
-    """Return the values that cross the boundary before a layer.
+def crossing_values(layers: Sequence[LayerSpec], index: int, flow: Flow) -> Passed:
+    """Return the values that cross the boundary before a layer, by message.
 
     Raises:
         CannotPassError: no stage can begin there.
     """
-    values = flow.crossing(boundary_before(layers, index, flow))
+    values = passed_before(layers, index, flow)
     if not values:
         raise CannotPassError("nothing of the layers before is read there or later")
     return values
-
-
-def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
-    """Return the event before which a stage begins with a layer.
-
-    Raises:
-        CannotPassError: none can.
-    """
-    found = beginnings(layers, flow)[index]
-    if found is None:
-        raise CannotPassError("the calls of the model's modules are others than in the trace")
-    flow.check_boundary(found)
-    return found
-
-
-def beginnings(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int | None, ...]:
-    """Return the event at which each layer begins; None after a call that differs from the trace."""
-    calls = flow.calls
-    found: list[int | None] = []
-    count, is_known = 0, True
-    for layer in layers:
-        mine = [flow.events[call].name for call in calls[count : count + layer.calls]]
-        is_known = is_known and len(mine) == layer.calls and {*mine} <= {*layer.called}
-        found.append(calls[count] if is_known and layer.calls else None)
-        count += layer.calls
-    return tuple(found)
 
 
 def _crossings(
@@ -138,15 +113,18 @@ def _crossings(
     """
     before, (flow, few) = layers[index - 1].name, one
     numbers = crossing_values(layers, index, flow)
-    values = [flow.values[number] for number in numbers]
-    sizes = [_numel(value) for value in values]
+    values = [flow.values[first] for first, *_ in numbers]
+    sizes = [_numel(flow, group) for group in numbers]
     each = [size // few for size in sizes]
     fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     if more is not None:
-        others = [more[0].values[number] for number in crossing_values(layers, index, more[0])]
+        more_numbers = crossing_values(layers, index, more[0])
+        others = [more[0].values[first] for first, *_ in more_numbers]
         if [(o.maker, len(o.shape), o.dtype) for o in others] != [(v.maker, len(v.shape), v.dtype) for v in values]:
             raise CannotPassError("other tensors cross the boundary for another number of samples")
-        each = [(_numel(other) - size) // (more[1] - few) for other, size in zip(others, sizes, strict=True)]
+        each = [
+            (_numel(more[0], group) - size) // (more[1] - few) for group, size in zip(more_numbers, sizes, strict=True)
+        ]
         fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     found = []
     for number, value in enumerate(values):
@@ -163,8 +141,8 @@ def _crossings(
     return tuple(found)
 
 
-def _numel(value: Value) -> int:
-    return torch.Size(value.shape).numel()
+def _numel(flow: Flow, values: Sequence[int]) -> int:
+    return sum(torch.Size(flow.values[value].shape).numel() for value in values)
 
 
 def passes_one_tensor(

@@ -26,7 +26,7 @@ A module may also change lists and dictionaries that it is given: it appends an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -182,7 +182,8 @@ class Flow:
         return tuple(number for number, event in enumerate(self.events) if event.is_call)
 
     @cached_property
-    def _passed(self) -> dict[int, Value]:
+    def passed(self) -> dict[int, Value]:
+        """The values that are no weights, by number."""
         weights = {number for _, number in self.weights}
         return {number: value for number, value in enumerate(self.values) if number not in weights}
 
@@ -190,27 +191,27 @@ class Flow:
         """Return the values that are computed before an event and read by it or later; a weight is held where it is
         read."""
         return tuple(
-            number for number, value in self._passed.items() if value.event < boundary <= self.last_reads[number]
+            number for number, value in self.passed.items() if value.event < boundary <= self.last_reads[number]
         )
 
-    def uses_within(self, name: str, start: int, stop: int | None) -> bool:
-        """Return whether an event of a range uses a weight."""
-        return any(start <= use and (stop is None or use < stop) for use in self._uses[name])
+    def uses_within(self, name: str, events: Collection[int]) -> bool:
+        """Return whether one of some events uses a weight."""
+        return any(use in events for use in self._uses[name])
 
     @cached_property
     def _uses(self) -> dict[str, tuple[int, ...]]:
         return dict(self.uses)
 
-    def check_boundary(self, boundary: int) -> None:
-        """Check that what crosses the boundary before an event is passed by the arguments and results of modules.
+    def check_passed(self, is_before: Callable[[int], bool]) -> None:
+        """Check that what passes to other events from those before a boundary is passed by the arguments and results of modules.
 
         Raises:
             CannotPassError: a tensor is not.
         """
-        text = next((text for made, read, text in self.hidden if made < boundary <= read), None)
+        text = next((text for made, read, text in self.hidden if is_before(made) and not is_before(read)), None)
         if text is not None:
             raise CannotPassError(text)
-        if self.picks_from is not None and boundary > self.picks_from:
+        if self.picks_from is not None and is_before(self.picks_from):
             picks = self.events[self.picks_from].name
             raise CannotPassError(f"{picks} works on rows that values pick, and other samples may have more of them")
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from samestep.building.model import call_model
 from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import disable_compiler, dynamo
+from samestep.datasets.values import has_items, num_samples, rows_of
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import with_first
@@ -51,7 +52,6 @@ from samestep.runtime.processes.messages import broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.crossings import (
-    boundary_before,
     passes_one_tensor,
     with_crossings,
     with_exact_crossings,
@@ -59,6 +59,7 @@ from samestep.tracing.crossings import (
 )
 from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import CannotPassError, Flow
+from samestep.tracing.stage_events import StageEvents, passed_before
 from samestep.tracing.trace import samples_traced
 from samestep.trees import tree_leaves, tree_map_only
 
@@ -204,7 +205,7 @@ class Stage(PartOfStep):
             found = self._received(action, awaited)
             dropout.begin_after(self._model, self._entered[action.chunk])
             is_differentiated = torch.is_grad_enabled() or not is_forward_only()
-            for tensor, value in zip(found, flow.crossing(start or 0), strict=True):
+            for tensor, (value, *_) in zip(found, events.incoming, strict=True):
                 tensor.requires_grad_(flow.values[value].takes_gradient and is_differentiated)
             return found
 
@@ -213,8 +214,9 @@ class Stage(PartOfStep):
             self._outputs[key] = list(tensors)
             self._messages.send(action, [tensor.detach() for tensor in tensors], self._crossing(flow, layers.stop))
 
-        start, stop = (boundary_at(self._layers, index, flow) for index in (layers.start, layers.stop))
-        mode = StageForward(flow, start or 0, stop, self._mesh.device, receive, send)
+        with _or_refuse(self._layers[layers.start].name):
+            events = StageEvents.of(self._layers, layers, flow)
+        mode = StageForward(flow, events, self._mesh.device, receive, send)
         reporting = self._replace_modules(lambda path, _: Reporting(self._stand_ins[path], path, mode))
         with reporting, self._weights.placed(flow, mode), mode, seen_by(mode):
             outputs = call_model(self._model, samples)
@@ -225,17 +227,26 @@ class Stage(PartOfStep):
 
     def _crossing(self, flow: Flow, boundary: int) -> list[Awaited]:
         """Return the tensors that cross the boundary before a layer."""
-        event = boundary_at(self._layers, boundary, flow)
-        if event is None:
+        if boundary in (0, len(self._layers)):
             return []
-        values = [flow.values[value] for value in flow.crossing(event)]
+        with _or_refuse(self._layers[boundary].name):
+            values = [
+                [flow.values[value] for value in values] for values in passed_before(self._layers, boundary, flow)
+            ]
         crossings = crossings_at(self._program.step.model, boundary)
         if len(values) != len(crossings):
             raise LayoutError(
                 f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
                 f"{len(crossings)} for the traced one: pp=1 works"
             )
-        return [Awaited(c.owner, value.shape, value.dtype) for value, c in zip(values, crossings, strict=True)]
+        return [
+            Awaited(
+                c.owner,
+                (sum(torch.Size(value.shape).numel() for value in (one, *more)),) if more else one.shape,
+                one.dtype,
+            )
+            for (one, *more), c in zip(values, crossings, strict=True)
+        ]
 
     # -- one tensor --------------------------------------------------------------------------------
 
@@ -406,18 +417,13 @@ def _running_in(layout: Layout, model: nn.Module) -> Callable[[], AbstractContex
     return nullcontext
 
 
-def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | None:
-    """Return the event before which a stage begins with a layer; None at the ends of the model.
-
-    Raises:
-        LayoutError: no stage can begin there in this flow.
-    """
-    if index in (0, len(layers)):
-        return None
+@contextmanager
+def _or_refuse(name: str) -> Iterator[None]:
+    """Refuse a stage that begins with a layer, where the flow of some samples says why none can."""
     try:
-        return boundary_before(layers, index, flow)
+        yield
     except CannotPassError as reason:
-        raise LayoutError(f"no stage can begin with {layers[index].name}: {reason}: pp=1 works") from None
+        raise LayoutError(f"no stage can begin with {name}: {reason}: pp=1 works") from None
 
 
 # -- tensors between stages in the run's dtypes ----------------------------------------------------
@@ -443,7 +449,7 @@ def with_flows(
     compute = DTYPES[step.compute_dtype]
     few = samples_traced(traced.module)
     one = _flow_of(flows, example, few, step, loss)
-    if passes_one_tensor(spec.layers, one, traced.module, compute):
+    if not spec.called_again and passes_one_tensor(spec.layers, one, traced.module, compute):
         return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few), recorded), None
     more = _flow_of(flows, example, few + 1, step)
     layers = with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)
@@ -465,7 +471,10 @@ def _flow_of(
 
 def _repeat_sample(example: Any, times: int, step: StepSpec) -> Any:
     """Return the first sample of a batch several times, in the dtype in which a run reads it."""
-    repeated = tree_map_only(Tensor, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, example)
+    if has_items(example):
+        repeated = rows_of(example, [0] * times, num_samples(example) or 1)
+    else:
+        repeated = tree_map_only(Tensor, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, example)
     return cast_floating(repeated, DTYPES[step.master_dtype])
 
 

@@ -53,6 +53,7 @@ from samestep.tracing.flow import (
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import KnownValues, NeedsValuesError
 from samestep.tracing.opened_modules import opened_modules
+from samestep.tracing.stage_events import StageEvents
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import map_tensors, tensors_in, tree_map_only
 
@@ -67,26 +68,31 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 class StageForward(TorchFunctionMode):
     """The forward of one chunk on one micro-batch: a function mode, to which its modules with weights report their calls.
 
-    `receive` returns the tensors that cross the boundary at `start`, and `send` is given those that cross it at `stop`,
-    each in the order of `Flow.crossing`. A chunk that ends the model has no `stop`.
+    `receive` returns the messages that cross the boundary before its events, and `send` is given those after them, each in the
+    order of `StageEvents`. The values of several items are one message, one after the other in a flat tensor.
     """
 
     def __init__(
         self,
         flow: Flow,
-        start: int,
-        stop: int | None,
+        events: StageEvents,
         device: torch.device,
         receive: Callable[[], Sequence[Tensor]],
         send: Callable[[Sequence[Tensor]], None],
     ) -> None:
         super().__init__()
-        self._flow, self._start, self._stop, self._device = flow, start, stop, device
+        self._flow, self._events, self._device = flow, events, device
+        self._start, self._stop = events.start, events.stop
         self._receive, self._send = receive, send
         self._written = {value for event in flow.events for value in event.reads if event.writes}
         """Values that some event may write into."""
         self._numbers = WeakIdKeyDictionary()
         self._tensors: dict[int, weakref.ref[Tensor]] = {}
+        self._outgoing = {value for values in events.outgoing for value in values}
+        self._kept: dict[int, Tensor] = {}
+        """Values that are sent once the events are over: the model's code may have let go of those of earlier items."""
+        self._early: dict[int, Tensor] = {}
+        """Values that were received before the model's code comes to the events that make them."""
         self._next, self._depth = 0, 0
         self.received: list[Tensor] = []
         """The tensors of autograd that begin this stage's graph, in the order of what crosses the boundary at `start`."""
@@ -120,7 +126,7 @@ class StageForward(TorchFunctionMode):
 
     def reads(self, weight: str) -> bool:
         """Return whether one of this stage's events uses a weight."""
-        return self._flow.uses_within(weight, self._start, self._stop)
+        return self._flow.uses_within(weight, self._events.numbers)
 
     def holds(self, tensor: Tensor, value: int) -> None:
         """Let a tensor be the value of a weight, which no event makes."""
@@ -166,19 +172,19 @@ class StageForward(TorchFunctionMode):
     ) -> Any:
         number, event = self._next, self._flow.events[self._next]
         if number == self._stop:
-            crossing = [self._tensor(value) for value in self._flow.crossing(number)]
-            if any(isinstance(tensor, LaterTensor) for tensor in crossing):
+            crossing = [[self._tensor(value) for value in values] for values in self._events.outgoing]
+            if any(isinstance(tensor, LaterTensor) for tensors in crossing for tensor in tensors):
                 raise ModelError(
                     f"the model's own code passes a value of all micro-batches (samestep.batch_sum) across the begin of {name}, where a stage "
                     "begins: samestep.after_step next to the call of batch_sum works, and so does one micro-batch"
                 )
-            self._send(crossing)
-        if number == self._start > 0:
+            self._send([one if not more else flat([one, *more]) for one, *more in crossing])
+        if number == self._start and self._events.incoming:
             self._fill()
         self._next += 1
         containers = containers_in((args, kwargs)) if event.is_call else []
         before = contents_of(containers)
-        if number < self._start or (self._stop is not None and number >= self._stop):
+        if number not in self._events.numbers:
             outcome = self._stand_in(event, func, given, args, kwargs, containers)
         else:
             outcome = self._apart(event, given, func(*args, **kwargs))
@@ -206,7 +212,8 @@ class StageForward(TorchFunctionMode):
             if place >= 0:
                 return given[place]
             if value not in made:  # one tensor may be returned twice, or be returned and kept in a list
-                made[value] = placeholder(recorded.shape, recorded.dtype, self._device)
+                early = None if value is None else self._early.pop(value, None)
+                made[value] = placeholder(recorded.shape, recorded.dtype, self._device) if early is None else early
             return made[value]
 
         outcome = map_tensors(event.outcome, stand_in, records=True)
@@ -249,6 +256,10 @@ class StageForward(TorchFunctionMode):
     def _is(self, tensor: Tensor, value: int) -> None:
         self._numbers[tensor] = value
         self._tensors[value] = weakref.ref(tensor)
+        if value in self._early:  # an event of another stage has written it into what stands for its argument
+            self._copy_into(tensor, self._early.pop(value))
+        if value in self._outgoing:
+            self._kept[value] = tensor
 
     def _tensor(self, value: int) -> Tensor:
         found = self._tensors[value]()
@@ -257,18 +268,47 @@ class StageForward(TorchFunctionMode):
 
     def _fill(self) -> None:
         """Put the tensors that are received into the objects that stood for them."""
-        for value, tensor in zip(self._flow.crossing(self._start), self._receive(), strict=True):
-            stands = self._tensors[value]()
-            if stands is None:
+        for (value, *more), tensor in zip(self._events.incoming, self._receive(), strict=True):
+            stands = self._held(value)
+            if more:
+                self._fill_items((value, *more), tensor)
+            elif stands is None:
                 self.received.append(tensor)
             elif value in self._written:  # a leaf of autograd cannot be written into, a copy of it can
-                stands.data = torch.empty_like(tensor)
-                with torch.enable_grad():  # the boundary may be within the model's `torch.no_grad()`
-                    stands.copy_(tensor)
+                self._copy_into(stands, tensor)
                 self.received.append(tensor)
             else:
                 stands.data = tensor.detach()
                 self.received.append(stands.requires_grad_(tensor.requires_grad))
+
+    def _fill_items(self, values: Sequence[int], message: Tensor) -> None:
+        """Put the values of several items, which came as one message, into the objects that stand for them, or will."""
+        self.received.append(message)
+        shapes = [torch.Size(self._flow.values[value].shape) for value in values]
+        with torch.enable_grad():
+            parts = [
+                part.view(size) for part, size in zip(message.split([s.numel() for s in shapes]), shapes, strict=True)
+            ]
+            for value, part in zip(values, parts, strict=True):
+                if value not in self._tensors:
+                    self._early[value] = part.clone() if value in self._written else part
+                elif (stands := self._held(value)) is not None:
+                    self._copy_into(stands, part)
+
+    def _held(self, value: int) -> Tensor | None:
+        """Return the tensor that is a value, if the model's code has made it and holds it."""
+        return self._tensors[value]() if value in self._tensors else None
+
+    def _copy_into(self, stands: Tensor, tensor: Tensor) -> None:
+        stands.data = torch.empty_like(tensor)
+        with torch.enable_grad():  # the boundary may be within the model's `torch.no_grad()`
+            stands.copy_(tensor)
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all elements of tensors, one tensor after the other, with their graph."""
+    with torch.enable_grad() if any(tensor.requires_grad for tensor in tensors) else nullcontext():
+        return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 # -- the flow of a micro-batch ---------------------------------------------------------------------
