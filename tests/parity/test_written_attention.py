@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep import Job, parallelize
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.spec import with_attentions
 from samestep.models.written_attention import MadeMask
 from tests.laboratory import clipped, prove, source_of
 from tests.models import MODELS
-from tests.parity.written_models import HEADS, SPELLINGS, Spelled, Written
+from tests.parity.written_models import HEADS, LENGTH, SPELLINGS, Spelled, Written
+from tests.pool import pool
 
 WITHOUT_DROPOUT = ("grouped", "by_hand", "everything")
 for name, spelling in SPELLINGS.items():
@@ -94,6 +97,53 @@ def of_samples(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
     return (scores.masked_fill(hidden == 0, float("-inf")).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
 
 
+def doubled(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores that are the second operand of a sum, with a factor."""
+    hidden = torch.full((q.shape[1], q.shape[1]), float("-inf"), dtype=q.dtype).triu(1)
+    scores = torch.add(hidden, q.transpose(1, 2) @ k.permute(0, 2, 3, 1), alpha=2)
+    return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def rounded(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores that are divided and rounded."""
+    scores = torch.div(q.transpose(1, 2) @ k.permute(0, 2, 3, 1), 0.1, rounding_mode="floor")
+    return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def raised(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """A number in the place of hidden scores that a division raises, so that they count."""
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
+    scores = scores.masked_fill(self.tril[: q.shape[1], : q.shape[1]] == 0, -1e4) / 4000.0
+    return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+class Mixing(nn.Module):
+    """Products of the tokens of a sample with learnt weights, which every rank computes whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(LENGTH, LENGTH) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return x + self.weight[:length, :length].expand(len(x), -1, -1) @ x
+
+
+class MixedFirst(Spelled):
+    def __init__(self) -> None:
+        super().__init__(SPELLINGS["nano"], 0.0, HEADS)
+        self.mixing = Mixing()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(self.mixing(x), mask)
+
+
+class Mixed(Written):
+    def __init__(self) -> None:
+        super().__init__(SPELLINGS["nano"])
+        self.blocks = nn.ModuleList(MixedFirst() for _ in range(2))
+
+
 class OfSamples(Written):
     def forward(self, input_ids: Tensor) -> Tensor:
         for block in self.blocks:
@@ -105,10 +155,35 @@ MODELS |= {
     "written read": lambda: Written(read),
     "written between_heads": lambda: Written(between_heads),
     "written of_samples": lambda: OfSamples(of_samples),
+    "written doubled": lambda: Written(doubled),
+    "written rounded": lambda: Written(rounded),
+    "written raised": lambda: Written(raised),
+    "written mixed": Mixed,
 }
 
 
-@pytest.mark.parametrize("model", ["read", "between_heads", "of_samples"])
+def test_products_of_parts_that_see_all_tokens_are_not_counted() -> None:
+    prove("cp=2", "written mixed")
+
+
+def two_lengths(rank: int, world: int) -> str:
+    """Return why a second batch is refused that is longer than the traced one, which a window of its length would not show."""
+    job = Job(train={"global_batch": 2, "steps": 2}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    build, optimizer = MODELS["written nano"], functools.partial(torch.optim.SGD, lr=0.1)
+    run = parallelize(build, "cross_entropy", optimizer, layout="cp=2", job=job)
+    first, second = (torch.arange(2 * length).view(2, length) % 7 for length in (6, 12))
+    run.step((first, first))
+    with pytest.raises(LayoutError) as refusal:
+        run.step((second, second))
+    return str(refusal.value)
+
+
+def test_a_mask_that_the_traced_length_does_not_show_is_refused() -> None:
+    for words in pool(2).run(two_lengths):
+        assert words.startswith("blocks.0 makes a mask of the tokens that it sees, and the traced sample of 6 tokens")
+
+
+@pytest.mark.parametrize("model", ["read", "between_heads", "of_samples", "doubled", "rounded", "raised"])
 def test_what_is_no_attention_of_tokens_is_computed_as_written(model: str) -> None:
     prepared = source_of(f"written {model}", Layout.parse("cp=2"), clipped()).prepared
     assert prepared is not None

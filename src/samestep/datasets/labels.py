@@ -280,7 +280,7 @@ class LabelBatch:
 
     @property
     def stream(self) -> Any:
-        """What yielded the batch, if something did."""
+        """The stream that yielded the batch; None where there is none."""
         return getattr(self.batch, "stream", None)
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[npt.NDArray[np.int64]]:

@@ -62,7 +62,7 @@ class SlicedForward(Protocol):
         ...
 
     def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage."""
+        """Return the address of a tensor's storage in bytes."""
         ...
 
 
@@ -100,10 +100,15 @@ class TracedFormulas(Formulas):
         super().enter(path)
         self._found.setdefault(path, []).append(())
 
+    @property
+    def is_within(self) -> bool:
+        """Whether code runs that is not given slices."""
+        return not self._watch.is_on_slices
+
     def begins(self, first: Tensor, second: Tensor) -> tuple[int, int] | None:
         """Return the dimensions of tokens of two factors that a block multiplies."""
         watch = self._watch
-        if not watch.is_following or not watch.is_on_slices or not watch.runs(self.path):
+        if not watch.is_following or not watch.runs(self.path):
             return None
         with disable_current_modes():
             found = [self._token_dim(one) for one in (first, second)]
@@ -289,7 +294,7 @@ def _entering(
 ) -> Iterator[None]:
     def within(value: bool) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            formulas.is_within = value
+            formulas.runs_part = value
 
         return hook
 

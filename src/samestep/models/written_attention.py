@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -14,6 +15,11 @@ class MadeMask:
     by_key: bool = False
     """Whether it has a number for each key instead, which goes where the key goes."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a sequence of more tokens than the traced one may show that keys farther away are hidden."""
+        return not self.by_key and self.window is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenAttention:
@@ -25,3 +31,8 @@ class WrittenAttention:
     """The dimensions of tokens of the factors of this product, counted from the end."""
     masks: tuple[MadeMask | None, ...] = ()
     """The rule of each mask, in their order; None of one that is given whole."""
+
+
+def has_open(attentions: Iterable[WrittenAttention]) -> bool:
+    """Return whether a mask of some attentions may hide other keys in a sequence that is longer than the traced one."""
+    return any(mask is not None and mask.is_open for one in attentions for mask in one.masks)

@@ -41,7 +41,7 @@ WITHIN_TRANSFORM = (
 
 
 class Watch(enum.Enum):
-    """How the draws of a model's training forwards are seen.
+    """A way to see the draws of a model's training forwards.
 
     BY_MODE ─► BY_BOTH ─► BY_NAMES
        └─────────┴───────────┴────► ALWAYS_BY_MODE    a function that has no name here draws, or was called by another one
@@ -55,7 +55,7 @@ class Watch(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class DrawsByName:
-    """How the draws of one model are seen, which its training forwards decide."""
+    """The state of one model that says how its draws are seen; its training forwards change it."""
 
     watch: Watch = Watch.BY_MODE
     reached: set[Callable[..., Any]] = field(default_factory=set)

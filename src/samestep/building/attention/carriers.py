@@ -76,7 +76,11 @@ def attend(
 
 
 def carrier_of(asked: Asked) -> Carrier:
-    """Return the first carrier that computes an attention."""
+    """Return the first carrier that computes an attention.
+
+    Raises:
+        AssertionError: none does, though the formula computes every form.
+    """
     for carrier in CARRIERS:
         if carrier.fits(asked):
             return carrier

@@ -31,8 +31,13 @@ class KnownFormulas(Formulas):
         super().__init__(num_samples)
         self._attend = attend
         self._by_number = {path: {one.number: one for one in some} for path, some in dict(found).items()}
-        self.is_within = False
+        self.runs_part = False
+        """Whether a part runs that computes all tokens."""
+
+    @property
+    def is_within(self) -> bool:
         """Whether a part runs that computes all tokens, whose products are not counted."""
+        return self.runs_part
 
     @property
     def are_here(self) -> bool:
@@ -41,7 +46,7 @@ class KnownFormulas(Formulas):
 
     def begins(self, first: Tensor, second: Tensor) -> tuple[int, int] | None:
         """Return the dimensions of tokens of a product that begins an attention."""
-        one = None if self.is_within else self._by_number.get(self.path, {}).get(self.count)
+        one = self._by_number.get(self.path, {}).get(self.count)
         return None if one is None else one.tokens
 
     def attend(self, written: WrittenCall) -> Tensor | None:

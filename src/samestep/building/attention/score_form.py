@@ -34,6 +34,12 @@ class ScoreMask(NamedTuple):
     given: Tensor | None = None
     """The mask as the code has it."""
 
+    def scaled(self, times: float) -> ScoreMask:
+        """Return the mask of scores that are multiplied by a number."""
+        if self.fill is None:
+            return self._replace(times=self.times * times)
+        return self._replace(fill=self.fill * times)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreForm:

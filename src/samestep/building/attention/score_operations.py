@@ -36,6 +36,8 @@ def noted(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if plain == "where":
         return _where(func, args, kwargs)
     if plain in _SYMMETRIC and args and not isinstance(args[0], Scores):
+        if len(args) < 2 or kwargs.get("alpha", 1) != 1:  # it multiplies the scores
+            return None
         args = (args[1], args[0], *args[2:])
     if not args or not isinstance(args[0], Scores):
         return None
@@ -60,6 +62,8 @@ def _scaled(scores: Scores, name: str, rest: tuple[Any, ...], kwargs: dict[str, 
     """Multiply or divide."""
     form, other = scores.form, rest[0] if rest else kwargs.get("other")
     divides = "div" in name
+    if kwargs.get("rounding_mode") is not None:
+        return None
     if isinstance(other, Scores):
         is_sum = divides and other.rows == "sum" and other.form is form and form.stage == "exponentials"
         return _Change(replace(form, stage="weights")) if is_sum else None
@@ -69,7 +73,9 @@ def _scaled(scores: Scores, name: str, rest: tuple[Any, ...], kwargs: dict[str, 
             return _Change(replace(form, after=form.after * times))
         if form.stage != "scores" or form.sinks is not None or (form.masks and times <= 0):
             return None
-        masks = tuple(one._replace(times=one.times * times) if one.fill is None else one for one in form.masks)
+        masks = tuple(one.scaled(times) for one in form.masks)
+        if any(one.fill is not None and one.fill > LEAST_FILL for one in masks):
+            return None
         if form.is_capped:
             return _Change(replace(form, cap=form.cap * times, masks=masks))
         return _Change(replace(form, scale=form.scale * times, masks=masks))

@@ -18,7 +18,7 @@ from samestep.trees import tree_leaves, tree_map_only
 
 
 class FindsForms(Protocol):
-    """What notes the functions that code calls with scores (`written_out.Formulas`)."""
+    """The interface by which scores report the functions that code calls with them; `written_out.Formulas` implements it."""
 
     num_samples: int
 
@@ -75,6 +75,8 @@ class Scores(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _REQUIRES_GRAD:
+            return args[0].requires_gradient
         if func in OF_FORM:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -110,6 +112,13 @@ class Scores(Tensor):
         found = replace(form, dropout_p=p, draw=draw, drawn_shape=form.shape[:-2])
         return Scores.of(self.formulas, found, self.dtype, made)
 
+    @property
+    def requires_gradient(self) -> bool:
+        """Whether the elements would take a gradient."""
+        masks = [one.tensor for one in self.form.masks]
+        given = [self.form.query, self.form.key, *masks, *([] if self.form.sinks is None else [self.form.sinks])]
+        return torch.is_grad_enabled() and any(one.requires_grad for one in given)
+
     def dropped_by(self, p: float, draw: MakeDropPart) -> Scores:
         """Return the weights of which a mask drops some, where a rank has its part of an attention that a trace has found."""
         found = self.dropped(p, draw, (self.formulas.reject, ("dropout",), {}))
@@ -132,6 +141,9 @@ def _as_written(given: Any) -> Any:
         return given
     with leaf.formulas.off():
         return tree_map_only(Scores, Scores.as_written, given)
+
+
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 def _out_of_place(func: Any) -> Any:

@@ -44,6 +44,11 @@ class Formulas(ABC):
         self.num_samples = num_samples
         self._is_off = False
 
+    @property
+    def is_within(self) -> bool:
+        """Whether a part runs that computes all tokens, whose products are not counted."""
+        return False
+
     @abstractmethod
     def begins(self, first: Tensor, second: Tensor) -> tuple[int, int] | None:
         """Return the dimensions of tokens of two factors, counted from the end, where their product may begin an attention."""
@@ -72,7 +77,7 @@ class Formulas(ABC):
 
     def intercept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the scores that a product begins; `NotImplemented` for anything else."""
-        labels = None if self._is_off else labels_of(func, args, kwargs)
+        labels = None if self._is_off or self.is_within else labels_of(func, args, kwargs)
         if labels is None:
             return NotImplemented
         self.count += 1

@@ -35,6 +35,7 @@ from samestep.errors import LayoutError
 from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, with_attentions
+from samestep.models.written_attention import has_open
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.mask_source import dropped_of_written, dropped_weights
@@ -93,6 +94,10 @@ class Slicing:
         self.formulas = RankFormulas(
             [one for layer in self._spec.layers for one in layer.written], self._attend_written
         )
+        self._made_in = next(
+            (path for layer in self._spec.layers for path, some in layer.written if has_open(some)), ""
+        )
+        """The first block that makes a mask whose rule is known for no more tokens than the traced sample has; empty if none does."""
         self._gathers = any(layer.gathered_parts for layer in self._spec.layers)
         self.degree, self.index = mesh.size("cp"), mesh.index("cp")
         self.group = mesh.groups["cp"]
@@ -122,11 +127,18 @@ class Slicing:
         until the time limit.
 
         Raises:
-            LayoutError: the degree does not divide the tokens of a sample, or the forward differs from the traced one.
+            LayoutError: the degree does not divide the tokens of a sample, these are more than a mask is known for, or the forward
+            differs from the traced one.
         """
         num_samples, length = target_of(samples).shape[:2]
         if length % self.degree:
             raise LayoutError(f"cp={self.degree} does not divide the {length} tokens of a sample; cp=1 works")
+        if self._made_in and length > self._spec.length:
+            raise LayoutError(
+                f"{self._made_in} makes a mask of the tokens that it sees, and the traced sample of {self._spec.length} tokens does not "
+                f"show which keys it hides in a sample of {length}: a first batch as long as the longest works, and so do "
+                "scaled_dot_product_attention(is_causal=True) and cp=1"
+            )
         with self._slicing(length, "", ("", 0, num_samples)):
             yield
 
