@@ -242,6 +242,8 @@ EQUAL = {
 REFUSED = {
     ("perturbed", "dp=1 recompute=selective"): "takes gradients itself: recompute=full works",
     ("perturbed", "dp=1 cp=2"): "mixes tokens by sum",
+    ("perturbed", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*tp=1 works",
+    ("energy", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*tp=1 works",
     ("energy", "dp=1 pp=2 microbatch=2 schedule=zero-bubble"): "takes gradients itself: schedule=1f1b works",
     ("leaves gradients", "dp=1"): "leaves gradients in weights.* model.zero_grad.. behind it works",
     ("runs backward", PP): "takes gradients across blocks",
