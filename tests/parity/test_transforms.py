@@ -80,9 +80,12 @@ class RunsBackward(Language):
 
     clears = True
 
+    def moved(self, x: Tensor) -> Tensor:
+        return x.detach().clone().requires_grad_()
+
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        moved = x.detach().clone().requires_grad_()
+        moved = self.moved(x)
         F.mse_loss(
             self.through(moved), torch.ones(VOCABULARY, device=x.device, dtype=x.dtype).expand(*x.shape[:2], -1)
         ).backward()
@@ -91,6 +94,11 @@ class RunsBackward(Language):
         if self.clears:
             self.zero_grad(set_to_none=len(x) % 2 == 0)
         return self.through(x + 0.1 * gradient.sign())
+
+
+class MakesParameter(RunsBackward):
+    def moved(self, x: Tensor) -> Tensor:
+        return nn.Parameter(x.detach().clone())
 
 
 class LeavesGradients(RunsBackward):
@@ -209,6 +217,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "likely": Likely,
     "runs backward": RunsBackward,
     "leaves gradients": LeavesGradients,
+    "makes a parameter": MakesParameter,
     "energy": functools.partial(Language, Energy),
     "energy of a transform": functools.partial(Language, EnergyOfTransform),
     "directional": functools.partial(Language, Directional),
@@ -229,6 +238,7 @@ EQUAL = {
     "penalised": [DATA, PARTS, AGAIN],
     "likely": [DATA, PARTS, AGAIN],
     "runs backward": [DATA, PARTS, AGAIN, "dp=2 zero=1 microbatch=1"],
+    "makes a parameter": [DATA, "dp=2 zero=3"],
     "energy": [DATA, PARTS, AGAIN, PP, "dp=2 zero=3 recompute=full"],
     "energy of a transform": [DATA, PARTS, AGAIN, PP],
     "directional": [PARTS, AGAIN, PP],

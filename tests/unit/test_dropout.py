@@ -30,7 +30,8 @@ from samestep.randomness.masks import (
     positions,
     row_halves,
 )
-from samestep.randomness.mode import Draw, DropoutMode, recompute_contexts, track_modules
+from samestep.randomness.mode import Draw, DropoutMode, track_modules
+from samestep.randomness.recomputed_draws import recompute_contexts
 from samestep.randomness.replacements import HANDLERS
 from tests.models import Call
 

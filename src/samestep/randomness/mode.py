@@ -13,7 +13,7 @@ A model cut over tp runs its code on fewer heads or neurons. The shape of a mask
 for: the trace records the shape of each mask on one device, and the dimension that is smaller is cut.
 
 A new `DropoutMode` is entered around the forward of each micro-batch (on each stage, of each chunk). `recompute_contexts` lets
-a recomputation, which `recompute.in_our_modes` gives to every call of torch's `checkpoint`, enter it again; a backward needs none.
+a recomputation (`recomputed_draws.py`), which `recompute.in_our_modes` gives to every call of torch's `checkpoint`, enter it again; a backward needs none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -105,6 +104,8 @@ class _ModeTracker:
     """Whether its draws need a mode."""
     in_order: dict[tuple[Any, ...], Drawn] = field(default_factory=dict)
     """The positions of masks whose samples are in order, so that they are views, by draw, shape, probability and what else decides."""
+    part: MaskSlice | None = None
+    """The part of each mask for which these positions are."""
     hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], HashedPositions] = field(default_factory=dict)
     """Hashed positions by the shape of a sample's whole mask and its cuts."""
     num_removed: int = 0
@@ -213,6 +214,9 @@ class DropoutMode(MaskSource):
         self._draw, self._num_samples = draw, draw.samples.numel()
         self._part = part
         self._tracker = _TRACKERS[model]
+        if self._tracker.part is not part:  # the identity of a part that is gone may be another's
+            self._tracker.part = part
+            self._tracker.in_order.clear()
         self._frames = [
             _Frame("", -1)
         ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
@@ -317,7 +321,7 @@ class DropoutMode(MaskSource):
         """Return the mask of the next draw and count it, if it was hashed at once with the forward's first; most often it was."""
         frame = self._frames[-1]
         draw = frame.name, frame.entry, frame.num_draws
-        drawn = self._tracker.in_order.get((draw, shape, p, self._num_samples, id(self._part), x.device))
+        drawn = self._tracker.in_order.get((draw, shape, p, self._num_samples, x.device))
         mask = None if drawn is None or draw in self._unknown else self._rows.taken(draw, drawn)
         if mask is None:
             return None
@@ -379,7 +383,7 @@ class DropoutMode(MaskSource):
         if found.mask is not None and found.is_in_order:
             if len(self._tracker.in_order) >= _MOST_MASKS:
                 self._tracker.in_order.clear()
-            key = mask, tuple(shape), p, self._num_samples, id(self._part), x.device
+            key = mask, tuple(shape), p, self._num_samples, x.device
             self._tracker.in_order[key] = self._rows.drawn(mask)
         return found
 
@@ -455,16 +459,14 @@ class DropoutMode(MaskSource):
 
 def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
     """Let the active mode of a model, if there is one, count the calls of modules by earlier pipeline stages."""
-    tracker = _TRACKERS.get(model)
-    if tracker is not None and tracker.modes:
-        tracker.modes[-1].count_entries(entries)
+    if (mode := active_mode(model)) is not None:
+        mode.count_entries(entries)
 
 
 def after_reading(model: nn.Module) -> None:
     """Let the active mode of a model, if there is one, know that samples were read, which may move the generator."""
-    tracker = _TRACKERS.get(model)
-    if tracker is not None and tracker.modes:
-        tracker.modes[-1].settle()
+    if (mode := active_mode(model)) is not None:
+        mode.settle()
 
 
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
@@ -474,40 +476,13 @@ def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
     tracker.draws_numbers = any(mask.draw < 0 for mask in masks)
 
 
+def active_mode(model: nn.Module) -> DropoutMode | None:
+    """Return the innermost mode that is active on a model; None where none is."""
+    tracker = _TRACKERS.get(model)
+    return tracker.modes[-1] if tracker is not None and tracker.modes else None
+
+
 def needs_mode(model: nn.Module) -> bool:
     """See all later forwards of a model by a mode, since one has drawn what no name has shown; return whether it was seen by names."""
     tracker = _TRACKERS.get(model)
     return tracker is not None and tracker.names.give_up()
-
-
-class _Recompute:
-    """A context that restores the counts that a mode had when this object was created."""
-
-    def __init__(self, mode: DropoutMode) -> None:
-        self._mode = mode
-        self._then = mode._snapshot()
-        self._now: list[tuple[list[_Frame], dict[str, int]]] = []
-
-    def __enter__(self) -> None:
-        mode = self._mode
-        self._now.append((mode._frames, mode._entries))
-        frames, entries = self._then
-        # Copies: with retain_graph the same block is recomputed several times.
-        mode._frames, mode._entries = [dataclasses.replace(frame) for frame in frames], dict(entries)
-        mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        self._mode._frames, self._mode._entries = self._now.pop()
-
-
-def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpointed forward and of its recomputation, which then draws the same masks.
-
-    They are for `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which calls it in the
-    forward. The recomputation activates the mode of that forward by itself, on whatever thread the backward runs.
-    """
-    tracker = _TRACKERS.get(model)
-    if tracker is None or not tracker.modes:
-        return nullcontext(), nullcontext()
-    return nullcontext(), _Recompute(tracker.modes[-1])

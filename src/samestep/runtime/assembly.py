@@ -40,6 +40,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.randomness import mode as dropout
+from samestep.randomness import recomputed_draws
 from samestep.randomness.dropout_state import DropoutState
 from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
@@ -319,7 +320,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
     keeps_calls = traced.analysis.recomputes_calls and isinstance(stage, pipeline.Stage)
     repeated = (
         functools.partial(precision.recompute_contexts, program),
-        functools.partial(dropout.recompute_contexts, traced.module),
+        functools.partial(recomputed_draws.recompute_contexts, traced.module),
         cut.slicing.recompute_contexts,
         cut.batch_norms.recompute_contexts,
     )

@@ -66,6 +66,14 @@ class _Mark:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._at: nn.Parameter | None = None
+        self._weights = {id(param): param for param in model.parameters()}
+
+    def is_weight(self, leaf: Tensor) -> bool:
+        """Return whether a leaf is a weight of the model, and no parameter that the forward has made; gathered ones may be freed."""
+        if not isinstance(leaf, nn.Parameter):
+            return False
+        held = id(leaf) in self._weights or any(leaf is param for param in self._model.parameters())
+        return held or not leaf.untyped_storage().size()
 
     def set(self) -> None:
         """Mark the first weight, as the forward that runs has it."""
@@ -100,7 +108,7 @@ def _backward(
     given = options.pop("inputs", None)
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     asked = _leaves(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
-    own = [leaf for leaf in asked if not isinstance(leaf, nn.Parameter)]
+    own = [leaf for leaf in asked if not mark.is_weight(leaf)]
     if len(own) < len(asked):
         mark.set()
     if own:
