@@ -10,7 +10,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | number of devices           | one node, or as many as the layout and its experts need; 64 in Megatron-LM's release runs |
 | degrees tp and pp           | what the replicas leave: tp within a node, then pp; 1 where no replicas are printed      |
 | data-parallel degree        | devices / (tp pp cp), whatever is printed; too many cuts for the devices: fewer stages     |
-| micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits |
+| micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
 | recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
@@ -189,7 +189,7 @@ def case_of(row: Row) -> Case:
         step_s=_step_s(
             row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision, bool(printed_batch)
         ),
-        memory_bytes=_memory_bytes(row),
+        memory_bytes=_memory_bytes(row, is_said=_says_microbatch(row, per_rank, dp)),
         out_of_memory=_failed(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
@@ -230,9 +230,18 @@ def _failed(row: Row) -> bool:
     return bool(re.search(r"\bOOM\b|OUT OF MEMORY", joined(row, "notes")))
 
 
-def _memory_bytes(row: Row) -> float | None:
+def _memory_bytes(row: Row, *, is_said: bool) -> float | None:
+    """Return the peak of memory of a row that says what its micro-batch is.
+
+    Raises:
+        SkippedError: it does not, and nothing else was measured.
+    """
     size = number(row, "metric_memory_gib")
-    if not size or "nvidia-smi" in joined(row, "notes"):  # which counts what the allocator keeps for later too
+    if not is_said and not is_timed(row) and not _failed(row):
+        raise SkippedError("its memory alone was measured, and its micro-batch is not printed")
+    if (
+        not size or not is_said or "nvidia-smi" in joined(row, "notes")
+    ):  # which counts what the allocator keeps for later too
         return None
     return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 
@@ -276,9 +285,12 @@ def _batch_in(notes: str, sequence: int) -> int:
     return max(1, round(tokens / sequence))
 
 
+_ACCUMULATES = re.compile(r"gradient_accumulation_steps=(\d+)|\bGA=(\d+)")
+
+
 def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
     total = whole(row, "global_batch")
-    said = re.search(r"gradient_accumulation_steps=(\d+)|\bGA=(\d+)", joined(row, "notes"))
+    said = _ACCUMULATES.search(joined(row, "notes"))
     if said and total >= dp * int(said[1] or said[2]) > 0:
         return total // (dp * int(said[1] or said[2]))
     if pp > 1:
@@ -289,6 +301,14 @@ def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
     while size > 1 and (size * tokens > 2**14 or (total and total // dp < size)):
         size //= 2
     return size
+
+
+def _says_microbatch(row: Row, per_rank: int, dp: int) -> bool:
+    """Whether the samples of a micro-batch are printed, or those of a rank's whole batch, which is one: peaks of memory depend on them,
+    and steps hardly do."""
+    total = whole(row, "global_batch")
+    is_whole = whole(row, "pp", 1) == 1 and total == per_rank * dp
+    return bool(whole(row, "micro_batch") or recipe_of(row) or _ACCUMULATES.search(joined(row, "notes"))) or is_whole
 
 
 def _halves(size: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights import replicated
+from samestep.runtime.weights.flat_buffers import FlatBuffer
 from samestep.runtime.weights.late_weights import LateWeights
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, job_of, make_run, observe, on_ranks
@@ -39,7 +39,7 @@ def batch_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def sums_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replicated, "_wait", lambda flat: None)
+    patch.setattr(FlatBuffer, "wait", lambda self: None)
 
 
 def weights_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
