@@ -16,14 +16,12 @@ checkpointed one records the statistics, and its repetition takes them: no rank 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -152,8 +150,7 @@ class BatchNorms(PartOfStep):
         self._views = {call.owner: call.views for call in calls}
         for path in step.model.batch_norm_owners:
             module = model.get_submodule(path)
-            call = _BatchNormMode(self, module, path)
-            module.forward = functools.partial(self._forward, module, call, module.forward, call.own_forward())
+            module.forward = functools.partial(self._forward, module, path, module.forward)
 
     def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
         """Follow the size of a step's batch where it is another one than the job's.
@@ -267,24 +264,14 @@ class BatchNorms(PartOfStep):
             self.kept.drop()
             self._part = before
 
-    def _forward(
-        self,
-        module: nn.Module,
-        call: _BatchNormMode,
-        forward: Callable[..., Any],
-        own: Callable[..., Any] | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Replace the forward of a module that calls batch norm; one of torch's own needs no mode for it."""
+    def _forward(self, module: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replace the forward of a module that calls batch norm."""
         if self._repeats is not None:
-            with call, _buffers_of_a_copy(module):
+            with _BatchNormMode(self, module, path), _buffers_of_a_copy(module):
                 return forward(*args, **kwargs)
         if self._part is None:
             return forward(*args, **kwargs)
-        if own is not None:
-            return own(module, *args, **kwargs)
-        with call:
+        with _BatchNormMode(self, module, path):
             return forward(*args, **kwargs)
 
     def with_gradient(self, x: Tensor, owner: str) -> Tensor:
@@ -312,7 +299,7 @@ class BatchNorms(PartOfStep):
         """Return the statistics of all groups of a micro-batch; those of other ranks' groups are zeros if nobody needs them."""
         groups, is_sent = part.groups, self._ranks.send and (part.groups.spans_ranks or keeps)
         slots, channels = groups.num_slots, x.shape[1]
-        if groups.size * x.shape[2:].numel() * x.shape[0] == sum([run.num_samples for run in part.runs]):
+        if groups.size * x.shape[2:].numel() * x.shape[0] == sum(run.num_samples for run in part.runs):
             raise ModelError(
                 f"{owner or 'the model itself'} takes the statistics of one value per channel (batch norm): "
                 "numerics.coupled_samples = 2 or more works"
@@ -371,27 +358,16 @@ class _BatchNormMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._replaced(func, *args, **(kwargs or {})) if func in FUNCTIONS else func(*args, **(kwargs or {}))
-
-    def own_forward(self) -> Callable[..., Any] | None:
-        """Return the forward of torch's own module, whose `F.batch_norm` is the replacement; None for other modules."""
-        forward = type(self._module).forward
-        if forward is not _BatchNorm.forward or "F" not in forward.__globals__ or "forward" in vars(self._module):
-            return None
-        called = functools.partial(self._replaced, F.batch_norm)
-        names = {**forward.__globals__, "F": types.SimpleNamespace(batch_norm=called)}
-        return types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-
-    def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a call of batch norm gives over the groups of samples that ranks share."""
-        call = bind_batch_norm(func, *args, **kwargs)
+        if func not in FUNCTIONS:
+            return func(*args, **(kwargs or {}))
+        call = bind_batch_norm(func, *args, **(kwargs or {}))
         keeps = call["running_mean"] is not None
         if not call["training"]:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         found, is_repeated = self._norms.found(call["input"], self._path, keeps)
         if found is None:
-            return func(*args, **kwargs)
-        if keeps and not is_repeated and not self._keeps_later(found.statistics, call):
+            return func(*args, **(kwargs or {}))
+        if keeps and not is_repeated:
             self._keep(found.statistics, call["running_mean"], call["running_var"], call["momentum"])
         given = call["weight"], call["bias"], call["eps"]
         x = self._norms.with_gradient(call["input"], self._path)
@@ -400,27 +376,19 @@ class _BatchNormMode(TorchFunctionMode):
             return NormalisedGroup.apply(x, *given, found.statistics, over)
         return _Normalised.apply(x, *given, found)
 
-    def _keeps_later(self, found: _Statistics | GroupStatistics, call: dict[str, Any]) -> bool:
-        """Keep the statistics of one group at the end of the forward, if it is torch's own code, which does not look at them."""
-        norm, mean, variance = self._module, call["running_mean"], call["running_var"]
-        if not isinstance(found, GroupStatistics) or variance is None or not isinstance(norm, _BatchNorm):
-            return False
-        buffers = norm._buffers
-        is_own = type(norm).__module__.startswith("torch.nn.") and buffers.get("running_mean") is mean
-        if not is_own or buffers.get("num_batches_tracked") is None or norm.momentum is None:
-            return False
-        self._norms.kept.add(norm, mean, variance, call["momentum"], found)
-        return True
-
     @torch.no_grad()
     def _keep(
         self, found: _Statistics | GroupStatistics, mean: Tensor, variance: Tensor | None, momentum: float
     ) -> None:
         """Update running statistics with each group in turn, and correct a module's counter, which its code has
-        raised by one."""
+        raised by one; those of one group with torch's own code, which does not look at them, at the end of the forward."""
         norm = self._module
         counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) and norm.running_mean is mean else None
         if isinstance(found, GroupStatistics):
+            is_own = type(norm).__module__.startswith("torch.nn.") and counter is not None
+            if is_own and variance is not None and norm.momentum is not None:
+                self._norms.kept.add(norm, mean, variance, momentum, found)
+                return
             found = _Statistics(found.count[None], found.mean[None], found.variance[None])
         for index, (count, of_group, squared) in enumerate(zip(*found, strict=True)):
             if counter is not None:
