@@ -144,7 +144,7 @@ class Shifted(Odd):
 MIXING = {
     "a sum over tokens": (functools.partial(Odd, lambda x: x + x.mean(1, keepdim=True)), "blocks.0 mixes tokens by mean"),
     "a running sum": (functools.partial(Odd, lambda x: x.cumsum(1)), "blocks.0 mixes tokens by cumsum"),
-    "scores by hand": (functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x), "blocks.0 mixes tokens by bmm"),
+    "scores without a softmax": (functools.partial(Odd, lambda x: (x @ x.mT).relu() @ x), "blocks.0 mixes tokens by bmm"),
     "a softmax over tokens": (functools.partial(Odd, lambda x: x.softmax(1)), "blocks.0 mixes tokens by _softmax"),
     "the token before": (functools.partial(Odd, lambda x: x + x.roll(1, 1)), "blocks.0 mixes tokens by add"),
     "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
@@ -168,13 +168,11 @@ MIXING = {
 GATHERED = {
     "a convolution": (lambda: Odd(part=Convolution(16, 16, 3)), ["blocks.0.part"], "blocks.0.part mixes tokens by convolution"),
     "a recurrence": (lambda: Odd(part=Recurrent(16, 16, batch_first=True)), ["blocks.0.part"], "mixes tokens|not between the tokens of one sequence"),
-    "eager attention": (
-        functools.partial(
-            hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-            attn_implementation="eager", **EVEN,
-        ),
-        ["model.layers.0.self_attn", "model.layers.1.self_attn"],
-        r"self_attn mixes tokens by bmm.*; scaled_dot_product_attention \(attn_implementation = 'sdpa'\) with a mask",
+}  # fmt: skip
+WRITTEN_OUT = {
+    "scores by hand": functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x),
+    "eager attention": functools.partial(
+        hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, attn_implementation="eager", **EVEN,
     ),
 }  # fmt: skip
 
@@ -194,6 +192,16 @@ def test_children_of_blocks_that_mix_tokens_are_given_all_of_them(what: str) -> 
     assert spec.slice_refusal == ""
     assert [part.owner for part in parts] == owners
     assert all(re.search(words, part.reason) for part in parts), parts
+    assert from_json(to_json(spec)) == spec
+
+
+@pytest.mark.parametrize("what", WRITTEN_OUT)
+def test_attentions_that_are_written_out_are_exchanged(what: str) -> None:
+    spec = shown(WRITTEN_OUT[what])
+    blocks = [layer for layer in spec.attending if layer.is_block]  # the layers under cp
+    assert spec.slice_refusal == ""
+    assert blocks[0].written
+    assert not any(layer.gathered_parts for layer in blocks)
     assert from_json(to_json(spec)) == spec
 
 

@@ -353,7 +353,7 @@ def test_a_long_trace_says_what_it_is_doing(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(catalog, "LONG_S", 0.2)
     with pytest.raises(InputError):
-        catalog.model_spec(Job(model={"source": "hf:no_such"}))
+        catalog.model_spec(Job(model={"source": "no_such:build"}))
     said = capsys.readouterr().err.splitlines()
     assert said
-    assert all(line.startswith("samestep: tracing hf:no_such, ") for line in said)
+    assert all(line.startswith("samestep: tracing no_such:build, ") for line in said)
