@@ -78,7 +78,8 @@ def run(words: str) -> tuple[Any, str]:
         file = Path(folder, "record.json")
         status = main(verb, *settings, *flags, "--json", file)
         record = json.loads(file.read_text())
-        record.pop("job", None)  # what was given, and no figure
+        if isinstance(record, dict):
+            record.pop("job", None)  # what was given, and no figure
     text = re.sub(r" in [0-9.]+ s:", " in * s:", said.getvalue())
     return rounded(record), f"{text}exit status {status}\n"
 
