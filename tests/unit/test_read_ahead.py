@@ -147,7 +147,9 @@ def test_a_data_set_that_seeds_a_generator_of_the_process_is_read_where_it_is_us
     dataset, before = Seeded(), random.getstate()
     for number, (_, indices, samples) in enumerate(taken(dataset, 0)):
         assert samples["drawn"].flatten().tolist() == pytest.approx([random.Random(int(i)).random() for i in indices])
-        assert dataset.read_here == indices.tolist() * (1 if number else 3)  # once more when it was seen to draw, and item by item
+        assert dataset.read_here == indices.tolist() * (
+            1 if number else 3
+        )  # once more when it was seen to draw, and item by item
         dataset.read_here.clear()
     assert random.getstate() == before
 
