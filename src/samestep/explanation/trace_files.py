@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import math
 import pickle
 import re
+import sys
 import zlib
 from bisect import bisect
 from collections import defaultdict
@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import RecordError
+from samestep.explanation.json_stream import read_members
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _SENT = re.compile(r"(?:gloo|nccl|ucc|mpi):(\w+)|nccl(?:Dev)?Kernel_?([A-Za-z]+)")
 _NAMES = re.compile(r".*\.(json|json\.gz|pickle|pkl)|.*trace_rank_?\d+", re.DOTALL)
 """Names of files that may be traces; the flight recorder ends those of its pickles with the rank."""
 _PICKLE = b"\x80"
+_NOTHING: Mapping[str, Any] = {}
 _WAITING = ("autograd::engine::evaluate_function", "c10d::", "c10d_functional::", "_c10d_functional::")
 """The begin of the names of operations whose own time is no compute."""
 
@@ -64,22 +66,52 @@ def read_trace(path: Path, position: int) -> RankTrace:
     Raises:
         RecordError: it is no trace, or is damaged.
     """
+    events: list[_Event] = []
     try:
-        raw = path.read_bytes()
-        text = gzip.decompress(raw) if path.name.endswith(".gz") else raw
-        found = _plain_data(path, text) if text[:1] == _PICKLE else json.loads(text)
+        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
+            if file.peek(1)[:1] == _PICKLE:
+                found = _plain_data(path, file)
+            else:
+                with io.TextIOWrapper(file, "utf-8") as text:
+                    found = read_members(text, "traceEvents", lambda one: _take(one, events))
     except RecordError:
         raise
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise RecordError(f"{path} is no trace, or is cut off: {' '.join(str(error).split())[:120]}") from None
+    except (TypeError, KeyError, AttributeError) as error:
+        raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     try:
-        if isinstance(found, dict) and isinstance(found.get("traceEvents"), list):
-            return _of_kineto(found, path, position)
-        if isinstance(found, dict) and isinstance(found.get("entries"), list):
+        if isinstance(found.get("traceEvents"), list):
+            return _of_kineto(found, events, path, position)
+        if isinstance(found.get("entries"), list):
             return _of_flight_recorder(found, path, position)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     raise RecordError(f"{path} is no trace of torch.profiler and none of NCCL's flight recorder")
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """An interval of a trace of torch.profiler, as far as it is needed."""
+
+    category: str
+    name: str
+    thread: Any
+    begin_ns: int
+    end_ns: int
+    """After the beginning of the trace's clock."""
+    given: Mapping[str, Any]
+    """The arguments of a collective; empty for others."""
+
+
+def _take(event: Mapping[str, Any], events: list[_Event]) -> None:
+    """Add what is needed of an event as it stands in a trace, if it is an interval."""
+    if event.get("ph") != "X" or "dur" not in event:
+        return
+    begin, given = round(float(event["ts"]) * 1e3), event.get("args") or {}
+    category, name = sys.intern(str(event.get("cat"))), sys.intern(str(event["name"]))
+    kept = given if "Collective name" in given or "Process Group Ranks" in given else _NOTHING
+    events.append(_Event(category, name, event.get("tid"), begin, begin + round(float(event["dur"]) * 1e3), kept))
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -94,10 +126,10 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _plain_data(path: Path, raw: bytes) -> Mapping[str, Any]:
+def _plain_data(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Mapping[str, Any]:
     """Return what a pickle of NCCL's flight recorder holds."""
     try:
-        found = _PlainUnpickler(io.BytesIO(raw)).load()
+        found = _PlainUnpickler(file).load()
     except Exception:
         found = None
     if not (isinstance(found, dict) and isinstance(found.get("entries"), list)):
@@ -112,50 +144,44 @@ def _rank_of(path: Path, position: int) -> int:
     return int(next(filter(None, numbers[-1]))) if numbers else position
 
 
-def _of_kineto(found: Mapping[str, Any], path: Path, position: int) -> RankTrace:
+def _of_kineto(found: Mapping[str, Any], events: Sequence[_Event], path: Path, position: int) -> RankTrace:
     about = found.get("distributedInfo") or {}
     trace = RankTrace(int(about.get("rank", _rank_of(path, position))), path, world_size=about.get("world_size"))
     base = int(found.get("baseTimeNanoseconds", 0))
-    events = [event for event in found["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     groups = [group["ranks"] for group in about.get("pg_config", ()) if isinstance(group.get("ranks"), list)]
 
-    def times(event: Mapping[str, Any]) -> tuple[int, int]:
-        begin = base + round(float(event["ts"]) * 1e3)
-        return begin, begin + round(float(event["dur"]) * 1e3)
+    def times(event: _Event) -> tuple[int, int]:
+        return base + event.begin_ns, base + event.end_ns
 
     trace.steps = {
-        int(named[1]): times(event)
-        for event in events
-        if (named := _STEP.fullmatch(str(event["name"]))) and _is_note(event)
+        int(named[1]): times(event) for event in events if (named := _STEP.fullmatch(event.name)) and _is_note(event)
     }
-    has_kernels = any(event.get("cat") == "kernel" for event in events)
+    has_kernels = any(event.category == "kernel" for event in events)
     main = _main_thread(events)
     operations = (
-        [] if has_kernels else [event for event in events if event.get("cat") == "cpu_op" and event["tid"] == main]
+        [] if has_kernels else [event for event in events if event.category == "cpu_op" and event.thread == main]
     )
     noted = [
-        event for event in events if event.get("cat") == ("gpu_user_annotation" if has_kernels else "user_annotation")
+        event for event in events if event.category == ("gpu_user_annotation" if has_kernels else "user_annotation")
     ]
     updates = sorted(
         times(event)
         for event in noted
-        if str(event["name"]).startswith("Optimizer.step#") and (has_kernels or event["tid"] == main)
+        if event.name.startswith("Optimizer.step#") and (has_kernels or event.thread == main)
     )
-    own = _own_times([(*times(event), str(event["name"])) for event in operations])
+    own = _own_times([(*times(event), event.name) for event in operations])
     trace.computing += [(begin, end, _operation(begin, updates)) for begin, end in own]
     for event in events:
-        given = event.get("args") or {}
-        sent = _SENT.match(event["name"])
-        is_kernel = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-        if (sent or "Collective name" in given) and (is_kernel or not has_kernels) and event.get("cat") != "cpu_op":
+        given = event.given
+        sent = _SENT.match(event.name)
+        is_kernel = event.category in ("kernel", "gpu_memcpy", "gpu_memset")
+        if (sent or "Collective name" in given) and (is_kernel or not has_kernels) and event.category != "cpu_op":
             kind = str(given.get("Collective name") or next(filter(None, sent.groups() if sent else ()), "collective"))
             trace.sent.append((*times(event), kind, _group(given, groups)))
         elif is_kernel:
             begin, end = times(event)
             trace.computing.append((begin, end, _operation(begin, updates)))
-        elif (
-            event.get("cat") == "user_annotation" and event["tid"] == main and "enumerate(DataLoader)" in event["name"]
-        ):
+        elif event.category == "user_annotation" and event.thread == main and "enumerate(DataLoader)" in event.name:
             trace.computing.append((*times(event), "data:loader"))
     _name_what_is_missing(trace, [times(event) for event in events], has_groups=bool(groups))
     if not has_kernels:
@@ -179,8 +205,8 @@ def uncovered(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> Ite
         yield begin, end
 
 
-def _is_note(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == "user_annotation"
+def _is_note(event: _Event) -> bool:
+    return event.category == "user_annotation"
 
 
 def _operation(begin: int, updates: Sequence[tuple[int, int]]) -> str:
@@ -211,12 +237,12 @@ def _own_times(operations: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int
     yield from until(max((end for _, end, _ in operations), default=0))
 
 
-def _main_thread(events: Sequence[Mapping[str, Any]]) -> Any:
+def _main_thread(events: Sequence[_Event]) -> Any:
     """Return the thread that takes the steps, or else the one with most operations."""
     threads: dict[Any, int] = defaultdict(int)
     for event in events:
-        is_step = _is_note(event) and _STEP.fullmatch(str(event["name"])) is not None
-        threads[event.get("tid")] += 10**9 if is_step else int(event.get("cat") == "cpu_op")
+        is_step = _is_note(event) and _STEP.fullmatch(event.name) is not None
+        threads[event.thread] += 10**9 if is_step else int(event.category == "cpu_op")
     return max(threads, key=lambda tid: threads[tid], default=None)
 
 
