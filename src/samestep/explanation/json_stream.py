@@ -1,6 +1,7 @@
 """A JSON object that is read as a stream, and an array in it item by item: a trace has gigabytes, of which little is needed.
 
-The text is read in parts. A value that ends with the text read so far is decoded again with the next part, since it may go on.
+The text is read in parts. A value that ends with the text read so far is decoded again with the next part, since it may go on;
+and so is a number before `.` or `e`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 _PART = 1 << 20
 """Characters of a part; as many as are left of a value that does not end in one."""
 _SPACE = " \t\n\r"
+_OF_NUMBERS = ".eE+-0123456789"
 
 
 def read_members(file: TextIO, array: str, take: Callable[[Any], None]) -> dict[str, Any]:
@@ -96,6 +98,7 @@ class _Text:
                 if not self._read():
                     raise
                 continue
-            if end < len(self._text) or not self._read():
+            may_go_on = end == len(self._text) or self._text[end] in _OF_NUMBERS
+            if not (may_go_on and self._read()):
                 self._at = end
                 return found
