@@ -66,7 +66,7 @@ def read_trace(path: Path, position: int) -> RankTrace:
     Raises:
         RecordError: it is no trace, or is damaged.
     """
-    events: list[_Event] = []
+    events: list[_TraceEvent] = []
     try:
         with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
             if file.peek(1)[:1] == _PICKLE:
@@ -91,7 +91,7 @@ def read_trace(path: Path, position: int) -> RankTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class _TraceEvent:
     """An interval of a trace of torch.profiler, as far as it is needed."""
 
     category: str
@@ -104,14 +104,14 @@ class _Event:
     """The arguments of a collective; empty for others."""
 
 
-def _take(event: Mapping[str, Any], events: list[_Event]) -> None:
+def _take(event: Mapping[str, Any], events: list[_TraceEvent]) -> None:
     """Add what is needed of an event as it stands in a trace, if it is an interval."""
     if event.get("ph") != "X" or "dur" not in event:
         return
     begin, given = round(float(event["ts"]) * 1e3), event.get("args") or {}
     category, name = sys.intern(str(event.get("cat"))), sys.intern(str(event["name"]))
     kept = given if "Collective name" in given or "Process Group Ranks" in given else _NOTHING
-    events.append(_Event(category, name, event.get("tid"), begin, begin + round(float(event["dur"]) * 1e3), kept))
+    events.append(_TraceEvent(category, name, event.get("tid"), begin, begin + round(float(event["dur"]) * 1e3), kept))
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -144,13 +144,13 @@ def _rank_of(path: Path, position: int) -> int:
     return int(next(filter(None, numbers[-1]))) if numbers else position
 
 
-def _of_kineto(found: Mapping[str, Any], events: Sequence[_Event], path: Path, position: int) -> RankTrace:
+def _of_kineto(found: Mapping[str, Any], events: Sequence[_TraceEvent], path: Path, position: int) -> RankTrace:
     about = found.get("distributedInfo") or {}
     trace = RankTrace(int(about.get("rank", _rank_of(path, position))), path, world_size=about.get("world_size"))
     base = int(found.get("baseTimeNanoseconds", 0))
     groups = [group["ranks"] for group in about.get("pg_config", ()) if isinstance(group.get("ranks"), list)]
 
-    def times(event: _Event) -> tuple[int, int]:
+    def times(event: _TraceEvent) -> tuple[int, int]:
         return base + event.begin_ns, base + event.end_ns
 
     trace.steps = {
@@ -205,7 +205,7 @@ def uncovered(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> Ite
         yield begin, end
 
 
-def _is_note(event: _Event) -> bool:
+def _is_note(event: _TraceEvent) -> bool:
     return event.category == "user_annotation"
 
 
@@ -237,7 +237,7 @@ def _own_times(operations: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int
     yield from until(max((end for _, end, _ in operations), default=0))
 
 
-def _main_thread(events: Sequence[_Event]) -> Any:
+def _main_thread(events: Sequence[_TraceEvent]) -> Any:
     """Return the thread that takes the steps, or else the one with most operations."""
     threads: dict[Any, int] = defaultdict(int)
     for event in events:
