@@ -50,7 +50,7 @@ def test_the_sample_is_predicted(record: dict) -> None:
     assert total["skipped"] == 0
     assert total["rows"] >= 28
     assert total["mape"] < 40
-    assert record["memory"]["rows"] >= 6
+    assert record["memory"]["rows"] >= 5  # of one the micro-batch is not printed
 
 
 def row(**cells: object) -> dict[str, str]:
@@ -69,6 +69,10 @@ def row(**cells: object) -> dict[str, str]:
         ({"model": "Stable Diffusion v2"}, "no transformer"),
         ({"n_layers": None, "hidden": None}, "no sizes of the model"),
         ({"metric_step_time_s": ""}, "nothing was measured"),
+        (
+            {"metric_step_time_s": "", "metric_memory_gib": 20, "micro_batch": None, "global_batch": None},
+            "its micro-batch is not printed",
+        ),
         ({"n_layers": None, "hidden": 3, "n_params": 7e9}, "no sizes of a model"),
         ({"model": "gpt_grpo_tp1_pp1"}, "a loop of reinforcement learning"),
         ({"global_batch": 3}, "3 samples for 8 data ranks"),
