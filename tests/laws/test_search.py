@@ -312,7 +312,7 @@ def test_what_may_not_fit_is_said_beside_what_is_likelier_to() -> None:
     full, roomy = (pick(found.best, key=lambda one: one.peak.total) for pick in (max, min))
     hardware = replace(MACHINES["slow"], memory_bytes=int(full.peak.total * 1.01))
     full, roomy = replace(full, hardware=hardware), replace(roomy, hardware=hardware)
-    assert 0.3 < full.chance_to_fit < 0.5
+    assert 0.1 < full.chance_to_fit < 0.5
     assert full.chance_to_fit < roomy.chance_to_fit
     said = ranking.as_text(replace(found, best=(full,), safe=roomy))
     assert f"the fastest fits with a chance of {full.chance_to_fit:.0%}" in said
