@@ -9,7 +9,6 @@ Documentation/filesystems/proc.rst (`statm`: pages) of Linux.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -62,12 +61,20 @@ class ProcessorTime:
 
 def queued_threads() -> dict[str, int]:
     """Return the nanoseconds for which each thread of this process has wanted a processor and had none; empty where the system does not say."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
-            with (
-                contextlib.suppress(OSError, IndexError),
-                open(f"/proc/self/task/{thread}/schedstat", "rb") as file,
-            ):  # one may end
-                found[thread] = int(file.read().split()[1])
+    found: dict[str, int] = {}
+    try:
+        threads = os.listdir("/proc/self/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+        except OSError:
+            continue  # it has ended
+        try:
+            found[thread] = int(os.read(file, 256).split()[1])
+        except (OSError, IndexError):
+            continue
+        finally:
+            os.close(file)
     return found
