@@ -218,7 +218,7 @@ class StepRecorder(StepObserver):
         """Return for how long that thread of the process but this one which waited most was queued since `before`."""
         own = str(threading.get_native_id())
         now = queued_threads()
-        return max((now[one] - before.get(one, 0) for one in now if one != own), default=None)
+        return max([now[one] - before.get(one, 0) for one in now if one != own], default=None)
 
     def close(self) -> None:
         """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
