@@ -88,7 +88,7 @@ VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
 def batches(source: Any, job: Job, lanes: bool | int = False, first_step: int = 0) -> Steps:
     """Yield the batches of steps `first_step` to `job.train.steps - 1` of a data set, a DataLoader or a stream.
 
-    A DataLoader is taken apart: its data set, the order of its sampler, its collate_fn, drop_last and num_workers. A stream is an
+    Of a DataLoader its parts are used: its data set, the order of its sampler, its collate_fn, drop_last and num_workers. A stream is an
     IterableDataset, an iterable or a generator of samples or of whole batches, or a function that makes one, which can begin
     again: it has one order in every layout, and its end ends the batches.
 

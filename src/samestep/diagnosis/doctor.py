@@ -80,7 +80,7 @@ def doctor(
         wait_s: seconds to wait for the other processes.
         rendezvous: the host and the port to meet at, and the number of hosts, where no launcher gives them.
         token: a secret that all processes have; without one the token is made of the port of the run.
-        say: is called with what is to be printed: this host's own findings before it meets the others, and the report.
+        say: is called with what is to be printed: the findings of this host before it connects to the others, and the report.
 
     Returns:
         The report about all hosts on the process that leads; on the others the one about their own host.

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
 from samestep.building.loss_result import Loss, loss_result
 from samestep.building.torch_seams import DispatchMode, current_autograd_node
 from samestep.models.loss_names import LossNames
@@ -140,19 +141,12 @@ def unlike_weights(roots: Sequence[Tensor]) -> frozenset[int]:
 
 
 def _weights_of(roots: Iterable[Tensor]) -> set[int]:
-    return {id(node.variable) for node in nodes_of(roots) if _is_weight(node)}  # type: ignore[attr-defined]
+    return {id(tensor_of(node)) for node in nodes_of(roots) if is_end(node)}
 
 
 def nodes_of(roots: Iterable[Tensor]) -> set[Node]:
     """Return all nodes of the graph of some tensors."""
-    seen: set[Node] = set()
-    todo = [root.grad_fn for root in roots if root.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [after for after, _ in node.next_functions if after is not None]
-    return seen
+    return set(nodes_from(root.grad_fn for root in roots))
 
 
 class _BackwardTracer(DispatchMode):
@@ -170,7 +164,7 @@ class _BackwardTracer(DispatchMode):
     ) -> Any:
         outcome = run_on_meta(func, args, kwargs or {})
         node = current_autograd_node()
-        if node is not None and not _is_weight(node):
+        if node is not None and not is_end(node):
             index = bisect.bisect_right(self.marks, node._sequence_nr()) - 1
             self.region = self.watch.marks[index][1] if index >= 0 else ""
         read, written = (self._keys(values) for values in ((*args, *(kwargs or {}).values()), (outcome,)))
@@ -182,18 +176,14 @@ class _BackwardTracer(DispatchMode):
         return frozenset(self.watch.key(tensor) for tensor in operands(*values) if tensor.is_meta)
 
 
-def _is_weight(node: Node) -> bool:
-    return node.name().endswith("AccumulateGrad")
-
-
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
     """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
     seen = nodes_of(roots)
     views: dict[Node, int] = {}
-    for node in sorted(seen, key=lambda one: (not _is_weight(one), one._sequence_nr())):  # later nodes come first
+    for node in sorted(seen, key=lambda one: (not is_end(one), one._sequence_nr())):  # later nodes come first
         followers = [after for after, _ in node.next_functions if after is not None]
         sizes = [math.prod(part.shape) for part in node._input_metadata]
-        if _is_weight(node) or (len(followers) == 1 and sizes == [views.get(followers[0])]):
+        if is_end(node) or (len(followers) == 1 and sizes == [views.get(followers[0])]):
             views[node] = sum(sizes)
     for node in seen:
         indices = [index for index, (after, _) in enumerate(node.next_functions) if after in views]

@@ -128,7 +128,11 @@ class WrittenCall(NamedTuple):
         query, key, value = self.call[:3]
         total: Tensor | None = None
         for one in masks:
-            number = one.tensor.to(query.dtype) * one.times if one.fill is None else _hiding(one.tensor, query.dtype)
+            number = (
+                one.tensor.to(query.dtype) * one.times
+                if one.fill is None
+                else _hiding(one.tensor, -_most(query.dtype), query.dtype)
+            )
             total = number if total is None else total + number
         assert total is not None
         feature = total.clamp_min(-_most(query.dtype)).transpose(-2, -1).expand(*key.shape[:-1], 1)
@@ -142,8 +146,9 @@ def _most(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max ** 0.75
 
 
-def _hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, -_most(dtype))
+def _hiding(hidden: Tensor, number: float, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: a number where they are hidden, and 0 elsewhere."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, number)
 
 
 def _joined(masks: Sequence[ScoreMask], dtype: torch.dtype) -> Tensor | None:
@@ -155,8 +160,7 @@ def _joined(masks: Sequence[ScoreMask], dtype: torch.dtype) -> Tensor | None:
             hidden = one.tensor if hidden is None else hidden | one.tensor
             continue
         if one.fill is not None:  # so low that it takes the score's place
-            found = torch.zeros(one.tensor.shape, dtype=dtype, device=one.tensor.device)
-            found = found.masked_fill(one.tensor, torch.finfo(dtype).min)
+            found = _hiding(one.tensor, torch.finfo(dtype).min, dtype)
         else:
             found = one.tensor.to(dtype) if one.times == 1.0 else one.tensor.to(dtype) * one.times
         total = found if total is None else (total + found).clamp_min(torch.finfo(dtype).min)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.models.spec import is_below
@@ -94,12 +95,12 @@ class JoinedExchanges:
     def joined(self, loss_sum: Tensor) -> tuple[Tensor, frozenset[int]]:
         """Return a micro-batch's loss with a graph that runs all exchanges, and the ids of the weights that only this reaches."""
         marks, self._marks = self._marks, []
-        reached = _reached([loss_sum.grad_fn], set())
-        unreached = [mark for mark in marks if mark.grad_fn.next_functions[0][0] not in reached]  # type: ignore[union-attr]
+        reached = nodes_from([loss_sum.grad_fn])
+        unreached = [mark for mark in marks if mark.grad_fn.next_functions[0][0] not in reached]  # type: ignore[union-attr,operator]
         if not unreached:
             return loss_sum, NOTHING_LEFT_OUT
-        behind = _reached([mark.grad_fn for mark in unreached], reached)
-        leaves = frozenset(id(node.variable) for node in behind if hasattr(node, "variable"))
+        behind = nodes_from([mark.grad_fn for mark in unreached], known=reached)
+        leaves = frozenset(id(tensor_of(node)) for node in behind if is_end(node))
         return loss_sum + sum(mark.sum().to(loss_sum.dtype) for mark in unreached), leaves
 
 
@@ -137,16 +138,3 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         shape, dtype, device = ctx.like
         return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _reached(roots: Iterable[Any], known: set[Any]) -> set[Any]:
-    """Return the nodes of a graph that are reached from some, but for known ones."""
-    found = set[Any]()
-    rest = [node for node in roots if node is not None]
-    while rest:
-        node = rest.pop()
-        if node in found or node in known:
-            continue
-        found.add(node)
-        rest += [after for after, _ in node.next_functions if after is not None]
-    return found

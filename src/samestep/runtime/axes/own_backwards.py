@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
 from samestep.errors import ModelError
 
 
@@ -117,14 +118,6 @@ def _backward(
 
 def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors to which a backward of these roots adds gradients."""
-    found: dict[int, Tensor] = {id(root): root for root in roots if root.grad_fn is None and root.requires_grad}
-    nodes, seen = [root.grad_fn for root in roots if root.grad_fn is not None], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = leaf
-        nodes += [one for one, _ in node.next_functions if one is not None]
-    return [*found.values()]
+    ends = [tensor_of(node) for node in nodes_from(root.grad_fn for root in roots) if is_end(node)]
+    own = [root for root in roots if root.grad_fn is None and root.requires_grad]
+    return [*{id(leaf): leaf for leaf in (*own, *ends)}.values()]

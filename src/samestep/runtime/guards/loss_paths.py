@@ -9,25 +9,25 @@ passing an output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
+from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
 from samestep.runtime.guards.loss_parts import tensors_in
 
 
 def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
     """Return the refusal of a loss that reaches a weight by a path around the outputs; empty if none does."""
-    ends = [get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad]
-    beside = [node for node in _leaves([get_gradient_edge(total).node], ends) if node not in ends]
+    ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}
+    beside = [node for node in nodes_from([get_gradient_edge(total).node], known=ends) if is_end(node)]
     if not beside:
         return ""
     names = {id(param): name for name, param in model.named_parameters()}
-    of_model = set(_leaves(ends, ()))
+    of_model = nodes_from(ends)
     for node in beside:
-        name = names.get(id(getattr(node, "variable", None)), "")
+        name = names.get(id(tensor_of(node)), "")
         if name or node in of_model:
             return (
                 f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward: by a tensor "
@@ -38,8 +38,9 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
 
 def own_weight(total: Tensor, outputs: Any) -> str:
     """Return a remark on a loss with a trainable weight that the optimizer of the run does not have; empty if it has none."""
-    ends = [get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad]
-    leaves = [getattr(node, "variable", None) for node in _leaves([get_gradient_edge(total).node], ends)]
+    ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}
+    nodes = nodes_from([get_gradient_edge(total).node], known=ends)
+    leaves = [tensor_of(node) for node in nodes if is_end(node)]
     found = next((one for one in leaves if isinstance(one, nn.Parameter)), None)
     if found is None:
         return ""
@@ -47,18 +48,3 @@ def own_weight(total: Tensor, outputs: Any) -> str:
         f"the loss has a weight of its own, of shape {list(found.shape)}, which is no part of the model and stays as it is: models that are "
         'parallelized together, {"model": ..., "loss": ...}, with a forward that returns it, train it too'
     )
-
-
-def _leaves(begin: Iterable[Node], ends: Iterable[Node]) -> list[Node]:
-    """Return the nodes of the tensors at which a graph ends; the search stops at `ends`."""
-    seen, waiting, found = set(ends), [*begin], []
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        followed = [one for one, _ in node.next_functions if one is not None]
-        waiting += followed
-        if not followed and hasattr(node, "variable"):
-            found.append(node)
-    return found

@@ -55,7 +55,7 @@ class StepsByHand:
             local: whether each data rank is given its own samples, as `step` takes them.
 
         Raises:
-            ModelError: no optimizer has the name, or the job trains replicas apart or compresses gradients.
+            ModelError: no optimizer has the name, or gradients are compressed or not exchanged in every step.
             InputError: as `step` says.
         """
         loss = named_loss(loss) if isinstance(loss, str) else loss

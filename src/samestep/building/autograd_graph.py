@@ -1,0 +1,33 @@
+"""The graph that autograd has recorded: the nodes that are reached from some, and the tensors at which it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+def nodes_from(begin: Iterable[Node | None], known: Container[Node] = ()) -> dict[Node, None]:
+    """Return the nodes that are reached from some, in the order of the search, which stops at known ones; None is no node."""
+    found: dict[Node, None] = {}
+    rest = [node for node in begin if node is not None]
+    while rest:
+        node = rest.pop()
+        if node in found or node in known:
+            continue
+        found[node] = None
+        rest += [after for after, _ in node.next_functions if after is not None]
+    return found
+
+
+def is_end(node: Node) -> bool:
+    """Return whether a node adds to the gradient of a tensor that no operation has made, such as a weight."""
+    return node.name().endswith("AccumulateGrad")
+
+
+def tensor_of(end: Any) -> Tensor:
+    """Return the tensor to whose gradient a node adds."""
+    tensor: Tensor = end.variable
+    return tensor
