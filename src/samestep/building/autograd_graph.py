@@ -23,7 +23,7 @@ def nodes_from(begin: Iterable[Node | None], known: Container[Node] = ()) -> dic
 
 
 def is_end(node: Node) -> bool:
-    """Return whether a node adds to the gradient of a tensor that no operation has made, such as a weight."""
+    """Return whether a node adds to the gradient of a leaf, such as a weight."""
     return node.name().endswith("AccumulateGrad")
 
 

@@ -84,7 +84,7 @@ class ModelLoss:
         return LossResult({UNNAMED: (loss * count, count)})
 
     def counted(self, rule: Rule, batch: Any, own: Tensor | int | None, device: torch.device, which: Labels) -> Tensor:
-        """Return what a rule counts of a part of a batch, for which the forward has returned the count `own`."""
+        """Return the count of a part of a batch under a rule, for which the forward has returned another count."""
         if rule is Rule.COUNT:
             assert self.count is not None
             found = self.count(batch)

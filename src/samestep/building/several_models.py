@@ -156,7 +156,7 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
 
 
 def as_given(module: nn.Module) -> nn.Module:
-    """Return a model without the forward of the user's own around it: of the class that `parallelize` was given."""
+    """Return a model without the user's forward around it: of the class that `parallelize` was given."""
     if getattr(type(module), "takes_batch", False) and not isinstance(module, Models):
         module.__class__ = type(module).__bases__[0]
     return module

@@ -231,7 +231,7 @@ _MEAN = 1
 
 
 def _likelihood_backward(call: Call) -> Iterator[Dependence]:
-    """Rule of the gradient of nll_loss [N, C, ...]: each row's is that of its own label, divided by the labels that count in a mean."""
+    """Rule of the gradient of nll_loss [N, C, ...]: each row has that of its label, divided by the labels that count in a mean."""
     named = bind_arguments(call)
     x, labels, gradient = named["self"], named["target"], named["grad_output"]
     channel = min(1, x.dim() - 1)

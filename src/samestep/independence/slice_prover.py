@@ -183,7 +183,7 @@ class SliceProver(Prover):
             self._check_unseen(path, tensors_seen_by(part, given))
 
     def _check_one_token(self, path: str, given: Any) -> None:
-        """Refuse a module behind the blocks that is given one token, as one that pools is: of a slice it is another one."""
+        """Refuse a module after the blocks that is given one token, as one that pools is: a slice has another token there."""
         with disable_current_modes():
             found = [self.known.of(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.is_meta]
             if any(isinstance(one, Along) and one.dim == NO_DIM for one in found):

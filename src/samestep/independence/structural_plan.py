@@ -83,7 +83,7 @@ def structural_plan(
 
 
 def _by_module(operations: list[Operation]) -> dict[str, list[Operation]]:
-    """Return the operations of each module's own code, by its path."""
+    """Return the operations that each module's code runs outside of its submodules, by its path."""
     found: dict[str, list[Operation]] = {}
     for op in operations:
         if op.func not in ("left", "outputs"):

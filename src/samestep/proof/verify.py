@@ -117,7 +117,7 @@ def verify(
 
 
 def _on_device(job: Job, device: str | None, steps: int) -> tuple[Job, tuple[str, ...]]:
-    """Return the job as it is proven on a device, None for its own, and a note on that."""
+    """Return the job as it is proven on a device, None for the job's, and a note on that."""
     if steps < 2:
         raise JobError(
             f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"

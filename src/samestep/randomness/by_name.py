@@ -74,7 +74,7 @@ class DrawsByName:
             self.watch = Watch.ALWAYS_BY_MODE if reached else Watch.BY_NAMES
 
     def note(self, function: Callable[..., Any]) -> None:
-        """Note a function that has reached the mode though names stand for replacements: torch's own hands on what has its name."""
+        """Note a function that has reached the mode although its name is bound to a replacement: torch's function passes on what has its name."""
         if not self.depth and getattr(function, "__wrapped__", None) in _FUNCTIONS:
             self.reached.add(function)
 

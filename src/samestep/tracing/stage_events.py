@@ -113,7 +113,7 @@ def beginnings(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int | None, ...
 
 
 def _is_item_by_item(layers: Sequence[LayerSpec], flow: Flow) -> bool:
-    """Return whether a flow has more calls than that of one item, from which the layers were made."""
+    """Return whether a flow has more calls than that of one item, from which the layers were computed."""
     return len(flow.calls) > sum(layer.calls for layer in layers)
 
 

@@ -296,7 +296,7 @@ def _reshaped(scores: Scores, name: str, rest: tuple[Any, ...], kwargs: dict[str
 
 
 def _with_sinks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Put a score that has no value behind those of the keys."""
+    """Append to the scores of the keys one that has no value."""
     parts = args[0] if args else kwargs.get("tensors", ())
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if len(parts) != 2 or not isinstance(parts[0], Scores) or isinstance(parts[1], Scores) or parts[0].rows:

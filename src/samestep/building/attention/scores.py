@@ -61,7 +61,7 @@ class Scores(Tensor):
 
     @classmethod
     def of(cls, formulas: FindsForms, form: ScoreForm, dtype: torch.dtype, made: Any, rows: str = "") -> Scores:
-        """Return scores of a form, which a call has made."""
+        """Return scores of a form, computed by a call."""
         shape = list(form.shape)
         if rows:
             shape[form.order.index(len(shape) - 1)] = 1

@@ -104,7 +104,7 @@ def _after_cast(forward: Hook, cast: Hook, dtype: torch.dtype) -> Hook:
 
 
 def _around(forward: Hook, before: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Hook:
-    """Return a forward with hooks before and behind it."""
+    """Return a forward with hooks before and after it."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for hook in before:
@@ -129,5 +129,5 @@ def _around(forward: Hook, before: Sequence[Hook], after: Sequence[tuple[Hook, b
 
 
 def with_hooks(forward: Hook, before: Hook, after: Hook) -> Hook:
-    """Return the forward of a class with a hook before it, and one behind it that is always called."""
+    """Return the forward of a class with a hook before it, and one after it that is always called."""
     return _around(forward, [before], [(after, True)])

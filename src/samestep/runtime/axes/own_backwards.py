@@ -1,4 +1,4 @@
-"""Backwards that a model's own forward runs, as an adversarial example or a virtual one does: `loss.backward()`, then `x.grad`.
+"""Backwards within a model's forward, as an adversarial example or a virtual one does: `loss.backward()`, then `x.grad`.
 
 A plain loop clears the gradients that such a backward leaves in weights before its own, so only the tensors count that the forward has
 made. Within a forward here, no gradient reaches a weight:
@@ -70,7 +70,7 @@ class _Mark:
         self._weights = {id(param): param for param in model.parameters()}
 
     def is_weight(self, leaf: Tensor) -> bool:
-        """Return whether a leaf is a weight of the model, and no parameter that the forward has made; gathered ones may be freed."""
+        """Return whether a leaf is a weight of the model, and no parameter that the forward has created; gathered ones may be freed."""
         if not isinstance(leaf, nn.Parameter):
             return False
         held = id(leaf) in self._weights or any(leaf is param for param in self._model.parameters())

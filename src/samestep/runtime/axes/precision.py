@@ -106,7 +106,7 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
 
 
 def _island(dtype: torch.dtype, *, cast_inputs: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what replaces a module's weights by casts before its forward, and what puts them back behind it."""
+    """Return what replaces a module's weights by casts before its forward, and what puts them back after it."""
     originals: dict[str, tuple[nn.Parameter, Tensor]] = {}
     """The module's own weights, each with its cast."""
     given: list[torch.dtype] = []

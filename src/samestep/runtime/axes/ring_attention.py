@@ -98,7 +98,7 @@ class _How(NamedTuple):
             yield hop, source, visit(ring.placement, ring.rank, source, is_causal=self.spec.causal)
 
     def halves_of_own(self, by_flash: bool) -> tuple[tuple[RingVisit, ...], tuple[RingVisit, ...]]:
-        """Return what a backward computes of a rank's own keys while keys leave, and while their gradients come back.
+        """Return the two parts of a backward over the keys of this rank: one while keys are sent, one while their gradients come back.
 
         The kernel of causal attention takes as many queries as keys; the formula takes the keys of some queries by itself.
         """

@@ -53,7 +53,7 @@ from samestep.state.reachable import optimizers_with_states
 
 
 class _Lent:
-    """The context in which tensors have gradients that they had not: such a one would stay allocated beside that of the next step."""
+    """The context in which tensors have gradients that they did not have: at its end they are dropped, since they would stay allocated in the next step."""
 
     __slots__ = ("_values",)
 

@@ -87,7 +87,7 @@ def make_groups(
 
 
 def _hook_outputs(running: RunningUnit, ahead: RunningUnit | None, order: UnitOrder) -> None:
-    """Put hooks behind the modules of a unit, before FSDP2 has any; `ahead` is the unit whose weights are gathered again meanwhile."""
+    """Add forward hooks to the modules of a unit, before FSDP2 has any; `ahead` is the unit whose weights are gathered again meanwhile."""
     unit, modules = running.unit, list(running.modules)
     for module in modules:
         module.register_forward_hook(_view_inputs, with_kwargs=True)

@@ -296,7 +296,7 @@ class StageForward(TorchFunctionMode):
                     self._copy_into(stands, part)
 
     def _held(self, value: int) -> Tensor | None:
-        """Return the tensor that is a value, if the model's code has made it and holds it."""
+        """Return the tensor of a value, if the model's code has computed it and holds it."""
         return self._tensors[value]() if value in self._tensors else None
 
     def _copy_into(self, stands: Tensor, tensor: Tensor) -> None:
