@@ -35,7 +35,7 @@ from samestep import Job, Layout
 from samestep import job_files as jobs
 from samestep.explanation.explain import explain, read_run
 from samestep.explanation.step_parts import measured_steps, parts_of
-from samestep.program.bodies import UPDATE_BODY, Task
+from samestep.program.ops import UPDATE_BODY, Task
 from samestep.runtime.ledger import Ledger, owned
 from samestep.runtime.recording import marks
 from samestep.runtime.recording.step_recorder import StepRecorder

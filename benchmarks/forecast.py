@@ -12,8 +12,7 @@ from samestep.errors import InputError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.bodies import UPDATE_BODY, BodyKey
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.simulation import clock, cost, memory

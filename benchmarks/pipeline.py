@@ -42,7 +42,7 @@ from foresight import as_lines
 
 from samestep import Job, Layout, schedules
 from samestep.datasets import batches
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.runtime.axes.pipeline.stage import Stage
 from samestep.runtime.processes.join import LOOPBACK, RankInfo

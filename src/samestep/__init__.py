@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from samestep.planning.plan import plan
     from samestep.proof.verify import verify
     from samestep.runtime.checkpoints.manifests import latest
-    from samestep.runtime.parallelize import parallelize
+    from samestep.runtime.run import parallelize
     from samestep.simulation.simulate import simulate
     from samestep.training.evaluations import HeldOut
     from samestep.training.export import export
@@ -87,7 +87,7 @@ _LAZY = {
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),
     "model_loss": ("samestep.building.model_loss", "model_loss"),
-    "parallelize": ("samestep.runtime.parallelize", "parallelize"),
+    "parallelize": ("samestep.runtime.run", "parallelize"),
     "plan": ("samestep.planning.plan", "plan"),
     "ray_worker": ("samestep.engines.ray_worker", "ray_worker"),
     "sample": ("samestep.training.trained", "sample"),

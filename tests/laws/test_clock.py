@@ -20,8 +20,7 @@ from samestep.hardware import Hardware, Link, load, profiles
 from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.program.between_steps import amid_steps
-from samestep.program.bodies import UPDATE_BODY
-from samestep.program.ops import Op, OpKind
+from samestep.program.ops import UPDATE_BODY, Op, OpKind
 from samestep.simulation.clock import play
 from samestep.simulation.cost import seconds
 from samestep.simulation.spans import COMPUTE, Span

@@ -14,8 +14,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.layer_parts import Product
 from samestep.models.spec import ModelSpec
-from samestep.program.bodies import is_forward
-from samestep.program.ops import OpKind
+from samestep.program.ops import OpKind, is_forward
 from samestep.program.program import Program
 from samestep.schedules import TaskKind
 from samestep.simulation import clock, memory

@@ -13,8 +13,7 @@ from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
 from samestep.program import buckets
-from samestep.program.bodies import BodyKey
-from samestep.program.ops import BYTES_OF, OpKind
+from samestep.program.ops import BYTES_OF, BodyKey, OpKind
 from samestep.program.program import Program
 from samestep.program.ranks import stages_of
 from samestep.schedules import TaskKind

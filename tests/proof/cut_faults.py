@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
 from samestep.models.param_spec import ParamSpec
-from samestep.program.bodies import ends_step
 from samestep.program.holding import Holding
+from samestep.program.ops import ends_step
 from samestep.program.step import StepSpec
 from samestep.proof.verdict import Cause
 from samestep.runtime.axes import context, sequence, tensor

@@ -30,7 +30,7 @@ from samestep.explanation.measured_step import segments
 from samestep.explanation.step_kernels import RankKernels, seconds_of
 from samestep.job import Job
 from samestep.program import recorded_kernels
-from samestep.program.bodies import UPDATE_BODY, Task
+from samestep.program.ops import UPDATE_BODY, Task
 from samestep.program.recorded import RankRecord, RecordedStep, parse_steps, path_of, read_record
 from samestep.program.recorded_kernels import Kernel, StepKernels
 from samestep.runtime.ledger import owned

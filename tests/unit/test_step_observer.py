@@ -15,8 +15,7 @@ from samestep.datasets import batches
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.bodies import Task
-from samestep.program.ops import StepFlag
+from samestep.program.ops import StepFlag, Task
 from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

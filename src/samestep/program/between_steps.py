@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_forward, starts_step
 from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes
-from samestep.program.ops import OpKind, Ops
+from samestep.program.ops import UPDATE_BODY, BodyKey, OpKind, Ops, Task, is_forward, starts_step
 from samestep.program.program import Program
 
 

@@ -4,7 +4,7 @@
 `verify` proves it. Because all four read the same program, a prediction can be checked: the collectives that torch
 recorded must equal those listed here. That comparison is the ledger.
 
-A program is the list of tasks of one stage. A task (`bodies.py`) points at a body, a list of ops (`ops.py`). The
+A program is the list of tasks of one stage. A task (`ops.py`) points at a body, a list of ops (`ops.py`). The
 strategies write the bodies and decide buckets and units (`buckets.py`) without torch; the runtime follows them and
 decides nothing anew.
 
@@ -25,12 +25,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket
 from samestep.program.exchange_times import Phase
 from samestep.program.followed_weights import FollowedWeights
 from samestep.program.host_modules import HostModule
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import BodyKey, Op, OpKind, Ops, Task
 from samestep.program.owners import Owners
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit

@@ -17,11 +17,10 @@ from samestep.job_tables import Compression, NumericsTable, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, with_attentions
-from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.exchange_times import Contributions, parts_of
 from samestep.program.holding import REPLICAS, SHARDS, WHOLE, Holding
-from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, REPLICA_SCALARS, TF32
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, REPLICA_SCALARS, TF32, BodyKey, ends_step
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.program.sample_groups import SampleGroups
 from samestep.program.state_blocks import HeldStates, block_of

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from samestep.program.bodies import UPDATE_BODY
 from samestep.program.buckets import Bucket
 from samestep.program.holding import REPLICAS
-from samestep.program.ops import REDUCING, Op, OpKind, Ops
+from samestep.program.ops import REDUCING, UPDATE_BODY, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit, padded_rows, partial_sizes

@@ -30,7 +30,7 @@ from samestep.datasets.reading import SampleDraw, read_samples
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.proof.held_tensors import (
     HeldTensor,
     held_buffers,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from samestep.job import Job
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly

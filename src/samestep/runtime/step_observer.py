@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
 

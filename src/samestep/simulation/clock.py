@@ -41,8 +41,7 @@ from typing import NamedTuple
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.program.between_steps import amid_steps
-from samestep.program.bodies import BodyKey, Task, is_backward
-from samestep.program.ops import Op, OpKind
+from samestep.program.ops import BodyKey, Op, OpKind, Task, is_backward
 from samestep.program.program import Program
 from samestep.program.ranks import stages_of
 from samestep.simulation.cost import seconds

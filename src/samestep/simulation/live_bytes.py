@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.program.bodies import BodyKey, Task
-from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, BodyKey, Buffer, Op, OpKind, Ops, Task
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind

@@ -36,10 +36,9 @@ from typing import NamedTuple
 from samestep.hardware import Hardware
 from samestep.models.param_spec import ParamSpec
 from samestep.output.byte_sizes import gib, readable
-from samestep.program.bodies import Task, is_forward
 from samestep.program.codecs import CODECS, PLAIN, coded_bytes
 from samestep.program.host_modules import host_bytes
-from samestep.program.ops import BYTES_OF, OpKind
+from samestep.program.ops import BYTES_OF, OpKind, Task, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import coded_parts, exchanged_parts, padded_rows

@@ -16,8 +16,7 @@ from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, cache_by_model
-from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, position
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, Task, position
 from samestep.program.program import Program
 from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind

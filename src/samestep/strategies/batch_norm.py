@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from samestep.errors import module_name
 from samestep.models.layer_parts import BatchNormCall
 from samestep.models.spec import gradients_within
-from samestep.program.bodies import BodyKey
-from samestep.program.ops import Buffer, Op, OpKind, Ops
+from samestep.program.ops import BodyKey, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.sample_groups import SampleGroups
 from samestep.program.step import StepSpec

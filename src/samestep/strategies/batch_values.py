@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from samestep.errors import module_name
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import gradients_within
-from samestep.program.bodies import UPDATE_BODY, BodyKey, is_forward
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

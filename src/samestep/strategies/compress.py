@@ -26,11 +26,10 @@ from dataclasses import replace
 
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
-from samestep.program.bodies import UPDATE_BODY
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.exchange_times import Contributions, Phase
 from samestep.program.holding import REPLICAS, SHARDS
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import UPDATE_BODY, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import coded_parts

@@ -31,8 +31,7 @@ from samestep.layout import Layout
 from samestep.models.layer_parts import Exchange, Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below, with_attentions
-from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.program.step import StepSpec

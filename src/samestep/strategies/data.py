@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from samestep.errors import module_name
-from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.exchange_times import Contributions
 from samestep.program.holding import REPLICAS
-from samestep.program.ops import REDUCING, Op, OpKind, Ops
+from samestep.program.ops import REDUCING, UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.unit_sums import partial_sums, reduce_tied_units, reduce_units

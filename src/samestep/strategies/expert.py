@@ -38,9 +38,8 @@ from samestep.models.layer_parts import ExpertDispatch, Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model
-from samestep.program.bodies import is_forward
 from samestep.program.holding import Holding
-from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, Op, OpKind, Ops, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from samestep.errors import did_you_mean
 from samestep.models.spec import enclosing, gradients_within, is_below
-from samestep.program.bodies import BodyKey, is_forward
 from samestep.program.host_modules import host_modules, shard_bytes, units_on_host
-from samestep.program.ops import Buffer, Op, OpKind, Ops
+from samestep.program.ops import BodyKey, Buffer, Op, OpKind, Ops, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

@@ -12,9 +12,8 @@ their forward (twin: `runtime/axes/loss_terms.py`).
 
 from __future__ import annotations
 
-from samestep.program.bodies import BodyKey, is_forward, starts_step
 from samestep.program.holding import REPLICAS, SHARDS
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_forward, starts_step
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

@@ -41,10 +41,9 @@ from samestep.layout import Layout
 from samestep.models.layer_parts import Crossing
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec, cache_by_model
-from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.followed_weights import send_followed, weights_sent
 from samestep.program.holding import Holding
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, Task, is_backward, position
 from samestep.program.program import Program
 from samestep.program.ranks import tie_of
 from samestep.program.step import StepSpec

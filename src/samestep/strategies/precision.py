@@ -7,8 +7,7 @@ reductions run in float32, so the rule is the same in every layout, one device i
 
 from __future__ import annotations
 
-from samestep.program.bodies import BodyKey
-from samestep.program.ops import Ops
+from samestep.program.ops import BodyKey, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

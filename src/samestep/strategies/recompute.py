@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
-from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind

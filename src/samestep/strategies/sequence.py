@@ -28,9 +28,8 @@ from dataclasses import replace
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, is_below
-from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_backward, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

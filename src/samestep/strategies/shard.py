@@ -28,10 +28,20 @@ from dataclasses import replace
 
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, is_below, read_by_own_code
-from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.holding import REPLICAS, SHARDS, Holding
-from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
+from samestep.program.ops import (
+    BYTES_OF,
+    UPDATE_BODY,
+    BodyKey,
+    Buffer,
+    Op,
+    OpKind,
+    Ops,
+    ends_step,
+    is_forward,
+    starts_step,
+)
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.program.step import StepSpec

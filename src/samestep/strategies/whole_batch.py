@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.models.spec import LossTensor
-from samestep.program.bodies import BodyKey, Task, ends_step, starts_step
-from samestep.program.ops import Buffer, Op, OpKind, Ops
+from samestep.program.ops import BodyKey, Buffer, Op, OpKind, Ops, Task, ends_step, starts_step
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind

@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from samestep.models.param_spec import ParamSpec
-from samestep.program.bodies import UPDATE_BODY
 from samestep.program.buckets import owners_of
-from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.ops import UPDATE_BODY, Op, OpKind, Ops
 from samestep.program.owners import Owned, Owners
 from samestep.program.program import Program
 from samestep.program.step import StepSpec

@@ -21,7 +21,7 @@ from samestep import hardware
 from samestep.output import process_limits
 from samestep.output.byte_sizes import readable
 from samestep.planning.nearest_layout import nearest
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.optimizers import held_bytes as counted
 from samestep.runtime.run import Run

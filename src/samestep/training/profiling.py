@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.building.torch_seams import RecordFunctionFast
 from samestep.models.spec import ModelSpec
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver

@@ -31,8 +31,7 @@ from samestep.planning.bounds.layer_kinds import (
     units,
     weights,
 )
-from samestep.program.bodies import BodyKey
-from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind

@@ -17,8 +17,7 @@ from torch import nn
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.models.spec import ModelSpec
-from samestep.program.bodies import is_forward, starts_step
-from samestep.program.ops import OpKind
+from samestep.program.ops import OpKind, is_forward, starts_step
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.joined_exchanges import BackwardExchanges, NothingToJoin, joined_exchanges

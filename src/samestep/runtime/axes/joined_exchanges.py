@@ -29,7 +29,7 @@ from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.models.spec import is_below
-from samestep.program.bodies import UPDATE_BODY, is_forward
+from samestep.program.ops import UPDATE_BODY, is_forward
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.trees import tensors_in

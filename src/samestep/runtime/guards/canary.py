@@ -40,7 +40,7 @@ from samestep.errors import RepeatError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Waiver
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime.assembly import Assembly

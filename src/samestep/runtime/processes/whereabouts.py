@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from samestep import errors
 from samestep.building.torch_seams import names_of_groups
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.runtime.recording import marks
 
 

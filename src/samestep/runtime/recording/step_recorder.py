@@ -26,7 +26,7 @@ from torch import nn
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
 from samestep.program import recorded, recorded_kernels
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.program.recorded import MemoryMark, RecordedStep
 from samestep.runtime.recording import marks

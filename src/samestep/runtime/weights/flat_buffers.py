@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.program.bodies import UPDATE_BODY
 from samestep.program.buckets import Bucket
-from samestep.program.ops import Op, OpKind
+from samestep.program.ops import UPDATE_BODY, Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned

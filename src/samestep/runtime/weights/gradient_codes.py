@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.models.param_spec import ParamSpec
-from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.codecs import PLAIN, CodedPart, coded_bytes
-from samestep.program.ops import Op, OpKind
+from samestep.program.ops import UPDATE_BODY, Op, OpKind, Task, ends_step
 from samestep.program.program import Program
 from samestep.program.units import Unit, coded_parts, exchanged_parts, padded_rows
 from samestep.runtime.axes.precision import DTYPES

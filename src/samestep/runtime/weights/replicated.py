@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building import nf4
-from samestep.program.bodies import Task, ends_step, is_forward
 from samestep.program.buckets import Member
-from samestep.program.ops import Op, OpKind
+from samestep.program.ops import Op, OpKind, Task, ends_step, is_forward
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed

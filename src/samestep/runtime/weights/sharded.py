@@ -35,8 +35,7 @@ from torch.distributed.tensor import DTensor
 from samestep.building import nf4
 from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
-from samestep.program.bodies import UPDATE_BODY, Task, ends_step, is_forward
-from samestep.program.ops import BYTES_OF, Op, OpKind
+from samestep.program.ops import BYTES_OF, UPDATE_BODY, Op, OpKind, Task, ends_step, is_forward
 from samestep.program.program import Program
 from samestep.program.units import partial_sizes
 from samestep.runtime.axes.precision import DTYPES

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
-from samestep.program.bodies import BodyKey, is_forward, starts_step
-from samestep.program.ops import OpKind, Ops
+from samestep.program.ops import BodyKey, OpKind, Ops, is_forward, starts_step
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.weights.fsdp_units import RunningUnit

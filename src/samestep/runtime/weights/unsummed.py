@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from samestep.program.bodies import Task, is_forward
+from samestep.program.ops import Task, is_forward
 from samestep.program.program import Program
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.gradient_norms import norm_of_pieces

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samestep.program.bodies import Task
+from samestep.program.ops import Task
 from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
