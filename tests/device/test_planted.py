@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.datasets import batches
 from samestep.job import Job
-from samestep.runtime import microbatches
+from samestep.runtime import device_decides, microbatches
 from samestep.runtime.axes import tensor
 from samestep.runtime.axes.pipeline.stage_messages import Messages
 from samestep.runtime.host_copies import batch_to_device
@@ -126,7 +126,7 @@ def gathered_weight_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_are_sent_behind_the_sums(patch: pytest.MonkeyPatch) -> None:
     """The host then waits for the sums alone; a report's numbers would be there, and gradients not."""
-    send, step = Updater.send_unless, Updater.step
+    send, step = device_decides.send_unless, Updater.step
 
     def later(self: Updater, factor: float, **given: Any) -> None:
         if self.late is not None:
@@ -134,7 +134,7 @@ def gradients_are_sent_behind_the_sums(patch: pytest.MonkeyPatch) -> None:
         step(self, factor, **given)
 
     patch.setattr(Updater, "late", None, raising=False)
-    patch.setattr(Updater, "send_unless", lambda self, *given: setattr(Updater, "late", given))
+    patch.setattr(device_decides, "send_unless", lambda updater, *given: setattr(Updater, "late", given))
     patch.setattr(Updater, "step", later)
 
 

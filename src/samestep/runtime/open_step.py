@@ -1,4 +1,7 @@
-"""A step between its backwards and its update: what its scalars say, once they are read."""
+"""A step between its backwards and its update: what its scalars say, once they are read.
+
+The host decides on the update once it has read them, or on a GPU the device before that (`device_decides.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +18,6 @@ from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
-from samestep.runtime.deciders import DeviceDecides, HostDecides, StepState
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
@@ -34,6 +37,19 @@ class Progress(Enum):
     BETWEEN = "no step is being taken; the update of the last one may be launched and not read (`StepState.OPEN`)"
     WITHIN = "a step is being taken or has failed, so that weights may still be gathered"
     REPEATING = "a step is taken once more, which some rank gave up: the host decides on it"
+
+
+class StepState(Enum):
+    """The state of a step after its all_reduce.
+
+    DeviceDecides ─► OPEN ─┬──────────────► CLOSED
+                           └─► HELD_BACK ─► CLOSED
+    HostDecides ─────────────► HELD_BACK ─► CLOSED
+    """
+
+    OPEN = "the update is launched, and the host does not know whether the device has made it"
+    HELD_BACK = "no update is made, and the host decides"
+    CLOSED = "the update is made, or the step is skipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,24 @@ WHOLE = StepBackward()
 
 
 @dataclass(slots=True)
+class HostDecides:
+    """The host decides on a step's update once it has read the scalars, for which the device waits."""
+
+    first_state: ClassVar[StepState] = StepState.HELD_BACK
+    updater: Updater
+
+    def wrote_unseen(self, device: torch.device) -> bool | Tensor:
+        """Return whether the backwards of the step wrote weights as no count of torch shows, where steps are decided on by the device."""
+        return False
+
+    def begin(self, sums: Tensor) -> Tensor:
+        """Return numbers that the host reads with the sums: 1 where the update is not made and gradients are not multiplied, and
+        where weights were written since the last update (float64 [2]).
+        """
+        return torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
+
+
+@dataclass(slots=True)
 class OpenStep:
     """A step after its all_reduce."""
 
@@ -86,7 +120,7 @@ class OpenStep:
     lr_factor: float | Mapping[int, float]
     """The factor of the schedule on the learning rate; for each group by itself where a loop has made updates of its own."""
     data_wait_s: float
-    decider: HostDecides | DeviceDecides
+    decider: HostDecides
     state: StepState
     names: LossNames
     """The names of what its loss reports."""

@@ -1,4 +1,4 @@
-"""The scalars of a step, which its one all_reduce sums over all ranks: written here, read here, and decided on by the device.
+"""The scalars of a step, which its one all_reduce sums over all ranks: written here, and read here.
 
 ```
 each replica: loss, count, norm_squared, and a number for each weight of `StepSpec.unsure`      ops.REPLICA_SCALARS
@@ -70,35 +70,6 @@ class SummedScalars:
         loss_sum, count, norm_squared = columns[:width]
         agreed = StepScalars(loss_sum, count, norm_squared, flags[StepFlag.STOP], replicas)
         return cls(agreed, flags, [part[uses] for part in parts], columns[uses.stop :])
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The decisions that follow from a step's scalars, as tensors on the device."""
-
-    factor: Tensor
-    """What the gradients are multiplied by: the division by the count, and the clipping (float64 [])."""
-    held_back: Tensor
-    """1 where the update must change nothing, since the host has to decide, else 0 (float32 [])."""
-
-
-def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tensor | None = None) -> Decision:
-    """Return what follows from the summed scalars of one replica; gradients are scaled by the count over `numerator`.
-
-    An update is held back where a number is not finite, no token counts, a rank refuses the step or has other unused weights
-    than before, and where the numbers of weights are not 0 exactly where `unused` (bool) says so.
-    """
-    loss_sum, count, norm_squared = sums[: len(REPLICA_SCALARS)]
-    flags = sums[-FLAG_SLOTS:]
-    scale = numerator / count
-    norm = norm_squared.sqrt() * scale
-    factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    is_usual = (loss_sum / count).isfinite() & norm.isfinite()
-    is_usual &= flags[StepFlag.REFUSES] + flags[StepFlag.UNUSED_CHANGED] == 0.0
-    if unused is not None:
-        uses = sums[len(REPLICA_SCALARS) :][: len(unused)]
-        is_usual &= ((uses == 0.0) == unused).all()
-    return Decision(factor, (~is_usual).float())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ trials ─► forwards, backwards ─► agree ─► decide ─► update ─�
                                  loss, count, norm², flags: one all_reduce
 ```
 The forwards and backwards are carried out by an `Interpreter`. The host decides on the update, or on a GPU the device
-(`deciders.py`): the step is then *open* until the host needs to know, at the latest before its next one. The checks of watched
+(`device_decides.py`): the step is then *open* until the host needs to know, at the latest before its next one. The checks of watched
 steps surround a step and see it through its observer.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import forward_state
-from samestep.runtime.deciders import Deciders, DeviceDecides, StepState
+from samestep.runtime.device_decides import Deciders, DeviceDecides
 from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.skipped_steps import MASKED
@@ -37,7 +37,7 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward
+from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
@@ -61,7 +61,7 @@ class Stepper:
         """The losses of the last steps, by which a spike is recognised."""
         self.guards = StepGuards(own, observer)
         self.refusals = self.guards.refusals
-        self._deciders = Deciders(own, self.spikes)
+        self._deciders = Deciders.of(own, self.spikes)
         self.progress = Progress.BETWEEN
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import OptimizerSource, members_of
+from samestep.building.optimizer import OptimizerSource
 from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
@@ -43,7 +43,7 @@ from samestep.runtime.optimizers.optimizer_source import (
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, step_members
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_chunks import Chunks, begun_first, chunks_of, holding_only
-from samestep.runtime.optimizers.update_rule import TRIED, has_hooks, is_torchs_own
+from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
@@ -169,18 +169,6 @@ class Updater:
             return self.pieces
         return [piece for piece in self.pieces if self.member_of_weight[piece.name] in part.members]
 
-    # -- an update that the host has decided on ------------------------------------------------------
-
-    @torch.no_grad()
-    def send_unless(self, held_back: Tensor, factor: Tensor) -> None:
-        """Multiply the gradients by `factor` and send them to the host for `step`; by 1 where `held_back` is 1.
-
-        The host waits for neither number. They are there once it has read a number that it asks for later.
-        """
-        gradients = gradients_of(self.pieces)
-        torch._foreach_mul_(gradients, torch.where(held_back > 0, 1.0, factor))
-        self.offload.send(gradients)
-
     @torch.no_grad()
     def step(self, factor: float, *, was_held_back: bool = False, part: UpdatedPart = ALL) -> None:
         """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces of a part."""
@@ -191,81 +179,23 @@ class Updater:
         gradients = gradients_of(pieces) if sent is None else sent
         if factor != 1.0 and (sent is None or was_held_back):
             torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
-        self._update(gradients, part=part)
+        self.update(gradients, part=part)
 
-    @torch.no_grad()
-    def call(self, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Let the members of a part run a method over their pieces, which have their gradients; return what the last one returns, and
-        whether it has dropped a gradient.
-        """
-        pieces = self.pieces_of(part)
-        if self.optimizer is None or not pieces:
-            return None, False
-        of_piece = _beside(pieces, gradients_of(pieces))
-        result = None
-        with self._widened(pieces), self._lent(pieces, of_piece):
-            with alone(type(self.optimizer).__name__):
-                for index, member in enumerate(members_of(self.optimizer)):
-                    if part.members is None or index in part.members:
-                        result = getattr(member, method)(*args, **given)
-            dropped = any(piece.value.grad is None for piece in pieces if piece.name not in self.unused)
-        return result, dropped
-
-    # -- an update that the device decides on --------------------------------------------------------
-
-    @property
-    def can_hold_back(self) -> bool:
-        """Whether the device can leave an update out by a number that the host has not read, as torch's fused kernels do.
-
-        Other optimizers, and hooks on one, would see gradients that are not finite.
-        """
-        optimizer = self.optimizer
-        return optimizer is None or (
-            type(optimizer).__module__.startswith("torch.optim.")
-            and getattr(optimizer, "_step_supports_amp_scaling", False)
-            and "step" not in vars(optimizer)
-            and not has_hooks(optimizer)
-            and all(piece.value.device.type == "cuda" for piece in self.pieces)
-        )
-
-    @torch.no_grad()
-    def step_unless(self, held_back: Tensor, factor: Tensor) -> None:
-        """Multiply the gradients by `factor` and update the pieces; change neither where `held_back` is 1.
-
-        The host waits for neither number, which `can_hold_back` must allow.
-        """
-        if self.optimizer is None:
-            return
-        gradients = gradients_of(self.pieces)
-        scaling: Any = self.optimizer
-        scaling.found_inf = held_back
-        if all(gradient.dtype == torch.float32 for gradient in gradients):
-            scaling.grad_scale = (1.0 / factor).float()  # the kernel divides by it, in float32
-        else:
-            torch._foreach_mul_(gradients, torch.where(held_back > 0, 1.0, factor))
-        try:
-            self._update(gradients, held_back)
-        finally:
-            scaling.__dict__.pop("grad_scale", None)
-            del scaling.found_inf
-
-    # -- the update ----------------------------------------------------------------------------------
-
-    def _update(self, gradients: list[Tensor], held_back: Tensor | None = None, part: UpdatedPart = ALL) -> None:
+    def update(self, gradients: list[Tensor], held_back: Tensor | None = None, part: UpdatedPart = ALL) -> None:
         """Lend the gradients to the pieces, let the optimizer update them, chunk by chunk, and average them.
 
         The device changes nothing where `held_back` is 1.
         """
         assert self.optimizer is not None
-        of_piece = _beside(self.pieces_of(part), gradients)
+        of_piece = by_piece(self.pieces_of(part), gradients)
         for together in begun_first(self.chunks, self.optimizer, self.pieces, self.unused):
             is_whole = len(of_piece) == len(self.pieces)
             chunk = together if is_whole else [piece for piece in together if id(piece) in of_piece]
             if not chunk:
                 continue
             is_all = len(chunk) == len(self.pieces)
-            with self._widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                with self._lent(chunk, of_piece), alone(type(self.optimizer).__name__):
+            with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
+                with self.lent(chunk, of_piece), alone(type(self.optimizer).__name__):
                     if part.closure is not None:
                         part.closure.begin()
                     self._step_members(part)
@@ -288,12 +218,12 @@ class Updater:
                 "run.update, and with a closure where it needs one: another optimizer works, such as adamw"
             ) from error
 
-    def _widened(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
+    def widened(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
         """Return the context in which pieces and their states are as the optimizer computes with them."""
         assert self.optimizer is not None
         return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
 
-    def _lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> _Lent:
+    def lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> _Lent:
         """Let the values of some pieces have their gradients, unless the step gave them none, until the end of the context."""
         lent: list[Tensor] = []
         given = [*map(of_piece.__getitem__, map(id, chunk))]
@@ -320,8 +250,8 @@ class Updater:
         self.live.publish()
 
 
-def _beside(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return gradients where the values of their pieces are, by the ids of the pieces."""
+def by_piece(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return gradients, by the ids of their pieces, on the devices of their values."""
     there = host_copies.beside(gradients, [piece.value for piece in pieces])
     return dict(zip(map(id, pieces), there, strict=True))
 

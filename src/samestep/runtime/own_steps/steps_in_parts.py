@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,8 +44,9 @@ from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep, StepBackward
+from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import check_call
-from samestep.runtime.optimizers.optimizer_step import clip_factor
+from samestep.runtime.optimizers.optimizer_step import Updater, by_piece, clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
@@ -53,6 +55,7 @@ from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import given_instance
+from samestep.runtime.weights.pieces import gradients_of
 from samestep.state.fingerprints import digest
 from samestep.trees import tree_leaves
 
@@ -269,7 +272,7 @@ class StepsInParts:
         updater.unused = frozenset(mine - names)
         updater.live.reread()
         results: list[Any] = []
-        stepper.update(held, lambda: results.extend(updater.call(part, method, args, given)))
+        stepper.update(held, lambda: results.extend(_called(updater, part, method, args, given)))
         result, dropped = results
         with outside_step():
             if any(gather_values(bool(dropped), self._own.layout.world_size)):  # as `optimizer.zero_grad()` in it does
@@ -447,6 +450,27 @@ class StepsInParts:
             raise ModelError(
                 f'{method} with numerics.compression = "{numerics.compression}": run.step works, and so does "none"'
             )
+
+
+@torch.no_grad()
+def _called(
+    updater: Updater, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]
+) -> tuple[Any, bool]:
+    """Let the members of a part run a method over their pieces, which have their gradients; return what the last one returns, and
+    whether it has dropped a gradient.
+    """
+    pieces = updater.pieces_of(part)
+    if updater.optimizer is None or not pieces:
+        return None, False
+    gradients = by_piece(pieces, gradients_of(pieces))
+    result = None
+    with updater.widened(pieces), updater.lent(pieces, gradients):
+        with alone(type(updater.optimizer).__name__):
+            for index, member in enumerate(members_of(updater.optimizer)):
+                if part.members is None or index in part.members:
+                    result = getattr(member, method)(*args, **given)
+        dropped = any(piece.value.grad is None for piece in pieces if piece.name not in updater.unused)
+    return result, dropped
 
 
 def _marks_of(leaves: Sequence[Any]) -> list[Any]:
