@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
-from samestep.state.reachable import is_users
+from samestep.state.reachable import Home, Reached, home_of
 from samestep.state.snapshot import preserve_modules, state_of_generator
+from samestep.state.step_code import StepCode
 
 
 class Mode(enum.Enum):
@@ -72,7 +74,7 @@ def test_installed_packages_are_no_code_of_the_user(tmp_path: Path, monkeypatch:
     for name, is_own in (("bought", False), ("written", True)):
         for module in (name, f"{name}.inner", f"{name}.inner.part"):
             importlib.import_module(module)
-            assert is_users(module) is is_own
+            assert home_of(module) is (Home.USER if is_own else Home.PACKAGE)
 
 
 KINDS = (np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64)
@@ -101,3 +103,64 @@ def test_the_state_of_a_generator_shows_a_draw_and_is_put_back(name: str) -> Non
     put_back()
     assert state_of_generator(own)[0] == before
     assert draw(own) == drawn
+
+
+class Node:
+    """An item of a chain, longer than Python's stack is deep."""
+
+    __slots__ = ("number", "rest")
+
+    def __init__(self, number: int, rest: Node | None) -> None:
+        self.number, self.rest = number, rest
+
+
+class Counting(SGD):
+    """Keeps what decides how it updates in a class, in an object with slots, in a list and in a default value."""
+
+    taken = 3
+    late = None
+
+    def __init__(self, params: Any, chain: Node) -> None:
+        super().__init__(params, lr=0.1)
+        self.chain, self.marks = chain, [5]
+
+    def step(self, closure: Any = None, *, at: int = 77) -> Any:  # type: ignore[override]
+        Counting.taken += 1
+        self.marks.append(self.chain.number)
+        self.late = torch.ones(1)
+        return super().step(closure) if Counting.taken < at else None
+
+
+def _chain(length: int) -> Node:
+    node = None
+    for number in range(length):
+        node = Node(number + 1000, node)
+    assert node is not None
+    return node
+
+
+def test_an_optimizers_numbers_are_found_wherever_it_keeps_them_and_are_put_back() -> None:
+    optimizer = Counting([nn.Parameter(torch.zeros(2))], _chain(3000))
+    code = StepCode(optimizer)
+    assert {3, 5, 77, 1000, 3999, 0.1} <= code.numbers
+    assert code.optimizers == [optimizer]
+    assert "taken" in {place.key for place in code.places if place.holder is Counting}
+    with code.put_back():
+        optimizer.step()
+        assert (Counting.taken, optimizer.marks) == (4, [5, 3999])
+    assert (Counting.taken, optimizer.marks, optimizer.late) == (3, [5], None)
+
+
+def test_what_a_function_reaches_is_named_and_a_library_is_not_followed() -> None:
+    chain = _chain(3)
+
+    @torch.no_grad()
+    def loss(x: Tensor, *, most: list[int] = [9]) -> Tensor:  # noqa: B006
+        return x * chain.number + most[0] + KNOWN["one"] + 1234
+
+    found = Reached(loss)
+    where = "test_what_a_function_reaches_is_named_and_a_library_is_not_followed.<locals>.loss"
+    names = {one.name for one in found.variables}
+    assert {f"chain around {where}", f"the default of most in {where}", f"KNOWN of {__name__}"} <= names
+    assert 1234 in found.constants
+    assert not any("torch" in name for name in names)

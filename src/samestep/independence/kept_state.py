@@ -245,7 +245,7 @@ def examine(
         reached = watch._labels_of({address(tensor) for tensor in tensors_in(outputs)}) | watch.looked_at
         return _Traced(watch, Snapshot(module), reached)
 
-    def follows(counters: list[_Counter], count: int) -> bool:
+    def follows(counters: list[Variable], count: int) -> bool:
         """Return whether two forwards with all counters near a number do something else than the first."""
         start.restore()
         for counter in counters:
@@ -285,22 +285,7 @@ def _with_form(state: StateSpec, modules: Mapping[str, nn.Module]) -> StateSpec:
     return replace(state, is_restorable=can_be_kept(held.get(state.name)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Counter:
-    """A number that every forward changes: an item of a container, or a variable."""
-
-    holder: Any
-    key: Any
-
-    def put(self, value: int) -> None:
-        """Set the number."""
-        if isinstance(self.holder, Variable):
-            self.holder.put(value)
-        else:
-            self.holder[self.key] = value
-
-
-def _counters(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[_Counter]:
+def _counters(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[Variable]:
     """Yield the numbers that the first forward has changed, and the second one again."""
     later = {id(held): items for held, items in first.containers}
     latest = {id(held): items for held, items in again.containers}
@@ -317,17 +302,17 @@ def _counters(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[_Co
         for key in items if isinstance(held, dict) else range(len(items)):
             now = after.get(key) if isinstance(after, dict) else after[key]
             if _is_number(items[key]) and _is_number(now) and items[key] != now:
-                yield _Counter(held, key)
+                yield Variable("", held, key, now)
     for variable, after in zip(start.variables, first.variables, strict=False):
         if _is_number(variable.value) and _is_number(after.value) and variable.value != after.value:
-            yield _Counter(variable, "")
+            yield variable
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _jumps(start: Snapshot, counters: list[_Counter]) -> list[int]:
+def _jumps(start: Snapshot, counters: list[Variable]) -> list[int]:
     """Return the numbers near which counters are tried: those of the attributes and of the code, and a large one."""
     if not counters:
         return []

@@ -2,7 +2,7 @@
 
 | verb | where | what it costs |
 | --- | --- | --- |
-| reach | `reachable.py`: `reachable_from` a model, a forward or a loss; `StepCode` of an optimizer | a walk over closures, globals, classes and objects, each once |
+| reach | `reachable.py`: one `CodeWalk`; what it finds of a model, a forward or a loss is `Reached`, of an optimizer `StepCode` (`step_code.py`) | a walk over closures, globals, classes and objects, each once |
 | take, compare, put back | `snapshot.py`: `Snapshot` without copies, `KeptValues` with copies of tensors | a walk over the attributes of all modules and what they reach |
 | run from an earlier state | `snapshot.py`: `ModelState.restored`, `preserve_modules`, `preserve_function`, `preserve_generators` | take twice, put back twice |
 | digest | `fingerprints.py`: `digest` of any value, `fingerprint` and `word_sums` of a tensor | every byte read once |

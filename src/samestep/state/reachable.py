@@ -1,23 +1,15 @@
 """The state that code can keep outside of modules: variables that a forward, a loss or an optimizer's step reaches from its functions.
 
-Of a forward and a loss:
+One walk, `CodeWalk`, follows each function, class and object once:
 
     globals             of the file of a function, by the names in its code
     closures            the variables around a function, and its default arguments and attributes
     classes             attributes of the class of a module, or of an object that is reached
     objects, modules    that one of these variables holds, followed in turn
+    constants           numbers in the code
 
-Only code of the user is followed: libraries (the standard library and installed packages) keep what they keep.
-
-Of an optimizer's step, whose functions also hold numbers that decide how it updates:
-
-```
-class Warm(Optimizer):
-    def step(self): ... rate(self.k) ...      options, attributes, objects in them, the class's functions
-def rate(k): return k > LATE                  functions that they name, in any module but torch's own; constants
-LATE = 100                                    variables that they name, closures, default values
-```
-A trial of the optimizer reads thresholds and counters here, and puts back what its steps have changed.
+Whose code is followed is an argument (`Home`): of a forward and a loss the user's alone (`Reached`), of an optimizer's step also that of
+installed packages (`StepCode` in `step_code.py`). Libraries keep what they keep.
 """
 
 from __future__ import annotations
@@ -25,50 +17,70 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import inspect
-import math
 import random
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 _LARGEST_NUMBER = 2**53
 _MOST = 20_000
 """Objects that are followed at most."""
-_ABSENT: Any = object()
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OWN_PACKAGE = __name__.partition(".")[0]
+_PATHS = sysconfig.get_paths()
+_OF_PYTHON, _OF_PACKAGES = (
+    tuple({_PATHS[name] for name in names}) for names in (("stdlib", "platstdlib"), ("purelib", "platlib"))
+)
+_LIBRARIES = ("torch", "numpy", __name__.partition(".")[0])
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, Tensor, np.ndarray)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Generators of random numbers, as a module or a variable may hold one."""
 _SINGLE = (bool, int, float, complex, str, bytes, type(None))
+_LEAVES = (*_SINGLE, Tensor, np.ndarray)
+"""Values that hold nothing to be followed."""
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Module, functools.partial)
+_CALLABLES = (FunctionType, MethodType, functools.partial, nn.Module)
+_AROUND_FUNCTIONS = (functools._lru_cache_wrapper, functools.partial, MethodType)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap)
+"""Classes of Python whose objects are followed like those of a user's class."""
+
+
+class Home(enum.Enum):
+    """The origin of a module."""
+
+    LIBRARY = "Python, torch, numpy or samestep"
+    PACKAGE = "an installed package, or a module without a file"
+    USER = "the user"
 
 
 @functools.lru_cache(maxsize=4096)
-def is_users(module_name: str | None) -> bool:
-    """Return whether a module is the user's: no part of Python, of an installed package, or of samestep."""
-    if not module_name or module_name.partition(".")[0] == _OWN_PACKAGE:
-        return False
-    module = sys.modules.get(module_name)
-    file = getattr(module, "__file__", None)
+def home_of(module_name: str | None) -> Home:
+    """Return the origin of a module, by its name and its file."""
+    top = (module_name or "").partition(".")[0]
+    if not module_name or top in _LIBRARIES:
+        return Home.LIBRARY
+    file = getattr(sys.modules.get(module_name), "__file__", None)
     if file is None:
-        return module_name == "__main__"
+        known = Home.LIBRARY if top in sys.stdlib_module_names else Home.PACKAGE
+        return Home.USER if module_name == "__main__" else known
     places = (file, str(Path(file).resolve()))
-    if any(place.startswith(_LIBRARIES) for place in places):
-        return False
+    if any(place.startswith(_OF_PACKAGES) for place in places):
+        return Home.PACKAGE
+    if any(place.startswith(_OF_PYTHON) for place in places):
+        return Home.LIBRARY
     depth = module_name.count(".") + (Path(file).name == "__init__.py")
-    return not any(_holds_packages(folder) for place in places for folder in [*Path(place).parents][depth : depth + 1])
+    installed = any(_holds_packages(folder) for place in places for folder in [*Path(place).parents][depth : depth + 1])
+    return Home.PACKAGE if installed else Home.USER
 
 
 @functools.cache
@@ -77,21 +89,39 @@ def _holds_packages(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """A variable outside of modules."""
+class Kind(enum.Enum):
+    """How code holds a value."""
+
+    VARIABLE = "by a name of its own: of a closure, a file, a class, a function"
+    ITEM = "in a container or an object"
+    CONSTANT = "as a number in the code"
+
+
+class Variable(NamedTuple):
+    """A value that code holds, and where."""
 
     name: str
     """How the user knows it, for messages."""
     holder: Any
-    """A dictionary or a class that holds it by its key, a cell of a closure, or None for what cannot be set."""
-    key: str
+    """A dictionary, a list or a class that holds it by its key, a cell of a closure, or None for what cannot be set."""
+    key: Any
     value: Any
     """Its value when it was found."""
+    kind: Kind = Kind.VARIABLE
+
+    @property
+    def present(self) -> Any:
+        """Its value now; None if there is none."""
+        if isinstance(self.holder, CellType):
+            return next(_content(self.holder), None)
+        if isinstance(self.holder, list):
+            return self.holder[self.key]
+        held = vars(self.holder) if isinstance(self.holder, type) else self.holder
+        return self.value if held is None else held.get(self.key)
 
     def put(self, value: Any) -> None:
         """Give the variable a value."""
-        if isinstance(self.holder, dict):
+        if isinstance(self.holder, dict | list):
             self.holder[self.key] = value
         elif isinstance(self.holder, CellType):
             self.holder.cell_contents = value
@@ -99,156 +129,196 @@ class Variable:
             setattr(self.holder, self.key, value)
 
 
-@dataclass(slots=True)
-class Reached:
-    """The objects that functions reach."""
+class CodeWalk:
+    """A walk over functions, classes and objects, each once, in the order in which code holds them."""
 
-    variables: list[Variable] = field(default_factory=list)
-    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    caches: list[tuple[Any, Any]] = field(default_factory=list)
-    """Functions of which `functools.lru_cache` keeps results, and what it has counted."""
-    constants: set[int] = field(default_factory=set)
-    """Integers in the code."""
-
-
-def reachable_from(root: Any) -> Reached:
-    """Return the variables that the code of a model, or of a function, reaches."""
-    found = _CodeFollower()
-    if isinstance(root, nn.Module):
-        for path, part in root.named_modules():
-            found.of_module(path, part)
-    else:
-        found.callable(getattr(root, "__name__", type(root).__name__), root)
-    found.run()
-    return found.reached
-
-
-class _CodeFollower:
-    """Follows functions, classes and objects, each once."""
+    homes: ClassVar[frozenset[Home]] = frozenset([Home.USER])
+    """The origins of the code that is followed."""
+    most_items: ClassVar[int] = 256
+    """Items of a container that are followed."""
 
     def __init__(self) -> None:
-        self.reached = Reached()
         self._seen: dict[int, Any] = {}
-        self._rest: list[tuple[str, Any]] = []
-        self._noted: set[tuple[int, str]] = set()
+        """What was followed, held so that no id is given to another object."""
 
-    def follow(self, name: str, value: Any) -> None:
-        """Put a value on the list of those to be followed."""
-        if isinstance(value, _SINGLE) or id(value) in self._seen or len(self._seen) > _MOST:
-            return
-        self._seen[id(value)] = value  # held, so that no id is given to another object
-        self._rest.append((name, value))
+    def note(self, found: Variable) -> None:
+        """Take note of a value, each time that one is found."""
 
-    def callable(self, name: str, value: Any) -> None:
-        """Follow a callable: a function, or an object of the user's with attributes."""
-        if _is_object(value):
-            self._variable(Variable(name, None, "", value))
-        else:
-            self.follow(name, value)
+    def enter(self, name: str, value: Any) -> None:
+        """Take note of what is followed, once."""
 
-    def run(self) -> None:
-        """Follow everything on the list, and what that adds to it."""
-        while self._rest:
-            self._one(*self._rest.pop())
+    def follow(self, found: Iterable[Variable]) -> None:
+        """Follow values, and what they hold."""
+        rest = [iter(found)]
+        while rest:
+            one = next(rest[-1], None)
+            if one is None:
+                rest.pop()
+                continue
+            self.note(one)
+            value = one.value
+            if isinstance(value, _LEAVES) or id(value) in self._seen or len(self._seen) > _MOST:
+                continue
+            self._seen[id(value)] = value
+            self.enter(one.name, value)
+            rest.append(self._within(one.name, value))
 
-    def of_module(self, path: str, part: nn.Module) -> None:
-        """Follow the class of a module, its hooks, and the functions and objects among its attributes."""
-        self._seen[id(part)] = part
-        self.follow(type(part).__name__, type(part))
-        for name, value in vars(part).items():
-            if name.endswith("hooks"):
-                for hook in value.values() if isinstance(value, dict) else ():
-                    self.follow(f"{path}.{name}", hook)
-            elif not name.startswith("_") or isinstance(value, FunctionType):
-                self._held(f"{path}.{name}".lstrip("."), value)
+    def _follows(self, module_name: str | None) -> bool:
+        return home_of(module_name) in self.homes
 
-    def _one(self, name: str, value: Any) -> None:
-        if isinstance(value, functools._lru_cache_wrapper):
-            self.reached.caches.append((value, value.cache_info()))
-            self.follow(name, value.__wrapped__)
-        elif isinstance(value, functools.partial):
-            self.follow(name, value.func)
-            for index, item in enumerate((*value.args, *value.keywords.values())):
-                self._variable(Variable(f"argument {index} of {name}", None, "", item))
-        elif isinstance(value, MethodType):
-            self.follow(name, value.__func__)
-            self._variable(Variable(name, None, "", value.__self__))
-        elif isinstance(value, FunctionType):
-            if is_users(value.__globals__.get("__name__")):
-                self._function(value)
-            else:  # a decorator of a library, around the user's own
-                for held in (getattr(value, "__wrapped__", None), *_cells(value)):
-                    if isinstance(held, FunctionType | MethodType | functools.partial | nn.Module) or _is_object(held):
-                        self.callable(name, held)
+    def _is_object(self, value: Any) -> bool:
+        """Return whether a value is an instance of a class whose code is followed, containers included."""
+        return not isinstance(value, _CODE) and self._follows(type(value).__module__)
+
+    def _within(self, name: str, value: Any) -> Iterator[Variable]:
+        """Yield what a value holds."""
+        if isinstance(value, (FunctionType, *_AROUND_FUNCTIONS)):
+            yield from self._of_callable(name, value)
         elif isinstance(value, type):
-            self._class(value)
+            yield from self._of_class(value)
         elif isinstance(value, nn.Module):
-            self.reached.modules.append((name, value))
-            for path, part in value.named_modules():
-                self.of_module(f"{name}.{path}".rstrip("."), part)
-        else:
-            self._held(name, value)
+            yield from self._of_modules(name, value)
+        elif isinstance(value, dict):
+            for key, item in list(items_of(value).items())[: self.most_items]:
+                yield Variable(name, value, key, item, Kind.ITEM)
+                if isinstance(key, Tensor):
+                    yield _item(name, key)
+        elif isinstance(value, _CONTAINERS):
+            yield from (_item(name, item) for item in list(islice(value, self.most_items)))
+        elif isinstance(value, _HOLDERS) or self._follows(type(value).__module__):
+            yield from self._of_object(name, value)
 
-    def _held(self, name: str, value: Any) -> None:
-        """Follow functions and objects that a value holds, and the class of an object."""
-        if isinstance(value, FunctionType | MethodType | functools.partial | functools._lru_cache_wrapper):
-            self.follow(name, value)
-        elif isinstance(value, list | tuple | dict):
-            items = value.values() if isinstance(value, dict) else value
-            for item in list(items)[:_SOME]:
-                if not isinstance(item, (*_SINGLE, Tensor, np.ndarray)):
-                    self.follow(name, item)
-        elif not isinstance(value, nn.Module) and is_users(type(value).__module__):
-            self.follow(type(value).__name__, type(value))
-            for key, item in list(getattr(value, "__dict__", {}).items())[:_SOME]:
-                if not isinstance(item, (*_SINGLE, Tensor, np.ndarray)):
-                    self.follow(f"{name}.{key}", item)
+    def _of_callable(self, name: str, value: Any) -> Iterator[Variable]:
+        if isinstance(value, functools._lru_cache_wrapper):
+            yield _item(name, value.__wrapped__)
+        elif isinstance(value, functools.partial):
+            yield _item(name, value.func)
+            for index, item in enumerate((*value.args, *value.keywords.values())):
+                yield Variable(f"argument {index} of {name}", None, "", item)
+        elif isinstance(value, MethodType):
+            yield _item(name, value.__func__)
+            yield Variable(name, None, "", value.__self__)
+        elif self._follows(value.__globals__.get("__name__")):
+            yield from self._of_function(value)
+        else:  # a decorator of a library, around other code
+            cells = (held for cell in value.__closure__ or () for held in _content(cell))
+            for held in (getattr(value, "__wrapped__", None), *cells):
+                if self._is_object(held):
+                    yield Variable(name, None, "", held)
+                elif isinstance(held, _CALLABLES):
+                    yield _item(name, held)
 
-    def _function(self, function: FunctionType) -> None:
-        where = function.__qualname__
-        code, defaults = function.__code__, function.__defaults__ or ()
+    def _of_object(self, name: str, value: Any) -> Iterator[Variable]:
+        """Yield the class of an object, and its attributes."""
+        yield _item(type(value).__name__, type(value))
+        for base in type(value).__mro__:
+            for key, slot in list(vars(base).items()):
+                if isinstance(slot, types.MemberDescriptorType) and self._follows(base.__module__):
+                    with suppress(AttributeError):
+                        yield _item(f"{name}.{key}", slot.__get__(value))
+        held = getattr(value, "__dict__", {})
+        for key, item in list(held.items())[: self.most_items]:
+            yield Variable(f"{name}.{key}", held, key, item, Kind.ITEM)
+
+    def _of_modules(self, name: str, root: nn.Module) -> Iterator[Variable]:
+        """Yield the classes of a module and its parts, their hooks, and what is among their attributes."""
+        parts = [*root.named_modules()]
+        self._seen |= {id(part): part for _, part in parts}
+        for path, part in parts:
+            where = f"{name}.{path}".strip(".")
+            yield _item(type(part).__name__, type(part))
+            for key, value in list(vars(part).items()):
+                if key.endswith("hooks"):
+                    for hook in list(value.values()) if isinstance(value, dict) else ():
+                        yield _item(f"{where}.{key}", hook)
+                elif isinstance(value, FunctionType) or not (key.startswith("_") or isinstance(value, nn.Module)):
+                    yield _item(f"{where}.{key}".lstrip("."), value)
+
+    def _of_function(self, function: FunctionType) -> Iterator[Variable]:
+        where, code, defaults = function.__qualname__, function.__code__, function.__defaults__ or ()
         positional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        for name, value in (*zip(positional, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
-            if not isinstance(value, _SINGLE):
-                self._variable(Variable(f"the default of {name} in {where}", None, "", value))
-        for name, value in vars(function).items():
-            self._variable(Variable(f"{where}.{name}", vars(function), name, value))
-        numbers = (one for one in _constants(code) if not isinstance(one, tuple))
-        self.reached.constants.update(int(one) for one in numbers if abs(one) < _LARGEST_NUMBER)
-        for variable in _variables_of(function, is_users):
-            self._variable(variable)
+        named = function.__kwdefaults__ or {}
+        for key, value in (*zip(positional, defaults, strict=True), *named.items()):
+            kind = Kind.ITEM if isinstance(value, _SINGLE) else Kind.VARIABLE
+            yield Variable(f"the default of {key} in {where}", named if key in named else None, key, value, kind)
+        for key, value in list(vars(function).items()):
+            yield Variable(f"{where}.{key}", vars(function), key, value)
+        for constant in (constant for one in _codes(code) for constant in one.co_consts):
+            if isinstance(constant, int | float | tuple) and not isinstance(constant, bool):
+                yield Variable(where, None, "", constant, Kind.ITEM if isinstance(constant, tuple) else Kind.CONSTANT)
+        yield from self._named_in(function)
 
-    def _class(self, kind: type) -> None:
-        for base, name, value in _members_of(kind, lambda base: is_users(base.__module__)):
-            if isinstance(value, FunctionType):
-                self.follow(name, value)
-            else:
-                holder = None if isinstance(base, enum.EnumMeta) else base  # whose members nobody can replace
-                self._variable(Variable(f"{base.__name__}.{name}", holder, name, value))
+    def _named_in(self, function: FunctionType) -> Iterator[Variable]:
+        """Yield the variables that the code of a function names: of closures, of its file, and of modules whose code is followed."""
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            for value in _content(cell):
+                yield Variable(f"{name} around {function.__qualname__}", cell, name, value)
+        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        own = function.__globals__
+        for name in sorted(names & own.keys()):
+            value = own[name]
+            if not isinstance(value, ModuleType):
+                yield Variable(f"{name} of {own.get('__name__', '')}", own, name, value)
+            elif self._follows(value.__name__):
+                held = vars(value)
+                for inner in sorted(names & held.keys()):
+                    yield Variable(f"{inner} of {value.__name__}", held, inner, held[inner])
 
-    def _variable(self, found: Variable) -> None:
-        """Note a variable, if its value can be kept or replaced, and follow the value."""
-        if isinstance(found.value, (*_PLAIN, *GENERATORS)) or _is_object(found.value):
+    def _of_class(self, kind: type) -> Iterator[Variable]:
+        """Yield the attributes of a class and its bases, the functions of methods and properties among them."""
+        for base in kind.__mro__:
+            for name, value in list(vars(base).items()) if self._follows(base.__module__) else ():
+                function = (
+                    getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
+                )
+                function = value if isinstance(value, FunctionType) else function
+                if isinstance(function, FunctionType):
+                    yield _item(name, function)
+                elif not (name.startswith("__") and name.endswith("__")):
+                    holder = None if isinstance(base, enum.EnumMeta) else base  # whose members nobody can replace
+                    yield Variable(f"{base.__name__}.{name}", holder, name, value)
+
+
+class Reached(CodeWalk):
+    """The objects that the code of a model, or of a function, reaches, where the user wrote it."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self.variables: list[Variable] = []
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.caches: list[tuple[Any, Any]] = []
+        """Functions of which `functools.lru_cache` keeps results, and what it has counted."""
+        self.constants: set[int] = set()
+        """Integers in the code."""
+        self._noted: set[tuple[int, Any]] = set()
+        if isinstance(root, nn.Module):
+            self.follow(self._of_modules("", root))
+        else:
+            kind = Kind.VARIABLE if self._is_object(root) else Kind.ITEM
+            self.follow([Variable(getattr(root, "__name__", type(root).__name__), None, "", root, kind)])
+
+    def note(self, found: Variable) -> None:
+        """Note a variable if its value can be kept or replaced."""
+        if found.kind is Kind.CONSTANT and abs(found.value) < _LARGEST_NUMBER:
+            self.constants.add(int(found.value))
+        if found.kind is not Kind.VARIABLE:
+            return
+        if isinstance(found.value, (*_PLAIN, *GENERATORS)) or self._is_object(found.value):
             at = (id(found.holder), found.key) if found.holder is not None else (id(found.value), "")
             if at not in self._noted:
                 self._noted.add(at)
-                self.reached.variables.append(found)
-        self.follow(found.name, found.value)
+                self.variables.append(found)
+
+    def enter(self, name: str, value: Any) -> None:
+        """Note a module that is no part of the root, and a function whose results are kept."""
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.caches.append((value, value.cache_info()))
+        elif isinstance(value, nn.Module):
+            self.modules.append((name, value))
 
 
-_SOME = 256
-"""Items of a container that are followed."""
-_CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Module, functools.partial)
-
-
-def _is_object(value: Any) -> bool:
-    """Return whether a value is an instance of a class that the user wrote, containers included."""
-    return not isinstance(value, _CODE) and is_users(type(value).__module__)
-
-
-def _cells(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        yield from _content(cell)
+def _item(name: str, value: Any) -> Variable:
+    return Variable(name, None, "", value, Kind.ITEM)
 
 
 def _content(cell: CellType) -> Iterator[Any]:
@@ -265,220 +335,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _constants(code: CodeType) -> Iterator[Any]:
-    """Yield the numbers, and the tuples of constants, in the code of a function."""
-    for constant in (constant for one in _codes(code) for constant in one.co_consts):
-        if isinstance(constant, int | float | tuple) and not isinstance(constant, bool):
-            yield constant
+def built_in_kind(held: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the built-in class that stores a dict's items, below subclasses that read or write them otherwise."""
+    return OrderedDict if isinstance(held, OrderedDict) else dict
 
 
-def _variables_of(function: FunctionType, follows: Callable[[str], bool]) -> Iterator[Variable]:
-    """Yield the variables that the code of a function names: of closures, of its file, and of the modules whose names `follows` takes."""
-    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        for value in _content(cell):
-            yield Variable(f"{name} around {function.__qualname__}", cell, name, value)
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
-    own = function.__globals__
-    for name in sorted(names & own.keys()):
-        value = own[name]
-        if not isinstance(value, ModuleType):
-            yield Variable(f"{name} of {own.get('__name__', '')}", own, name, value)
-        elif follows(value.__name__):
-            held = vars(value)
-            for inner in sorted(names & held.keys()):
-                yield Variable(f"{inner} of {value.__name__}", held, inner, held[inner])
-
-
-def _members_of(kind: type, follows: Callable[[type], bool]) -> Iterator[tuple[type, str, Any]]:
-    """Yield class, name and value of the attributes of a class and its bases, the functions of methods and properties among them."""
-    for base in filter(follows, kind.__mro__):
-        for name, value in list(vars(base).items()):
-            inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
-            if isinstance(inner, FunctionType):
-                yield base, name, inner
-            elif not (name.startswith("__") and name.endswith("__")) or isinstance(value, FunctionType):
-                yield base, name, value
-
-
-_OTHERS = frozenset(("torch", "numpy", "samestep", *sys.stdlib_module_names)) - {"__main__", "test"}
-"""Packages whose functions hold no thresholds of a user's."""
-_MOST_SLOTS = 4096
-"""Values that are looked at: an optimizer that holds a whole data set is not read to its end."""
-_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap)
-Place = tuple[Any, str]
-"""A dictionary and a key in it, or a closure's cell."""
-
-
-class StepCode:
-    """The numbers that an optimizer's step reaches, and the places outside of its state that it may change."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.numbers: set[float] = set()
-        self.optimizers: list[Any] = [optimizer]
-        """The optimizer, and those that it reaches: a wrapper's own ones, which hold groups and states of theirs."""
-        self.tensors: set[int] = set()
-        """Ids of the tensors that its code reaches, in a closure as in an attribute."""
-        self.places: list[Place] = []
-        """Where numbers stand that the step may read: closures, variables, attributes."""
-        self._containers: list[Any] = []
-        self._seen: set[int] = set()
-        self._kept: list[Any] = []
-        """What was looked at, kept so that no other object gets its id."""
-        own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-        self._look_at(own)
-        self._class(type(optimizer))
-        for group in optimizer.param_groups:
-            self._look_at(_options_of(group))
-        self.places += [(vars(optimizer), key) for key in own]
-
-    def _look_at(self, value: Any, place: Place | None = None) -> None:
-        if isinstance(value, bool | str | bytes | None):
-            return
-        if isinstance(value, int | float):
-            if math.isfinite(value):
-                self.numbers.add(value)
-            self.places += [place] if place is not None else []
-            return
-        if isinstance(value, Tensor):
-            self.tensors.add(id(value))
-            self.places += [place] if place is not None and value.numel() == 1 else []
-            return
-        if id(value) in self._seen or len(self._seen) > _MOST_SLOTS:
-            return
-        self._seen.add(id(value))
-        self._kept.append(value)
-        for inner, where in self._within(value):
-            self._look_at(inner, where)
-
-    def _within(self, value: Any) -> Iterator[tuple[Any, Place | None]]:
-        """Yield what a value holds, each with its place if it can be set there."""
-        if isinstance(value, types.MethodType):
-            yield from ((value.__func__, None), (value.__self__, None))
-        elif isinstance(value, types.FunctionType):
-            yield from self._of_function(value)
-        elif isinstance(value, functools.partial):
-            yield from ((inner, None) for inner in (value.func, *value.args, *value.keywords.values()))
-        elif isinstance(value, dict):
-            self._containers.append(value)
-            for key, inner in list(value.items())[:_MOST_SLOTS]:
-                yield inner, (value, key) if isinstance(key, str) else None
-                if isinstance(key, Tensor):
-                    yield key, None
-        elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-            self._containers += [value] if isinstance(value, list | set | collections.deque) else []
-            yield from ((inner, None) for inner in list(value)[:_MOST_SLOTS])
-        elif isinstance(value, type):
-            self._class(value)
-        elif isinstance(value, _HOLDERS):
-            yield from ((inner, None) for inner in vars(value).values())
-        elif _is_users(type(value)) or isinstance(value, Optimizer):
-            self._class(type(value))
-            held = getattr(value, "__dict__", {})
-            slots = [slot for base in type(value).__mro__ for slot in getattr(base, "__slots__", ())]
-            yield from ((getattr(value, slot, None), None) for slot in slots if slot != "__dict__")
-            skipped = ("state", "param_groups") if isinstance(value, Optimizer) else ()
-            yield from ((inner, (held, key)) for key, inner in list(held.items()) if key not in skipped)
-            if isinstance(value, Optimizer) and all(value is not one for one in self.optimizers):
-                self.optimizers.append(value)
-                yield from ((options, None) for options in map(_options_of, value.param_groups))
-
-    def _class(self, kind: type) -> None:
-        for _, _, value in _members_of(kind, _is_users):
-            self._look_at(value)
-
-    def _of_function(self, function: types.FunctionType) -> Iterator[tuple[Any, Place | None]]:
-        wrapped = getattr(function, "__wrapped__", None)
-        if wrapped is not None:
-            yield wrapped, None
-        if not _is_users(function):
-            return
-        yield from ((constant, None) for constant in _constants(function.__code__))
-        yield from ((value, None) for value in (function.__defaults__ or (), function.__kwdefaults__ or {}))
-        for found in _variables_of(function, lambda name: name.partition(".")[0] not in _OTHERS):
-            yield found.value, (found.holder, found.key)
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put back, in the end, the numbers and the containers that the code can reach outside of the optimizer."""
-        numbers = [(place, _copy_value(read(place))) for place in self.places]
-        containers = [(value, _copy_value(value)) for value in self._containers]
-        try:
-            yield
-        finally:
-            for value, before in containers:
-                value.clear()
-                value.update(before) if isinstance(value, dict | set) else value.extend(before)
-            for place, before in numbers:
-                write(place, before)
-
-
-def optimizers_in(optimizer: Optimizer) -> list[Any]:
-    """Return an optimizer and those that its step reaches."""
-    return StepCode(optimizer).optimizers
-
-
-def optimizers_with_states(optimizer: Optimizer) -> list[Any]:
-    """Return an optimizer, and those of the optimizers inside it, as in a wrapper, that keep other states."""
-    return list({id(one.state): one for one in reversed(optimizers_in(optimizer))}.values())[::-1]
-
-
-def states_by_key(optimizers: Sequence[Any], weight: Tensor) -> dict[str, Any]:
-    """Return the states of a weight in an optimizer, and in its inner ones under keys that `state_at` reads."""
-    if not optimizers:
-        return {}
-    found = dict(optimizers[0].state.get(weight, {}))
-    for index, inner in enumerate(optimizers[1:], 1):
-        found |= {f"{_INNER}{index}.{key}": value for key, value in inner.state.get(weight, {}).items()}
-    return found
-
-
-def state_at(optimizers: Sequence[Any], weight: Tensor, key: str) -> tuple[dict[str, Any], str]:
-    """Return the dict that holds a state which `states_by_key` lists under a key, created if it is missing, and its key in it."""
-    index = "0"
-    if key.startswith(_INNER):
-        index, _, key = key.removeprefix(_INNER).partition(".")
-    states = optimizers[int(index)].state
-    if weight not in states:
-        states[weight] = {}
-    return states[weight], key
-
-
-_INNER = "inner."
-
-
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def read(place: Place) -> Any:
-    """Return the value in a slot (dict key or closure cell); None if it is unset."""
-    holder, key = place
-    if not isinstance(holder, types.CellType):
-        return holder.get(key)
-    try:
-        return holder.cell_contents
-    except ValueError:
-        return None
-
-
-def write(place: Place, value: Any) -> None:
-    """Set the value in a slot, or fill the tensor of one element that it holds."""
-    holder, key = place
-    now = read(place)
-    if isinstance(now, Tensor) and now.numel() == 1 and not now.is_meta:
-        now.detach().fill_(float(value))
-    elif isinstance(holder, types.CellType):
-        holder.cell_contents = value
-    else:
-        holder[key] = value
-
-
-def _copy_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and not value.is_meta else value
-    return value.copy() if isinstance(value, list | dict | set | collections.deque) else value
-
-
-def _is_users(what: Callable[..., Any] | type) -> bool:
-    """Return whether a function or a class is of none of the libraries that hold no rule of a user's."""
-    return (inspect.unwrap(what).__module__ or "").partition(".")[0] not in _OTHERS
+def items_of(held: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the items that a dict holds; a subclass may compute others when it is asked for them."""
+    return {key: dict.__getitem__(held, key) for key in built_in_kind(held).__iter__(held)}

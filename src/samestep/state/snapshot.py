@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
 from samestep.state.fingerprints import marks_of
-from samestep.state.reachable import GENERATORS, Variable, reachable_from
+from samestep.state.reachable import GENERATORS, Reached, Variable, built_in_kind, items_of
 from samestep.trees import have_same_values
 
 _DEPTH = 5
@@ -89,7 +89,7 @@ class Snapshot:
         self._kept: list[Any] = []  # so that no id is given to another object
         self.values: dict[Slot, Content] = {}
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
-        self._reached = reachable_from(root)
+        self._reached = Reached(root)
         modules = list(root.named_modules()) if isinstance(root, nn.Module) else []
         for name, part in self._reached.modules:
             modules += [(f"{name}.{path}".rstrip("."), inner) for path, inner in part.named_modules()]
@@ -140,7 +140,7 @@ class Snapshot:
     def restore(self, *, generators: bool = True) -> None:
         """Set every module, variable and container to what it held; empty caches of functions that were filled since."""
         for held, items in self._undo:
-            _put_items(held, items)
+            put_items(held, items)
         for variable in self._reached.variables:
             variable.put(variable.value)
         for function, counted in self._reached.caches:
@@ -203,7 +203,7 @@ class Snapshot:
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
         if not isinstance(fields, dict):
             return type(value).__name__
-        items = _items_of(fields)
+        items = copied_items(fields)
         self._undo.append((fields, items))
         if len(items) > _LARGEST:
             return len(items)
@@ -221,12 +221,12 @@ class GivenWeights:
         """Let the modules hold these weights inside, and afterwards again those that they hold now."""
         now = [(held, dict(held)) for held, _ in self._held]
         for held, items in self._held:
-            _put_items(held, items)
+            put_items(held, items)
         try:
             yield
         finally:
             for held, items in now:
-                _put_items(held, items)
+                put_items(held, items)
 
 
 class KeptValues:
@@ -294,20 +294,15 @@ def _words_of(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kind_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Return the built-in class that stores a dict's items, below subclasses that read or write them otherwise."""
-    return OrderedDict if isinstance(held, OrderedDict) else dict
+def copied_items(held: Any) -> Any:
+    """Return the items of a mutable container, for `put_items`."""
+    return items_of(held) if isinstance(held, dict) else set(held) if isinstance(held, set) else list(held)
 
 
-def _items_of(held: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the items that a dict holds; a subclass may compute others when it is asked for them."""
-    return {key: dict.__getitem__(held, key) for key in _kind_of(held).__iter__(held)}
-
-
-def _put_items(held: Any, items: Any) -> None:
+def put_items(held: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(held, dict):
-        kind, now = _kind_of(held), _items_of(held)
+        kind, now = built_in_kind(held), items_of(held)
         kept = _OWN if "_modules" in now and "_modules" not in items else frozenset()
         if now.keys() - kept != items.keys() or any(now[key] is not item for key, item in items.items()):
             for key in now.keys() - items.keys() - kept:

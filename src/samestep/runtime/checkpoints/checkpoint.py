@@ -53,7 +53,7 @@ from samestep.runtime.optimizers.packed_states import SCALE
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import Runs
-from samestep.state.reachable import state_at, states_by_key
+from samestep.state.step_code import state_at, states_by_key
 
 MOVE = f"{OUTER}{OF_REPLICA}move"
 """The key among a weight's states of what replicas have moved it by, where the outer step with it is still to be taken."""

@@ -29,7 +29,7 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpack_plain
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
-from samestep.state.reachable import state_at, states_by_key
+from samestep.state.step_code import state_at, states_by_key
 from samestep.trees import tree_map_only
 
 _STATE = "state/"

@@ -33,7 +33,8 @@ from samestep.runtime.optimizers.stacked_labels import (
     parts_of_result,
     within,
 )
-from samestep.state.reachable import Place, StepCode, read, write
+from samestep.state.reachable import Variable
+from samestep.state.step_code import StepCode, write
 from samestep.trees import operands
 
 
@@ -380,23 +381,22 @@ def march(optimizer: Optimizer, take: Callable[[], None]) -> None:
         for count, steps in [*((count, 3) for count in counts), *((count, 1) for count in _GRID)]:
             for key, (place, _) in _numbers(optimizer, code).items():
                 if key in rising:
-                    now = read(place)
                     start = count - rising[key]
-                    write(place, start if isinstance(now, Tensor) else type(now)(start))
+                    write(place, start if isinstance(place.value, Tensor) else type(place.value)(start))
             for _ in range(steps):
                 take()
 
 
-def _numbers(optimizer: Optimizer, code: StepCode) -> dict[tuple[int, str], tuple[Place, float]]:
+def _numbers(optimizer: Optimizer, code: StepCode) -> dict[tuple[int, str], tuple[Variable, float]]:
     """Return the numbers that an optimizer keeps, by the dictionary and the key, or the closure's cell, that hold them."""
     own: list[Any] = [vars(optimizer)]
     for one in code.optimizers:
         own += [*one.param_groups, *one.state.values()]
-    places = [(holder, key) for holder in own if isinstance(holder, dict) for key in holder]
+    places = [Variable("", held, key, None) for held in own if isinstance(held, dict) for key in held]
     found = {}
     for place in (*places, *code.places):
-        value = read(place)
+        value = place.present
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta):
-            found[id(place[0]), str(place[1])] = (place, float(value))
+            found[id(place.holder), str(place.key)] = (place._replace(value=value), float(value))
     return found

@@ -36,7 +36,7 @@ from samestep.runtime.optimizers.update_rule import (
     options_by_name,
     read_rule,
 )
-from samestep.state.reachable import optimizers_in
+from samestep.state.step_code import optimizers_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.pieces import Piece, gradients_of
 from samestep.state.fingerprints import optimizer_digests
-from samestep.state.reachable import optimizers_with_states
+from samestep.state.step_code import optimizers_with_states
 
 
 class _Lent:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from samestep.building.optimizer import OptimizerSource
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.followed_step import CountsOnHost
-from samestep.state.reachable import StepCode, optimizers_in
+from samestep.state.step_code import StepCode, optimizers_in
 from samestep.trees import tree_leaves
 
 

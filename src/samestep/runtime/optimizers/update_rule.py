@@ -42,7 +42,7 @@ from samestep.runtime.optimizers.followed_step import (
 )
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.skeletons import like, over_small_weights, put_in_place, skeleton, small_shape
-from samestep.state.reachable import optimizers_in
+from samestep.state.step_code import optimizers_in
 from samestep.trees import tree_leaves
 
 TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError, KeyError, AttributeError, ZeroDivisionError)
