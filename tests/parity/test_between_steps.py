@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -340,10 +342,29 @@ def copied(rank: int, world: int, layout: str) -> list[Any]:
         return [average(x)["logits"], norm(x), *average.module.state_dict().values()]
 
 
+def pickled(rank: int, world: int, layout: str) -> list[Any]:
+    """The model and a part of it, written within to files and read again, and what they compute."""
+    run = run_of(rank, world, layout, Tied)
+    trained(run, 1)
+    with run.gathered() as model:
+        file = io.BytesIO()
+        torch.save(model, file)
+        whole, norm = (
+            torch.load(io.BytesIO(file.getvalue()), weights_only=False),
+            pickle.loads(pickle.dumps(model.norm)),
+        )
+    assert type(whole) is Tied
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in whole.modules())
+    with torch.no_grad():
+        x = Points()[0]["x"][None]
+        return [whole(x)["logits"], norm(x), *whole.state_dict().values()]
+
+
+@pytest.mark.parametrize("body", [copied, pickled])
 @pytest.mark.parametrize("layout", SETTING)
-def test_copies_of_the_model_are_plain_modules(layout: str) -> None:
-    (alone,) = everywhere("dp=1", copied)
-    for found in everywhere(layout, copied):
+def test_copies_of_the_model_are_plain_modules(layout: str, body: Any) -> None:
+    (alone,) = everywhere("dp=1", body)
+    for found in everywhere(layout, body):
         for ours, theirs in zip(found, alone, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 

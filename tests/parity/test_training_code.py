@@ -9,6 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from samestep.runtime.optimizers.group_rates import GroupRates
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.weights import given_instance
+from samestep.runtime.weights import given_instance, parameter_hooks
 from samestep.runtime.weights.sharded import GatheredWatch
 from tests.laboratory import TOLERANCE
 from tests.parity.training_code import CASES, sgd, summed
@@ -312,3 +313,15 @@ def test_a_given_instance_may_be_loaded_with_what_the_run_has_trained() -> None:
         net.load_state_dict(run.state_dict())
         net.eval()
         net(torch.zeros(1, 6))
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", "dp=2", "tp=2"])
+def test_a_hook_that_is_refused_stays_refused(layout: str) -> None:
+    weight, judged = nn.Parameter(torch.ones(3)), dict[int, object]()
+    program: Any = SimpleNamespace(step=SimpleNamespace(layout=Layout.parse(layout), num_microbatches=1))
+    given = [("a", weight)]
+    assert not parameter_hooks.later_refusal(given, program, judged)
+    weight.register_hook(lambda gradient: gradient / gradient.norm())
+    first = parameter_hooks.later_refusal(given, program, judged)
+    assert first
+    assert parameter_hooks.later_refusal(given, program, judged) == first

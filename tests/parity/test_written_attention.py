@@ -9,19 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from samestep import Job, parallelize
+from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.spec import with_attentions
 from samestep.models.written_attention import MadeMask
-from tests.laboratory import clipped, prove, source_of
+from tests.laboratory import clipped, code_of, make_run, prove, source_of
 from tests.models import MODELS
-from tests.parity.written_models import HEADS, LENGTH, SPELLINGS, Spelled, Written
+from tests.parity.written_models import HEADS, LENGTH, SPELLINGS, Spelled, Written, heads_first
 from tests.pool import pool
 
 WITHOUT_DROPOUT = ("grouped", "by_hand", "everything")
 for name, spelling in SPELLINGS.items():
     drops, shared = 0.0 if name in WITHOUT_DROPOUT else 0.2, 2 if name in ("grouped", "repeated") else HEADS
     MODELS[f"written {name}"] = functools.partial(Written, spelling, drops, shared)
+
+MODELS["written heads first"] = functools.partial(Written, heads_first, 0.2, HEADS)
 
 ROWS = [
     ("cp=2", "flattened"),
@@ -45,6 +48,22 @@ REST = [
 )
 def test_attentions_in_any_spelling_compute_what_one_device_computes(layout: str, model: str) -> None:
     prove(layout, f"written {model}")
+
+
+def heads_first_steps(rank: int, world: int) -> str:
+    run = make_run(rank, world, "written heads first", "cp=2", clipped())
+    try:
+        run.step(next(batches(code_of("written heads first").data(), run.job)))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_dropout_of_weights_with_heads_first_goes_by_a_ring_and_says_so() -> None:
+    prove("cp=2 exchange=ring", "written heads first")
+    for text in pool(2).run(heads_first_steps):
+        assert "the first dimension must hold the" in text
+        assert "exchange=ring works" in text
 
 
 CAUSAL = (MadeMask(causal=True),)

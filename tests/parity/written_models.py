@@ -134,6 +134,14 @@ def einsums(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
+def heads_first(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Heads in front of samples: no row of SPELLINGS, since dropout of such weights is refused where heads are exchanged."""
+    T = q.shape[1]
+    scores = torch.einsum("bqhd,bkhd->hbqk", q, k) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(self.tril[:T, :T] == 0, float("-inf"))
+    return torch.einsum("hbqk,bkhd->bqhd", self.dropout(scores.softmax(-1)), v)
+
+
 def grouped(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Heads of queries that share heads of keys, by five dimensions."""
     B, T = q.shape[:2]

@@ -11,7 +11,7 @@ import torch
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, ModelError
 from samestep.examination import examine as examination
 from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.independence import sequence_boundaries, tensor_plan, token_slices
@@ -155,3 +155,15 @@ def test_a_traced_model_covers_the_layouts_that_lack_nothing(examined_for: str, 
         assert (found is known) == (not lacks)
         assert found.covers(layout)
         assert examine(dataclasses.replace(source, prepared=found), clipped(), example, layout) is found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of newer torch
+def test_a_part_that_torch_jit_has_compiled_is_refused_by_its_name() -> None:
+    part = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.ModuleDict({"a": torch.nn.Linear(4, 8)})["a"])
+    part[1] = torch.jit.script(part[1])
+    for model in (part, lambda: part):
+        source = Source(model, loss_of(clipped()), optimizer_of(clipped()), "parts")
+        with pytest.raises(
+            ModelError, match=r"^1 is compiled by torch.jit, .* the module that was given to torch.jit.script works"
+        ):
+            examination.build_blueprint(source, clipped())

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from samestep.building.families import facts_of
@@ -247,11 +248,21 @@ def with_new_blueprint(source: Source, job: Job) -> TracedModel:
 
 
 def build_blueprint(source: Source, job: Job) -> Blueprint:
-    """Return the source's model on the meta device, in training mode, with the function that computes each of its values."""
+    """Return the source's model on the meta device, in training mode, with the function that computes each of its values.
+
+    Raises:
+        ModelError: it cannot be built, or a part of it was compiled by `torch.jit`.
+    """
     # Whoever calls from Python wants the exceptions of their own function as they are.
     named = isinstance(source.model, JobModel)
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
         plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
+    for path, part in plan.module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others: the module "
+                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it'
+            )
     without_own_groups(plan.module)
     if isinstance(source.loss, ModelLoss):
         give_labels(plan.module)

@@ -126,7 +126,7 @@ class TracedFormulas(Formulas):
     def reject(self, what: str) -> None:
         """Let the elements be computed as the code says, which mixes tokens as it did."""
 
-    def number_in(self, tensor: Tensor) -> float | None:
+    def number_in(self, tensor: Tensor, hides: float) -> float | None:
         """Return the value of a tensor of one element."""
         watch = self._watch
         with disable_current_modes():

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.building.attention import AttentionCall, DropPart, DroppedWeights
 from samestep.building.attention.score_form import MakeDropPart, WrittenCall
 from samestep.building.torch_seams import current_function_modes
-from samestep.errors import ModelError
+from samestep.errors import LayoutError, ModelError
 
 
 def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: int) -> DroppedWeights | None:
@@ -30,13 +30,22 @@ def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: in
 
 
 def dropped_of_written(written: WrittenCall, num_keys: int, call: AttentionCall) -> DroppedWeights | None:
-    """Return the weights that a dropout of written-out weights drops, for the heads and queries of a call and so many keys."""
+    """Return the weights that a dropout of written-out weights drops, for the heads and queries of a call and so many keys.
+
+    Raises:
+        LayoutError: the call has some of the heads, and the code has the weights of all samples in another order than by samples.
+    """
     if written.draw is None:
         return None
     samples, heads, num_queries = call.query.shape[:3]
-    shared = list(written.drawn_shape)
+    all_heads, shared = written.call.query.shape[1], list(written.drawn_shape)
+    if heads != all_heads and len(shared) > 1 and shared[0] != samples:
+        raise LayoutError(
+            f"dropout drops weights of shape {(*shared, num_queries, num_keys)}, and where heads are exchanged the first "
+            f"dimension must hold the {samples} samples: exchange=ring works"
+        )
     if len(shared) > 1:
-        shared[1] = shared[1] * heads // written.call.query.shape[1]
+        shared[1] = shared[1] * heads // all_heads
     else:
         shared = [samples * heads]
     part = written.draw(call.query, torch.Size((*shared, num_queries, num_keys)))

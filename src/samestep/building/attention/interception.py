@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -66,9 +65,9 @@ class KnownFormulas(Formulas):
     def reject(self, what: str) -> None:
         """Let the elements be computed as the code says."""
 
-    def number_in(self, tensor: Tensor) -> float | None:
-        """Return a number that hides a key, since the trace has shown that it does."""
-        return float(tensor) if tensor.device.type == "cpu" else float(torch.finfo(torch.float32).min)
+    def number_in(self, tensor: Tensor, hides: float) -> float | None:
+        """Return a number that hides a key, since the trace has shown that it does: to read the tensor, a host would wait."""
+        return float(tensor) if tensor.device.type == "cpu" else hides
 
 
 class Intercepting(TorchFunctionMode):

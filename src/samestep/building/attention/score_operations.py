@@ -55,7 +55,10 @@ def noted(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _number(scores: Scores, value: Any) -> float | None:
     if isinstance(value, bool | int | float):
         return float(value)
-    return scores.formulas.number_in(value) if isinstance(value, Tensor) and value.numel() == 1 else None
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return None
+    hides = 0.0 if scores.form.stage == "weights" else float(torch.finfo(torch.float32).min)
+    return scores.formulas.number_in(value, hides)
 
 
 def _scaled(scores: Scores, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> _Change | None:

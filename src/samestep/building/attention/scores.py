@@ -34,8 +34,8 @@ class FindsForms(Protocol):
         """Receive that the elements of scores are needed, by which function."""
         ...
 
-    def number_in(self, tensor: Tensor) -> float | None:
-        """Return the value of a tensor of one element; None where it is not known."""
+    def number_in(self, tensor: Tensor, hides: float) -> float | None:
+        """Return the value of a tensor of one element; None where it is not known. At the place that it is for, `hides` hides a key."""
         ...
 
     def off(self) -> AbstractContextManager[None]:

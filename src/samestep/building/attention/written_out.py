@@ -58,8 +58,8 @@ class Formulas(ABC):
         """Return the output of an attention [B, A, L, E]; None where it is none after all."""
 
     @abstractmethod
-    def number_in(self, tensor: Tensor) -> float | None:
-        """Return the value of a tensor of one element; None where it is not known."""
+    def number_in(self, tensor: Tensor, hides: float) -> float | None:
+        """Return the value of a tensor of one element; None where it is not known. At the place that it is for, `hides` hides a key."""
 
     @abstractmethod
     def reject(self, what: str) -> None:

@@ -2,6 +2,7 @@
 
     with run.gathered() as model:
         average = AveragedModel(model)          copy.deepcopy(model), or of a part of it
+        torch.save(model, "model.pt")           pickle.dumps(model), or of a part of it
 
 What a layout has put around the modules belongs to the run, and would send messages in each call of a copy. So a copy is built anew, as
 the model was first, and takes the whole weights, the buffers and the plain attributes that stand in the run's model: it is a module
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -29,15 +30,17 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @contextmanager
 def allowed(model: nn.Module, own: HeldAssembly) -> Iterator[None]:
-    """Let `copy.deepcopy` of a model that has whole weights, or of its parts, give plain modules inside."""
+    """Let `copy.deepcopy` and pickle of a model that has whole weights, or of its parts, give plain modules inside."""
     parts = dict(model.named_modules())
     for path, part in parts.items():
         part.__dict__["__deepcopy__"] = functools.partial(_copy, model, path, own)
+        part.__dict__["__reduce_ex__"] = functools.partial(_reduce, model, path, own)
     try:
         yield
     finally:
         for part in parts.values():
             part.__dict__.pop("__deepcopy__", None)
+            part.__dict__.pop("__reduce_ex__", None)
 
 
 def _copy(model: nn.Module, path: str, own: HeldAssembly, memo: dict[int, Any]) -> nn.Module:
@@ -48,6 +51,14 @@ def _copy(model: nn.Module, path: str, own: HeldAssembly, memo: dict[int, Any]) 
     memo[id(model)] = as_given(whole)
     found: nn.Module = memo[id(model.get_submodule(path))]
     return found
+
+
+def _reduce(model: nn.Module, path: str, own: HeldAssembly, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+    """Return what pickle writes of a plain copy of the part of a model at a path.
+
+    From protocol 2 on, pickle refuses an instance of another class than the object's, which FSDP2 derives from the module's.
+    """
+    return _copy(model, path, own, {}).__reduce_ex__(min(1, protocol.__index__()))
 
 
 @torch.no_grad()

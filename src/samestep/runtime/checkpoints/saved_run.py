@@ -86,7 +86,7 @@ class SavedRun:
 
         It is so in every layout, on every rank: in a pipeline the weights of all stages. What all ranks write alike is kept at
         its end. Within it the run takes no step and no forward. A `copy.deepcopy` of the model or of a part of it, as
-        `AveragedModel` makes, is a plain module, which the loop may call.
+        `AveragedModel` makes, and what `torch.save` or pickle writes of it, is a plain module, which the loop may call.
 
         Raises:
             LayoutError: the run is not prepared yet.

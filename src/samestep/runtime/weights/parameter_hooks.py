@@ -121,33 +121,40 @@ def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, 
     ]
     if judged.get(_ALL) == present:  # the numbers of hooks, of which no two are equal
         return ""
+    for name, param in params if may_refuse(program) else ():
+        hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}  # those of samestep too
+        if hooks.keys() <= judged.keys():
+            continue
+        if reason := _refusal_of(name, param, program):
+            return reason
+        judged.update(hooks)
     judged[_ALL] = present
+    return ""
+
+
+def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
+    """Return why the hooks of a parameter are refused where a rank holds a part of it, or sees a part of the batch; else empty."""
+    marks = _own_hooks(param)
+    if not marks.hooks and not marks.late_hooks:
+        return ""
     word, divides, is_cut = _dividing_words(program)
-    for name, param in params if word or divides or is_cut else ():
-        early, late = param._backward_hooks or {}, getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        if all(map(judged.__contains__, map(id, (*early.values(), *late.values())))):
-            continue
-        judged.update((id(hook), hook) for hook in (*early.values(), *late.values()))  # those of samestep too
-        marks = _own_hooks(param)
-        if not marks.hooks and not marks.late_hooks:
-            continue
-        if word:
-            return (
-                f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
-                "weight, which the hook does not see: a hook that the build function registers works, and so does zero=1"
-            )
-        value = param.detach()
-        function = gradient_function(marks, value)
-        try:
-            if divides:
-                _check_linear(name, function, value)
-        except ModelError as error:
-            return str(error)
-        if is_cut and not _is_by_elements(function, value):
-            return (
-                f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight: "
-                "tp=1 (and ep=1) works"
-            )
+    if word:
+        return (
+            f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
+            "weight, which the hook does not see: a hook that the build function registers works, and so does zero=1"
+        )
+    value = param.detach()
+    function = gradient_function(marks, value)
+    try:
+        if divides:
+            _check_linear(name, function, value)
+    except ModelError as error:
+        return str(error)
+    if is_cut and not _is_by_elements(function, value):
+        return (
+            f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight: "
+            "tp=1 (and ep=1) works"
+        )
     return ""
 
 
