@@ -18,6 +18,7 @@ from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
+from samestep.runtime.guards.nonfinite import SavedValues
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
@@ -111,7 +112,7 @@ class OpenStep:
 
     batch: StepBatch
     began_s: float
-    running_buffers: list[tuple[Tensor, Tensor]]
+    running_buffers: SavedValues
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
     """The summed scalars, and the two numbers of its decider's `begin`."""

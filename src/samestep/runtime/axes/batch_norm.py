@@ -34,7 +34,14 @@ from samestep.program.sample_groups import GroupPart, SampleGroups
 from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
-from samestep.runtime.axes.one_group_norm import Constants, GroupStatistics, KeptStatistics, NormalisedGroup, gathered
+from samestep.runtime.axes.one_group_norm import (
+    Constants,
+    Exchange,
+    GroupStatistics,
+    KeptStatistics,
+    NormalisedGroup,
+    OneGroupNorm,
+)
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.stage_buffers import StageBuffers
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
@@ -56,12 +63,15 @@ class _MicrobatchPart:
     """Whether its samples count."""
     slots: tuple[range, ...]
     """The slots of each group among those of all ranks."""
+    is_one_group: bool
+    """Whether ranks share one group of which this one has samples, in one run."""
 
     @classmethod
     def of(cls, groups: SampleGroups, rank: int, microbatch: int) -> _MicrobatchPart:
         """Return the part of a data rank."""
         runs = groups.runs(rank, microbatch)
-        return cls(groups, runs or (GroupPart(0, 1),), bool(runs), groups.slots(microbatch))
+        is_one = bool(runs) and groups.spans_ranks and groups.num_groups == groups.num_slots == 1
+        return cls(groups, runs or (GroupPart(0, 1),), bool(runs), groups.slots(microbatch), is_one)
 
     def rows(self, x: Tensor, owner: str, views: int) -> list[tuple[int, Tensor]]:
         """Return the group and the rows of each run, of x [B, C, ...] in which all samples stand so many times in a row.
@@ -141,16 +151,25 @@ class BatchNorms(PartOfStep):
         self._part: _MicrobatchPart | None = None
         self._repeats: Iterator[_Found] | None = None
         """The remaining statistics of the first of two forwards, while the second one takes them."""
-        self.kept, self.constants = KeptStatistics(), Constants()
+        self.kept = KeptStatistics()
         self._records: list[list[_Found]] = []
         """Where the statistics of a checkpointed forward are recorded, outermost first."""
         calls = [call for layer in step.model.layers for call in layer.batch_norms]
         self._summed = {call.owner for call in calls if call.takes_gradient}
         """The modules whose backward sums over ranks."""
         self._views = {call.owner: call.views for call in calls}
+        constants = Constants()
+        sending = step.model.batch_norm_owners if self._ranks.send else ()
+        self.exchanges = {path: Exchange(self._ranks, path, constants) for path in sending}
+        """What norms over one group exchange, where there are ranks to exchange it with."""
         for path in step.model.batch_norm_owners:
-            module = model.get_submodule(path)
-            module.forward = functools.partial(self._forward, module, path, module.forward)
+            self._replace_forward(model.get_submodule(path), path)
+
+    def _replace_forward(self, module: nn.Module, path: str) -> None:
+        direct = None
+        if path in self.exchanges and OneGroupNorm.serves(module):
+            direct = OneGroupNorm(module, self.exchanges[path], self.kept, takes_gradient=path in self._summed)
+        module.forward = functools.partial(self._forward, module, path, module.forward, direct)
 
     def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
         """Follow the size of a step's batch where it is another one than the job's.
@@ -264,13 +283,24 @@ class BatchNorms(PartOfStep):
             self.kept.drop()
             self._part = before
 
-    def _forward(self, module: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self,
+        module: nn.Module,
+        path: str,
+        forward: Callable[..., Any],
+        direct: OneGroupNorm | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Replace the forward of a module that calls batch norm."""
         if self._repeats is not None:
             with _BatchNormMode(self, module, path), _buffers_of_a_copy(module):
                 return forward(*args, **kwargs)
-        if self._part is None:
+        part = self._part
+        if part is None:
             return forward(*args, **kwargs)
+        if direct is not None and part.is_one_group and not self._records and not kwargs and direct.can_run():
+            return direct(*args)
         with _BatchNormMode(self, module, path):
             return forward(*args, **kwargs)
 
@@ -306,8 +336,9 @@ class BatchNorms(PartOfStep):
             )
         wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
         if is_sent and groups.num_groups == slots == 1:
-            rows, like = x.to(wide) if part.counts else None, self.constants.filled(0.0, 1, x, wide)
-            return gathered(rows, channels, like, self._ranks, owner, self.constants)
+            exchange = self.exchanges[owner]
+            rows, like = x.to(wide) if part.counts else None, exchange.held.filled(0.0, 1, x, wide)
+            return exchange.statistics(rows, channels, like)
         mine = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
         for row, (_, rows) in zip(mine, part.rows(x, owner, self._views[owner]), strict=False):
             if part.counts:
@@ -372,8 +403,9 @@ class _BatchNormMode(TorchFunctionMode):
         given = call["weight"], call["bias"], call["eps"]
         x = self._norms.with_gradient(call["input"], self._path)
         if isinstance(found.statistics, GroupStatistics):
-            over = found.ranks, found.owner, found.part.counts, self._norms.constants
-            return NormalisedGroup.apply(x, *given, found.statistics, over)
+            exchange = self._norms.exchanges[found.owner]
+            how = exchange, found.ranks is not None, found.part.counts, found.statistics
+            return NormalisedGroup.apply(x, *given, how)
         return _Normalised.apply(x, *given, found)
 
     @torch.no_grad()

@@ -36,13 +36,21 @@ class DataRanks:
             all_gather(everything, mine.contiguous(), group=self._group)
         return everything
 
-    def gather_into(self, everything: Tensor, mine: Tensor, owner: str) -> None:
-        """Write the tensors of all ranks [N] one after the other into another one.
+    def gather_into(self, everything: Tensor, mine: Tensor, label: owned) -> None:
+        """Write the tensors of all ranks [N] one after the other into another one, under a label that is made once.
 
         Collective over `dp`, see [Note: collective calls].
         """
-        with owned(owner):
+        with label:
             all_gather(everything, mine, group=self._group)
+
+    def sum_under(self, tensor: Tensor, label: owned) -> None:
+        """Sum a tensor over all ranks, in its place, under a label that is made once.
+
+        Collective over `dp`, see [Note: collective calls].
+        """
+        with label:
+            dist.all_reduce(tensor, group=self._group)
 
     def gather_rows(self, mine: Tensor, sizes: list[int], owner: str) -> Tensor:
         """Return the rows of all ranks, of which each has as many as `sizes` says.

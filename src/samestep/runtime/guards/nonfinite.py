@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,17 +111,33 @@ def _bad_samples(assembly: Assembly, batch: StepBatch) -> list[int]:
     return [one for one in mine if not all(_is_finite(held) for held in tensors_in(batch.samples([one])))]
 
 
-def save_values(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return tensors with copies of their values, for `put_back`."""
-    held = [*buffers]
-    return [*zip(held, torch._foreach_mul(held, 1) if held else (), strict=True)]  # one call for all copies
+@dataclass(frozen=True, slots=True)
+class SavedValues:
+    """Tensors with copies of their values, in one tensor for all that are alike."""
+
+    tensors: tuple[Sequence[Tensor], ...]
+    copies: tuple[Tensor, ...]
+    """For tensors of no dimension one element each, for others all elements one after the other."""
+
+
+def save_values(buffers: Iterable[Tensor]) -> SavedValues:
+    """Return tensors with copies of their values, for `put_back`: one call for all of a dtype, whatever their number."""
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    for held in buffers:
+        alike.setdefault((held.dtype, held.device, min(held.dim(), 2)), []).append(held)
+    copies = [
+        torch.stack(tensors) if dims == 0 else torch.cat(tensors if dims == 1 else [one.flatten() for one in tensors])
+        for (_, _, dims), tensors in alike.items()
+    ]
+    return SavedValues(tuple(alike.values()), tuple(copies))
 
 
 @torch.no_grad()
-def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+def put_back(saved: SavedValues) -> None:
     """Set tensors to the values that were saved."""
-    for held, value in values:
-        held.copy_(value)
+    for tensors, copies in zip(saved.tensors, saved.copies, strict=True):
+        for held, value in zip(tensors, copies.split([held.numel() for held in tensors]), strict=True):
+            held.copy_(value.view(held.shape))
 
 
 @dataclass(slots=True, eq=False)
