@@ -113,8 +113,8 @@ def streamed(parts: int, delay: int, codec: str = "none") -> Job:
 def test_parts_are_the_same_in_every_layout_and_are_together_what_one_exchange_sends(layout: str, codec: str) -> None:
     model = MODELS["tiny"]
     whole, parts = (program_of(model, one, Layout.parse(layout)) for one in (job(20, codec), streamed(3, 2, codec)))
-    assert parts.step.exchange_parts == parts_of(model, 3)
-    assert {*parts.step.exchange_parts} == {param.name for param in model.params if param.trainable}
+    assert parts.step.sharing.parts == parts_of(model, 3)
+    assert {*parts.step.sharing.parts} == {param.name for param in model.params if param.trainable}
     for bucket in parts.buckets:
         assert {parts_of(model, 3)[member.name] for member in bucket.members} == {bucket.part}
     sizes = [[_sent_bytes(exchange) for exchange in program.exchanges] for program in (whole, parts)]

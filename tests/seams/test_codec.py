@@ -109,6 +109,7 @@ def test_a_store_asks_for_no_codec_and_no_replica(store: str) -> None:
     asked |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     rare = {
         "codec",
+        "sharing",
         "codec_backend",
         "contributions",
         "scatters_codes",

@@ -26,7 +26,7 @@ def hiding(program: Program, part: int | None) -> Program:
     If `part` is None, the program is that of as many steps without an exchange.
     """
     step = program.step
-    times = ExchangeTimes(every=step.exchange_delay + 2, parts=1, delay=step.exchange_delay, last=0)
+    times = ExchangeTimes(every=step.sharing.delay + 2, parts=1, delay=step.sharing.delay, last=0)
     bodies, tasks = dict(program.bodies), list[Task]()
     for index in range(times.delay + 1):
         events = [] if part is None else [event._replace(part=part) for event in times.behind(times.every + index)]
@@ -46,7 +46,7 @@ def amid_steps(program: Program) -> Program:
     """
     names = {f"{OpKind.ALL_GATHER}:{bucket.name}" for bucket in program.buckets}
     late = [op for op in program.bodies[UPDATE_BODY] if op.name in names and f"{OpKind.UPDATE}:optimizer" in op.after]
-    if not late or program.step.trains_apart:
+    if not late or program.step.sharing.trains_apart:
         return program
     params = {param.name: param for param in program.step.model.params}
     readers: dict[int, list[str]] = {}

@@ -141,8 +141,8 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
             -chunk_of(param),
             step.holding(param).sort_key,
             param.is_updated_whole,
-            -step.gradient_block(param),
-            step.exchange_part(param.name),
+            -step.sharing.block_of(param),
+            step.sharing.part_of(param.name),
             -param.layer if chunk_of(param) >= 0 else 0,
         ),
     )
@@ -168,7 +168,7 @@ def _full_numel(step: StepSpec, param: ParamSpec, *, is_late: bool) -> int:
     """Return the elements at which a bucket of weights like this one is closed; stages of other sizes agree on a late one."""
     owners, itemsize = _owners(step, param), BYTES_OF[step.master_dtype]
     whole = (BUCKET_BYTES * owners if owners > 1 else bucket_bytes(step.holding(param).num_shards)) // itemsize
-    if is_late or step.codec == PLAIN or step.compression_rank:  # factors are small, and an all_reduce fills a link
+    if is_late or step.sharing.codec == PLAIN or step.sharing.rank:  # factors are small, and an all_reduce fills a link
         return whole
     part = sum(param.numel for param in step.model.params if param.trainable) // CODED_BUCKETS
     return min(whole, max(part, LEAST_CODED_BYTES // itemsize) * owners)
@@ -193,7 +193,7 @@ def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
     """Return the key that weights of one bucket share."""
-    block, part = step.gradient_block(param), step.exchange_part(param.name)
+    block, part = step.sharing.block_of(param), step.sharing.part_of(param.name)
     return step.working_dtype(param), step.holding(param), param.is_updated_whole, block, part
 
 
@@ -204,9 +204,10 @@ def _owners(step: StepSpec, param: ParamSpec) -> int:
 
 def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     holding = step.holding(params[0])
-    block, owners = step.gradient_block(params[0]), _owners(step, params[0])
+    block, owners = step.sharing.block_of(params[0]), _owners(step, params[0])
     multiple = math.prod(map(step.ranks.size, holding.data_axes)) * block
-    params = sorted(params, key=lambda param: _shape_of_factors(step, param))
+    if step.sharing.rank:
+        params = sorted(params, key=lambda param: _shape_of_factors(step, param))
     held = owners_of([param.numel for param in params], owners)
     # A rank's chunk begins at no block's middle.
     aligned = step.states.alignment if holding.num_shards > 1 else 1
@@ -222,26 +223,26 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
-        codec=step.codec,
+        codec=step.sharing.codec,
         block=block,
-        matrices=tuple(_matrices(step, params, members)),
+        matrices=tuple(_matrices(step, params, members)) if step.sharing.rank else (),
         padded_numel=chunk * owners,
         holding=holding,
-        part=step.exchange_part(params[0].name),
+        part=step.sharing.part_of(params[0].name),
     )
 
 
 def _matrices(step: StepSpec, params: Sequence[ParamSpec], members: Sequence[Member]) -> Iterator[Matrix]:
     """Yield the matrices that are sent as factors, in the order of the buffer."""
     for param, member in sorted(zip(params, members, strict=True), key=lambda pair: pair[1].offset):
-        if step.is_factored(param):
+        if step.sharing.is_factored(param):
             rows = param.shape[0]
-            yield Matrix(param.name, member.offset, rows, param.numel // rows, step.compression_rank)
+            yield Matrix(param.name, member.offset, rows, param.numel // rows, step.sharing.rank)
 
 
 def _shape_of_factors(step: StepSpec, param: ParamSpec) -> tuple[int, ...]:
     """Return a key that sorts matrices of one shape, whose products are one operation, next to each other, and all else last."""
-    return (0, *param.shape) if step.is_factored(param) else (1,)
+    return (0, *param.shape) if step.sharing.is_factored(param) else (1,)
 
 
 def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:

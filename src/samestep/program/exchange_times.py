@@ -36,16 +36,20 @@ Layouts with one R differ where a sum falls between two codes and is rounded ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
+from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
+from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.holding import REPLICAS, SHARDS
 from samestep.program.ranks import BESIDE
+from samestep.program.state_blocks import block_of
 
 
 class Phase(StrEnum):
@@ -157,3 +161,72 @@ class Contributions:
             axis, ranks = (REPLICAS, layout.dp_replicate) if layout.dp_replicate > 1 else (SHARDS, layout.num_shards)
         inside = ("cp",) if zero == 0 and layout.cp > 1 else ()
         return cls(axis=axis, ranks=ranks, each=max(1, replicas // ranks), inside=inside, is_hidden=is_hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How the ranks share gradients: as they are, encoded, or as the moves of replicas that are trained independently."""
+
+    codec: str = PLAIN
+    """Name of the codec as which contributions to a gradient are sent; buckets, units and their ops take it from here."""
+    backend: str = ""
+    """Backend of `torch.compile` that makes the kernels of a codec one loop; empty where they are not compiled."""
+    replicas: int = 1
+    """The number of contributions that are encoded, or of replicas that are trained independently."""
+    every: int = 1
+    """Steps after which replicas exchange what their weights have moved by; 1 where they exchange gradients in every step."""
+    parts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """The part of each weight, where replicas exchange parts of their weights at different times."""
+    num_parts: int = 1
+    delay: int = 0
+    """Steps between the start of an exchange and the outer step that uses it."""
+    blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Elements of a block of each weight's gradient, in which the codec writes it down."""
+    rank: int = 0
+    """The rank of the factors as which the codec sends matrices; 0 where it sends none."""
+
+    @classmethod
+    def of(cls, model: ModelSpec, job: Job) -> Sharing:
+        """Return how a job's ranks share the gradients of a whole model."""
+        numerics, codec = job.numerics, CODECS.get(job.numerics.compression)
+        if codec is None and numerics.exchange_every == 1:
+            return SUMMED
+        has_blocks = codec is not None and codec.has_blocks
+        return cls(
+            codec=PLAIN if codec is None else codec.name,
+            backend=job.run.compile_backend if job.run.compile == "blocks" else "",
+            replicas=numerics.replicas,
+            every=numerics.exchange_every,
+            parts=parts_of(model, numerics.exchange_parts),
+            num_parts=numerics.exchange_parts,
+            delay=numerics.exchange_delay,
+            blocks={param.name: block_of(param.shape) or 1 for param in model.params} if has_blocks else {},
+            rank=numerics.compression_rank if codec is not None and codec.factors else 0,
+        )
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether replicas are trained independently between two exchanges."""
+        return self.every > 1
+
+    def contributions(self, layout: Layout, zero: int) -> Contributions | None:
+        """Return the contributions that a layout of ZeRO stage `zero` sums encoded, or as moves; None where there are none."""
+        if self.codec == PLAIN and not self.trains_apart:
+            return None
+        return Contributions.of(layout, zero, self.replicas, is_hidden=self.delay > 0)
+
+    def part_of(self, name: str) -> int:
+        """Return the index of the part with which a weight is exchanged, where replicas are trained independently."""
+        return self.parts.get(name, 0)
+
+    def block_of(self, param: ParamSpec) -> int:
+        """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""
+        return self.blocks.get(param.name, 1)
+
+    def is_factored(self, param: ParamSpec) -> bool:
+        """Return whether a weight's gradient is sent as two factors."""
+        return self.rank > 0 and is_factored(param.shape, self.rank)
+
+
+SUMMED = Sharing()
+"""Gradients are summed as they are, in every step."""

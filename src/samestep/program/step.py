@@ -13,17 +13,16 @@ from functools import cached_property
 from typing import Any
 
 from samestep.job import Job
-from samestep.job_tables import Compression, NumericsTable, Precision, Waiver
+from samestep.job_tables import Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, with_attentions
-from samestep.program.codecs import CODECS, PLAIN, is_factored
-from samestep.program.exchange_times import Contributions, parts_of
-from samestep.program.holding import REPLICAS, SHARDS, WHOLE, Holding
+from samestep.program.exchange_times import SUMMED, Contributions, Sharing
+from samestep.program.holding import SHARDS, WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, REPLICA_SCALARS, TF32, BodyKey, ends_step
-from samestep.program.ranks import Ranks, data_ranks_per_node
+from samestep.program.ranks import Ranks
 from samestep.program.sample_groups import SampleGroups
-from samestep.program.state_blocks import HeldStates, block_of
+from samestep.program.state_blocks import HeldStates
 from samestep.program.update_rules import with_whole_updates
 from samestep.records import changed
 from samestep.schedules import SCHEDULES, TaskKind
@@ -57,8 +56,6 @@ class StepSpec:
     """Whether the loss sees the outputs of all samples of the step."""
     compiles_blocks: bool = False
     """Whether blocks run as graphs of `torch.compile`."""
-    codec_backend: str = ""
-    """Backend of `torch.compile` that makes the kernels of a codec one loop; empty where they are not compiled."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
@@ -67,22 +64,8 @@ class StepSpec:
     """How the optimizer's states are held."""
     averages_weights: bool = False
     """Whether an average of each trained weight is kept with its master."""
-    codec: str = PLAIN
-    """Name of the codec as which contributions to a gradient are sent; buckets, units and their ops take it from here."""
-    replicas: int = 1
-    """The number of contributions that are encoded, or of replicas that are trained independently."""
-    exchange_every: int = 1
-    """Steps after which replicas exchange what their weights have moved by; 1 where they exchange gradients in every step."""
-    exchange_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """The part of each weight, where replicas exchange parts of their weights at different times (`exchange_times.py`)."""
-    num_exchange_parts: int = 1
-    """The number of these parts."""
-    exchange_delay: int = 0
-    """Steps between the start of an exchange and the outer step that uses it."""
-    gradient_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Elements of a block of each weight's gradient, in which the codec writes it down."""
-    compression_rank: int = 0
-    """The rank of the factors as which the codec sends matrices; 0 where it sends none."""
+    sharing: Sharing = SUMMED
+    """How gradients are encoded, or replicas trained independently; `SUMMED` where gradients are summed as they are."""
     unsure: tuple[str, ...] = ()
     """The trained weights of the whole model that a step may give no gradient: ranks agree on each with the step's scalars."""
     offload: tuple[str, ...] = ()
@@ -116,19 +99,11 @@ class StepSpec:
             replica=replica,
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compiles_blocks=job.run.compile == "blocks",
-            codec_backend=job.run.compile_backend if job.run.compile == "blocks" else "",
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             states=HeldStates.of(model, job, BYTES_OF[_master_dtype(job.numerics.precision)]),
             averages_weights=job.train.ema is not None,
-            codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
-            replicas=job.numerics.replicas,
-            exchange_every=job.numerics.exchange_every,
-            exchange_parts=parts_of(model, job.numerics.exchange_parts),
-            num_exchange_parts=job.numerics.exchange_parts,
-            exchange_delay=job.numerics.exchange_delay,
-            gradient_blocks=_gradient_blocks(model, job.numerics.compression),
-            compression_rank=_compression_rank(job.numerics),
+            sharing=Sharing.of(model, job),
             unsure=_unsure_weights(model),
             offload=job.model.offload,
             allow=job.run.waivers,
@@ -160,11 +135,6 @@ class StepSpec:
     def ranks(self) -> Ranks:
         """The order of the layout's ranks."""
         return Ranks.of(self.layout, self.ranks_per_node)
-
-    @property
-    def dp_per_node(self) -> int:
-        """Number of ranks of one node whose gradients of one weight are summed."""
-        return data_ranks_per_node(self.layout, self.ranks_per_node)
 
     @cached_property
     def rank_samples(self) -> int:
@@ -214,32 +184,13 @@ class StepSpec:
     def contributions(self) -> Contributions | None:
         """The contributions that are encoded and summed: to a gradient, or to the weights' change where replicas train
         independently; None where gradients are summed as they are."""
-        if self.codec == PLAIN and not self.trains_apart:
-            return None
-        return Contributions.of(self.layout, self.zero, self.replicas, is_hidden=self.exchange_delay > 0)
+        return self.sharing.contributions(self.layout, self.zero)
 
     @property
     def scatters_codes(self) -> bool:
         """Whether ranks scatter the gradients of units encoded: those of zero=2 and 3 over all data ranks."""
         made = self.contributions
         return made is not None and self.zero >= 2 and made.axis == SHARDS
-
-    @property
-    def trains_apart(self) -> bool:
-        """Whether replicas are trained independently between two exchanges."""
-        return self.exchange_every > 1
-
-    @property
-    def summed_replicas(self) -> tuple[str, ...]:
-        """The data axis over whose ranks a step sums shards of gradients; empty where replicas are trained independently."""
-        return () if self.trains_apart else (REPLICAS,)
-
-    def norm_axes(self, holding: Holding) -> tuple[str | None, tuple[str, ...]]:
-        """Return the axis whose ranks each add up the squares of a part of a bucket's gradients, None where each rank adds up all
-        that it has, and the axes whose ranks add up the same."""
-        if holding.num_shards > 1:
-            return holding.data_axis, self.summed_replicas
-        return (None, ("cp",)) if self.trains_apart else (holding.data_axis, holding.data_axes[1:])
 
     @property
     def num_reported(self) -> int:
@@ -249,25 +200,13 @@ class StepSpec:
     @property
     def num_scalars(self) -> int:
         """The number of scalars that all ranks sum at the end of a step; independently trained replicas add some for each replica."""
-        own = self.replicas if self.trains_apart else 1
+        own = self.sharing.replicas if self.sharing.trains_apart else 1
         return own * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
 
     @property
     def replicas_each(self) -> int:
         """The number of replicas that a rank trains one after the other, each with separate weights and states."""
-        return self.contributions.each if self.trains_apart and self.contributions is not None else 1
-
-    def exchange_part(self, name: str) -> int:
-        """Return the index of the part with which a weight is exchanged, where replicas are trained independently."""
-        return self.exchange_parts.get(name, 0)
-
-    def gradient_block(self, param: ParamSpec) -> int:
-        """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""
-        return self.gradient_blocks.get(param.name, 1)
-
-    def is_factored(self, param: ParamSpec) -> bool:
-        """Return whether a weight's gradient is sent as two factors."""
-        return self.compression_rank > 0 and is_factored(param.shape, self.compression_rank)
+        return self.contributions.each if self.sharing.trains_apart and self.contributions is not None else 1
 
     @property
     def is_mixed(self) -> bool:
@@ -333,20 +272,7 @@ def _master_dtype(precision: Precision) -> str:
     return "float64" if precision == "float64" else "float32"
 
 
-def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, int]:
-    """Return the elements of a block of each gradient, for a codec that has blocks."""
-    if compression == "none" or not CODECS[compression].has_blocks:
-        return {}
-    return {param.name: block_of(param.shape) or 1 for param in model.params}
-
-
 @cache_by_model
 def _unsure_weights(model: ModelSpec) -> tuple[str, ...]:
     """Return the names of the trained weights that a step may give no gradient."""
     return tuple(p.name for p in model.params if p.trainable and p.may_be_unused and p.numel)
-
-
-def _compression_rank(numerics: NumericsTable) -> int:
-    """Return the rank of the factors that a codec sends; 0 of one that sends none."""
-    kind = numerics.compression
-    return numerics.compression_rank if kind != "none" and CODECS[kind].factors else 0

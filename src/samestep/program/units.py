@@ -291,7 +291,7 @@ def _unit(
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        codec=step.codec,
+        codec=step.sharing.codec,
         padded_numel=sum(padded_rows(param, holding.num_shards) for param in params if not param.held_as),
         padded_packed_bytes=sum(
             packed_bytes(padded_rows(param, holding.num_shards)) for param in params if param.held_as
@@ -348,7 +348,7 @@ def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
 def exchanged_parts(step: StepSpec, unit: Unit) -> list[int]:
     """Return the indices of the exchanged parts of which a unit has trained weights."""
     trained = {param.name for param in step.model.params if param.trainable and param.numel}
-    return sorted({step.exchange_part(name) for name in unit.params if name in trained})
+    return sorted({step.sharing.part_of(name) for name in unit.params if name in trained})
 
 
 def coded_parts(
@@ -359,11 +359,11 @@ def coded_parts(
     They hold the rank's shard, or all of the unit where codes are scattered, of the weights of the part `exchanged`.
     """
     left_of = 1 if step.scatters_codes else unit.num_shards
-    mine = {name for name in unit.params if step.exchange_part(name) == exchanged}
+    mine = {name for name in unit.params if step.sharing.part_of(name) == exchanged}
     params = [param for param in step.model.params if param.name in mine and param.trainable and param.numel]
     found: dict[CodedPart, tuple[str, ...]] = {}
-    for block in sorted({step.gradient_block(param) for param in params}, reverse=True):
-        alike = [param for param in params if step.gradient_block(param) == block]
+    for block in sorted({step.sharing.block_of(param) for param in params}, reverse=True):
+        alike = [param for param in params if step.sharing.block_of(param) == block]
         numel = sum(padded_rows(param, unit.num_shards) // left_of for param in alike)
         found[CodedPart(round_up(numel, made.ranks * block), block)] = tuple(param.name for param in alike)
     return found

@@ -53,7 +53,7 @@ def held_gradients(run: Run) -> list[HeldTensor]:
     """Return a copy of the gradients of the last step, or of the averaged moves where an exchange has overwritten
     them."""
     ended = run.replicas.ended
-    is_moved = run.program.step.exchange_part
+    is_moved = run.program.step.sharing.part_of
     found: list[tuple[str, Tensor, Tensor | range]] = [
         (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
         for whose, assembly in replicas_of(run)

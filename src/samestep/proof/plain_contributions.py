@@ -18,11 +18,11 @@ class PlainContributions:
 
     def __init__(self, step: StepSpec, canonical: Mapping[str, str]) -> None:
         """Follow the codec of a step; `canonical` gives the name in its model of each weight's name in the loop."""
-        self.number = step.replicas
-        self._rank, self._canonical = step.compression_rank, canonical
-        self._blocks = {name: step.gradient_blocks.get(known, 1) for name, known in canonical.items()}
-        self._spec = CODECS[step.codec]
-        self._codec = None if self._spec.factors else codec_of(step.codec)
+        self.number = step.sharing.replicas
+        self._rank, self._canonical = step.sharing.rank, canonical
+        self._blocks = {name: step.sharing.blocks.get(known, 1) for name, known in canonical.items()}
+        self._spec = CODECS[step.sharing.codec]
+        self._codec = None if self._spec.factors else codec_of(step.sharing.codec)
         self._lost: dict[tuple[str, int], Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._directions: dict[str, Tensor] = {}

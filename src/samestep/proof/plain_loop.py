@@ -80,7 +80,7 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
     canonical = source.prepared.blueprint.canonical
 
     def part_of(name: str) -> int:
-        return run.program.step.exchange_part(canonical[name])
+        return run.program.step.sharing.part_of(canonical[name])
 
     made = _contributions(run, source)
     steps = plain_replicas.take_steps(models, loss, run.job, dataset, seen, made, part_of)
@@ -90,7 +90,7 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
 def _contributions(run: Run, source: Source) -> PlainContributions | None:
     """Return the coder of contributions in the loop; None where a job has no codec."""
     step = run.program.step
-    if step.contributions is None or step.codec == PLAIN:
+    if step.contributions is None or step.sharing.codec == PLAIN:
         return None
     assert source.prepared is not None
     return PlainContributions(step, source.prepared.blueprint.canonical)

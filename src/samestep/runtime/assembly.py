@@ -308,7 +308,7 @@ def _watch_calls(decided: _Decided, store: WeightStore) -> BackwardExchanges:
     loss, model = decided.source.loss, decided.traced.module
     is_own_loss = not str(getattr(loss, "__module__", "")).startswith("samestep.")
     may_differ = decided.spec.looks or is_own_loss
-    exchanges = exchanging_calls.watch(model, decided.program, store.before_exchange, may_differ=may_differ)
+    exchanges = exchanging_calls.watch(model, decided.program, store.calls.before_exchange, may_differ=may_differ)
     other_stages.mark(model)
     return exchanges
 

@@ -95,7 +95,7 @@ def _totals(
                 try:
                     outputs = forward(assembly, samples, nullcontext if used else parallel.pending)
                 except CalledAgainError:
-                    assembly.weights.store.give_up_forward()
+                    assembly.weights.store.calls.give_up_forward()
                     totals[_GAVE_UP] += 1.0
                     continue
             if outputs is None:
@@ -343,4 +343,4 @@ def _forward_only(assembly: Assembly) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
-    assembly.weights.store.end_forward_only()
+    assembly.weights.store.calls.end_forward_only()

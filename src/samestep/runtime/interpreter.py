@@ -82,12 +82,12 @@ class Interpreter:
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
                 with self.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
-                    if not store.gave_up:
+                    if not store.calls.gave_up:
                         self._run(task, microbatches, totals)
         self.data_wait_s = microbatches.wait_s
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)
-        if self.observer.dropout_mode() is None and not store.gave_up:
+        if self.observer.dropout_mode() is None and not store.calls.gave_up:
             model.dropout.end_step(model.module)
         for part in parallel.step_parts:
             part.end_backwards()

@@ -195,7 +195,7 @@ class LocalReplicas(Replicas):
     def indices_of(self, part: int) -> list[int]:
         """Return the indices of the pieces in a part of the weights."""
         step = self.assemblies[0].parallel.program.step
-        return [index for index, piece in enumerate(self.pieces) if step.exchange_part(piece.name) == part]
+        return [index for index, piece in enumerate(self.pieces) if step.sharing.part_of(piece.name) == part]
 
     def program_behind(self, step: int) -> Program:
         """Return the program of a step, counted from 1, followed by the exchanges that are sent after it."""

@@ -330,7 +330,7 @@ class Stepper:
         interpreter = Interpreter(held, self.job, self.place, self.guards.observer, trials, self.steps_taken + 1, of)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
-        self.refusals.gave_up_at = own.weights.store.gave_up
+        self.refusals.gave_up_at = own.weights.store.calls.gave_up
         for reason in own.model.replaced.take_over(inside=True):
             self.guards.refuse_state(batch, reason)
         own.weights.store.settle()

@@ -336,7 +336,7 @@ def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
     if op.codec in (None, PLAIN):
         return 0.0
     if CODECS[op.codec].factors:
-        return _factoring_s(op, step.compression_rank, hardware)
+        return _factoring_s(op, step.sharing.rank, hardware)
     elements = op.size_bytes / CODECS[op.codec].element_bytes
     if (
         step.contributions is not None and step.contributions.axis == SHARDS

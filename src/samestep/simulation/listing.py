@@ -51,7 +51,7 @@ def _list_program(program: Program) -> Iterator[str]:
         yield from map(_line, ops)
     for part, phases in enumerate(program.exchanges):
         for phase, ops in phases.items():
-            yield f"  exchange of part {part}, every {program.step.exchange_every} steps: {phase}"
+            yield f"  exchange of part {part}, every {program.step.sharing.every} steps: {phase}"
             yield from map(_line, ops)
 
 

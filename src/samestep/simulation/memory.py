@@ -136,7 +136,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     gradients += _owned_weights(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
     copies = sum(_copy_bytes(step, piece) for piece in _updated_pieces(program, rank))
     kept = each * (copies + _state_bytes(program, states_per_param, rank))
-    if step.trains_apart:  # the weights that replicas moved from, and the momentum of their moves
+    if step.sharing.trains_apart:  # the weights that replicas moved from, and the momentum of their moves
         kept += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated_pieces(program, rank))
     optimizer, host = (0, kept) if step.layout.offload else (kept, 0)
     return MemoryUse(
@@ -173,21 +173,21 @@ def _coded_bytes(program: Program) -> int:
     codes = []
     for parts, gathers in buffers:
         numel = sum(part.numel for part in parts)
-        if step.codec == PLAIN:
+        if step.sharing.codec == PLAIN:
             found += master * numel * (made.each > 1)
             continue
-        if CODECS[step.codec].factors:
+        if CODECS[step.sharing.codec].factors:
             for part in parts:
                 first, second = part.factor_numels
                 found += master * (part.numel + first + 3 * second)  # what was lost; own, summed factors and directions
             continue
-        codes.append(made.code_bytes(coded_bytes(step.codec, parts), gathers=gathers))
-        found += master * (made.each * numel + numel // made.ranks) * CODECS[step.codec].feeds_back
+        codes.append(made.code_bytes(coded_bytes(step.sharing.codec, parts), gathers=gathers))
+        found += master * (made.each * numel + numel // made.ranks) * CODECS[step.sharing.codec].feeds_back
     if step.scatters_codes:  # a unit behind the other, in one buffer
         return found + max(codes, default=0)
     found += sum(codes)
-    if step.exchange_delay:  # the moves that are exchanged while steps go on, of one part of the weights at a time
-        under_way = [0] * step.num_exchange_parts
+    if step.sharing.delay:  # the moves that are exchanged while steps go on, of one part of the weights at a time
+        under_way = [0] * step.sharing.num_parts
         for bucket in program.buckets:
             under_way[bucket.part] += bucket.coded(made).numel
         found += master * max(under_way)

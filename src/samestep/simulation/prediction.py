@@ -114,7 +114,7 @@ class Prediction:
     @property
     def step_s(self) -> float:
         """Predicted seconds of one step, with its share of the exchanges."""
-        return self.timeline.step_s + self.exchange_s / self.programs[0].step.exchange_every
+        return self.timeline.step_s + self.exchange_s / self.programs[0].step.sharing.every
 
     @property
     def devices(self) -> int:
@@ -260,4 +260,4 @@ def _exchange_s(programs: tuple[Program, ...], hardware: Hardware) -> float:
         return clock.play(tuple(hiding(program, part) for program in programs), hardware).step_s
 
     alone_s = played_s(None)
-    return sum(played_s(part) - alone_s for part in range(programs[0].step.num_exchange_parts))
+    return sum(played_s(part) - alone_s for part in range(programs[0].step.sharing.num_parts))

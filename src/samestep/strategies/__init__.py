@@ -26,6 +26,7 @@ from samestep.strategies import (
     chunked_loss,
     compress,
     context,
+    coupled_samples,
     data,
     expert,
     host_weights,
@@ -42,7 +43,7 @@ from samestep.strategies import (
 
 # The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
-# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
+# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated, `coupled_samples` only refuses,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
 # `host_weights` copies weights to the device in front of what reads them, and `whole_batch` repeats the forwards that are written by then.
 STACK: tuple[ModuleType, ...] = (
@@ -59,6 +60,7 @@ STACK: tuple[ModuleType, ...] = (
     loss_terms,
     shard,
     data,
+    coupled_samples,
     compress,
     whole_update,
     host_weights,
@@ -89,6 +91,7 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     batch_values: lambda step: _asks_for_values(step.model),
     loss_terms: lambda step: len(step.model.loss_names.terms) > 1,
     shard: lambda step: step.layout.zero > 0 or step.layout.accumulate != "sharded",
+    coupled_samples: lambda step: step.global_batch > step.microbatch_samples,
     compress: lambda step: step.contributions is not None,
     whole_update: lambda step: _updates_whole(step.model),
     host_weights: lambda step: bool(step.offload),

@@ -37,7 +37,9 @@ AXIS = "dp"
 def refusal(step: StepSpec) -> str | None:
     """Return why the layout's micro-batches do not consist of whole groups, or what else cannot be between its ranks."""
     groups, layout = step.sample_groups, step.layout
-    if groups is None or step.trains_apart:  # replicas that are trained apart are refused with statistics of samples
+    if (
+        groups is None or step.sharing.trains_apart
+    ):  # replicas that are trained apart are refused with statistics of samples
         return None
     path = step.model.batch_norm_owners[0] or step.model.name
     if layout.cp > 1:
@@ -69,12 +71,14 @@ def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> str:
     fewer = next(fitting, None)
     common = math.gcd(*groups.totals)
     totals = " or ".join(map(str, groups.totals))
-    works = f"dp={step.replicas} works" if fewer is None else f"microbatch={-(-step.rank_samples // fewer)} works"
+    works = (
+        f"dp={step.sharing.replicas} works" if fewer is None else f"microbatch={-(-step.rank_samples // fewer)} works"
+    )
     if common > 1 and made is None:
         works += f", and so does numerics.coupled_samples = {common}, with other statistics"
     if layout.microbatch is None:
         return (
-            f"numerics.replicas = {step.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one "
+            f"numerics.replicas = {step.sharing.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one "
             f"behind the other, and {path} takes the statistics of {size} samples at once (batch norm): {works}"
         )
     return (

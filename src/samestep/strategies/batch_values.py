@@ -42,9 +42,9 @@ def refusal(step: StepSpec) -> str | None:
             f"step within one (samestep.batch_sum, batch_mean, batch_cat): microbatch={step.rank_samples} works, and so does "
             "samestep.after_step for a statistic that is kept"
         )
-    if step.trains_apart:
+    if step.sharing.trains_apart:
         return (
-            f"numerics.exchange_every = {step.exchange_every} trains replicas apart, and {who} takes values of all samples "
+            f"numerics.exchange_every = {step.sharing.every} trains replicas apart, and {who} takes values of all samples "
             "(samestep.batch_sum): exchange_every = 1 works"
         )
     if layout.dp > 1 and model.differentiates_at:

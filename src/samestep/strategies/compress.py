@@ -37,7 +37,7 @@ from samestep.program.units import coded_parts
 
 def refusal(step: StepSpec) -> str | None:
     """Return why a layout cannot make the contributions that the job compresses, and what works."""
-    made, replicas, layout = step.contributions, step.replicas, step.layout
+    made, replicas, layout = step.contributions, step.sharing.replicas, step.layout
     if made is None:
         return None
     return next(
@@ -48,11 +48,11 @@ def refusal(step: StepSpec) -> str | None:
 def apply(program: Program) -> Program:
     """Return the program with the exchange of the shards of units, after all sums within a contribution."""
     made = program.step.contributions
-    if made is not None and made.ranks > 1 and program.step.trains_apart:
+    if made is not None and made.ranks > 1 and program.step.sharing.trains_apart:
         axes = {**program.axes, made.sent_over: made.ranks}
-        parts = range(program.step.num_exchange_parts)
+        parts = range(program.step.sharing.num_parts)
         return replace(program, axes=axes, exchanges=tuple(_exchange_of_moves(program, made, part) for part in parts))
-    if made is None or not program.units or program.step.trains_apart or program.step.scatters_codes:
+    if made is None or not program.units or program.step.sharing.trains_apart or program.step.scatters_codes:
         return program
     axes = {**program.axes, made.axis: made.ranks}
     return program.with_bodies(
@@ -112,18 +112,20 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
         yield f"{made.ranks} ranks of {made.axis} make no equal number of contributions; {wanted}"
     if layout.reduce != "ring":
         yield f"reduce={layout.reduce} sums gradients as they are; reduce=ring works"
-    if step.scatters_codes and not step.trains_apart and (reason := _refuse_scattered(step)):
+    if step.scatters_codes and not step.sharing.trains_apart and (reason := _refuse_scattered(step)):
         yield f"zero={step.zero} {reason}"
-    if name := next((param.name for param in step.model.params if param.trainable and step.is_factored(param)), ""):
+    if name := next(
+        (param.name for param in step.model.params if param.trainable and step.sharing.is_factored(param)), ""
+    ):
         yield from _refuse_cut_matrices(step, made, name)
     if made.axis == SHARDS and layout.cp > 1:
         yield f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works"
     if layout.ep > 1 and (step.zero == 0 or made.axis == SHARDS):
         works = f"dp_replicate={replicas} dp_shard={layout.ep} works"
-        if step.compression_rank:  # which is refused there
+        if step.sharing.rank:  # which is refused there
             works = f'ep=1 works, and so does "int8" with dp_replicate={replicas} dp_shard={layout.ep}'
         yield f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; {works}"
-    if step.trains_apart and (reason := _refuse_apart(step, made)):
+    if step.sharing.trains_apart and (reason := _refuse_apart(step, made)):
         yield reason
     if made.each > 1 and (reason := _refuse_several(step, made)):
         yield f"{reason}; {wanted}"
@@ -164,16 +166,18 @@ def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iter
     layout = step.layout
     if step.zero >= 2 or (step.zero and made.axis == REPLICAS):
         axis = f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else f"cp={layout.cp}"
-        zero = 0 if layout.cp > 1 or step.trains_apart else 1
+        zero = 0 if layout.cp > 1 or step.sharing.trains_apart else 1
         yield (
-            f'numerics.compression = "{step.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
-            f'among {axis}: dp={step.replicas} zero={zero} works, and so does "int8"'
+            f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
+            f'among {axis}: dp={step.sharing.replicas} zero={zero} works, and so does "int8"'
         )
-    cut = next((param.name for param in step.model.params if param.cut is not None and step.is_factored(param)), "")
+    cut = next(
+        (param.name for param in step.model.params if param.cut is not None and step.sharing.is_factored(param)), ""
+    )
     if layout.tp > 1 and cut:
         alone = " without sequence_parallel" if layout.sequence_parallel else ""
         yield (
-            f'numerics.compression = "{step.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1{alone} works, '
+            f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1{alone} works, '
             'and so does "int8"'
         )
 
@@ -182,15 +186,15 @@ def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
     """Return why replicas cannot be trained independently in a layout, and what works."""
     layout, model = step.layout, step.model
     layers = len({param.layer for param in model.params if param.trainable})
-    if step.num_exchange_parts > layers:
+    if step.sharing.num_parts > layers:
         return (
-            f"numerics.exchange_parts = {step.num_exchange_parts} parts cannot each have one of the {layers} layers with "
+            f"numerics.exchange_parts = {step.sharing.num_parts} parts cannot each have one of the {layers} layers with "
             f"trained weights: exchange_parts = {layers} works, or fewer"
         )
     if step.zero and made.axis == SHARDS:
         works = "zero=0 works"
-        if not step.compression_rank:  # which is refused there
-            works += f", and so does dp_replicate={step.replicas} dp_shard={layout.dp_shard}"
+        if not step.sharing.rank:  # which is refused there
+            works += f", and so does dp_replicate={step.sharing.replicas} dp_shard={layout.dp_shard}"
         return (
             f"zero={step.zero} shards the states of one optimizer over dp_shard, and each replica has its own; {works}"
         )
@@ -212,7 +216,7 @@ def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
 
 def _together(step: StepSpec) -> str:
     """Return what works where replicas cannot be trained independently: one model, whose gradients may be compressed."""
-    alone = " with replicas=1" if step.codec == PLAIN else ""
+    alone = " with replicas=1" if step.sharing.codec == PLAIN else ""
     return f"exchange_every=1{alone} works"
 
 

@@ -6,8 +6,7 @@ the input is sent, with the backward of the stages before, so that stages never 
 samples that the whole step counts, so gradients are summed, never averaged. With N ranks and S bytes:
 
     reduce=ring           all_reduce                                       2 (N-1)/N S bytes a rank
-    reduce=hierarchical   reduce_scatter in the node, all_reduce between nodes, all_gather in the node
-    reduce=root           reduce to one rank, then broadcast: the naive way, N-1 times S through one link
+    the other ways        `program/reduce_ways.py`
 
 Under zero=1 a bucket is first reduce_scattered over `dp_shard`, the rank updates its chunk of it, and the weights are
 all_gathered after the update: together the bytes of one all_reduce. If ZeRO has sharded the gradients (zero >= 1), an
@@ -21,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from samestep.errors import module_name
+from samestep.program import reduce_ways
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.exchange_times import Contributions
@@ -35,43 +34,8 @@ AXIS = REPLICAS
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Return why the layout cannot reduce as asked, or why its samples cannot be spread."""
-    layout = step.layout
-    if layout.reduce != "ring" and step.zero > 0:
-        return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}; reduce=ring works"
-    leaves_node = step.ranks_per_node % layout.model_ranks > 0
-    if layout.reduce == "hierarchical" and (layout.dp_cp_size % step.dp_per_node or leaves_node):
-        return (
-            f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
-            f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node"
-        )
-    if step.global_batch > step.microbatch_samples:
-        return _coupling(step)
-    return None
-
-
-def _coupling(step: StepSpec) -> str | None:
-    """Return where samples that the layout spreads over micro-batches influence each other."""
-    model = step.model
-    works = f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
-    owners = model.batch_norm_owners  # whose statistics are those of groups (`strategies/batch_norm.py`)
-    if other := next((path for path in model.coupled_modules if path not in owners), ""):
-        return f"{module_name(other)} lets samples influence each other or keeps statistics of them, {works}"
-    if model.mixes_samples and "samples" not in step.allow:
-        where, _, operation = model.mixes_samples.rpartition(" by ")
-        waiver = 'run.allow = ["samples"] lets it run unproven'
-        if operation.startswith("nll_loss"):
-            waiver = (
-                f"a loss function (outputs, batch) that computes it from the logits works in every layout; {waiver}"
-            )
-        return (
-            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
-        )
-    unclear = next((mask for mask in model.masks if mask.rows is None), None)
-    if unclear is not None:
-        where = unclear.owner or model.name
-        return f"{where} draws {unclear.name} for a tensor in which samples cannot be told apart, {works}"
-    return None
+    """Return why the layout cannot reduce as asked."""
+    return reduce_ways.refusal(step)
 
 
 def apply(program: Program) -> Program:
@@ -88,7 +52,7 @@ def apply(program: Program) -> Program:
     if made is not None:
         axes |= {made.sent_over: made.ranks} if made.ranks > 1 else {}
     elif step.layout.num_replicas > 1:
-        axes |= _axes(step)
+        axes |= reduce_ways.axes(step)
     program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program, buckets))
     if program.units and tied:
         ties = tuple(reduce_tied_units(step, program.units))
@@ -158,14 +122,6 @@ def _reductions_of(program: Program) -> Iterator[str]:
         yield op.name
 
 
-def _axes(step: StepSpec) -> dict[str, int]:
-    """Return the number of ranks of each axis over which replicas are reduced."""
-    if step.layout.reduce != "hierarchical":
-        return {AXIS: step.layout.num_replicas}
-    nodes = step.layout.dp_cp_size // step.dp_per_node
-    return {name: size for name, size in (("dp_intra", step.dp_per_node), ("dp_inter", nodes)) if size > 1}
-
-
 def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     """Return the collectives after which every rank that updates a bucket has the sum of its gradients."""
     numel, holding = bucket.padded_numel, bucket.holding
@@ -182,7 +138,7 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
         over_replicas = (op(OpKind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *over_ties)
     ranks = step.ranks.size(holding.data_axis)
-    return (*_over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
+    return (*reduce_ways.over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
 
 
 def _coded_reductions(
@@ -194,27 +150,9 @@ def _coded_reductions(
         yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
     for axis in (*made.inside, *holding.tied_over, *holding.partial_over):
         yield op(OpKind.ALL_REDUCE, axis, part.numel)
-    if made.ranks > 1 and not step.trains_apart:
+    if made.ranks > 1 and not step.sharing.trains_apart:
         gathers, dtype = bucket.gathers_codes(made), step.master_dtype
         yield from exchange(bucket.name, bucket.codec, made.axis, (part,), made.each, dtype, gathers=gathers)
-
-
-def _over_replicas(
-    step: StepSpec, numel: int, op: Callable[[OpKind, str, int], Op], axis: str, ranks: int
-) -> tuple[Op, ...]:
-    """Return the collectives that sum `numel` elements over an axis in the way of the layout's `reduce`."""
-    if ranks == 1:
-        return ()
-    if step.layout.reduce == "ring":
-        return (op(OpKind.ALL_REDUCE, axis, numel),)
-    if step.layout.reduce == "root":
-        return (op(OpKind.REDUCE, axis, numel), op(OpKind.BROADCAST, axis, numel))
-    axes = _axes(step)
-    inside = axes.get("dp_intra", 1)
-    between = (op(OpKind.ALL_REDUCE, "dp_inter", numel // inside),) if "dp_inter" in axes else ()
-    if inside == 1:
-        return between
-    return (op(OpKind.REDUCE_SCATTER, "dp_intra", numel), *between, op(OpKind.ALL_GATHER, "dp_intra", numel))
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:

@@ -93,13 +93,13 @@ def _refuse_balance(step: StepSpec) -> str | None:
             f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which stand on several "
             "stages: pp=1 works, and so does a job without it (output_router_logits = false)"
         )
-    if step.trains_apart:  # refused in any case, whatever its micro-batches are
+    if step.sharing.trains_apart:  # refused in any case, whatever its micro-batches are
         return None
     made = step.contributions
     if made is not None and made.each > 1:
         return (
-            f"numerics.replicas = {step.replicas} makes {made.each} contributions on a data rank, one behind the other, and the loss "
-            f"that balances experts is one of the whole batch: dp={step.replicas} works, with no microbatch"
+            f"numerics.replicas = {step.sharing.replicas} makes {made.each} contributions on a data rank, one behind the other, and the loss "
+            f"that balances experts is one of the whole batch: dp={step.sharing.replicas} works, with no microbatch"
         )
     if step.num_microbatches > 1:
         return (

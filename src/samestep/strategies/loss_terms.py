@@ -33,7 +33,7 @@ def axis_of(step: StepSpec) -> str | None:
     if len(step.model.loss_names.terms) < 2 or step.loss_over_batch:
         return None
     axis: str | None = AXIS
-    if step.trains_apart:  # then over the ranks of a replica
+    if step.sharing.trains_apart:  # then over the ranks of a replica
         made = step.contributions
         assert made is not None
         axis = "cp" if step.zero == 0 else SHARDS if made.axis == REPLICAS else None

@@ -82,7 +82,7 @@ def _refuse_blocks(step: StepSpec) -> str | None:
     degree = step.layout.tp
     for blocks, key in (
         (step.states.blocks, 'optimizer_states = "8bit"'),
-        (step.gradient_blocks, f'compression = "{step.codec}"'),
+        (step.sharing.blocks, f'compression = "{step.sharing.codec}"'),
     ):
         for param in step.model.params if blocks else ():
             block = blocks.get(param.name, 0) if param.trainable else 0

@@ -36,9 +36,9 @@ SIZES = 8
 
 def refusal(step: StepSpec) -> str | None:
     """Return why a layout cannot give a loss the outputs of all samples."""
-    if step.trains_apart:
+    if step.sharing.trains_apart:
         return (
-            f"numerics.exchange_every = {step.exchange_every} trains replicas apart, each on samples of its own, and the loss is one "
+            f"numerics.exchange_every = {step.sharing.every} trains replicas apart, each on samples of its own, and the loss is one "
             "over the whole batch: exchange_every = 1 works"
         )
     return None

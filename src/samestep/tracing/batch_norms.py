@@ -109,6 +109,8 @@ class OfAnySize(TorchFunctionMode):
 def with_groups(spec: ModelSpec, owners: Mapping[str, int]) -> ModelSpec:
     """Return the spec with only the calls whose samples are known to be along the first dimension: those of
     `owners`, each with its number of views."""
+    if not any(layer.batch_norms for layer in spec.layers):
+        return spec
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
         calls = (replace(one, views=owners[one.owner]) for one in layer.batch_norms if one.owner in owners)

@@ -84,6 +84,9 @@ def record_dispatches(
 ) -> Iterator[list[ExpertDispatch]]:
     """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called."""
     seen: list[ExpertDispatch] = []
+    if not experts.switchable and not experts.counts:
+        yield seen
+        return
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = routing_arguments(args, named)
@@ -163,6 +166,8 @@ def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn
     `balanced` is the model, where its configuration may ask for a loss that balances experts; None where the loss is
     the user's own.
     """
+    if not dispatches:
+        return spec
     sizes = {exchange.owner: exchange.experts for exchange in dispatches}
 
     def param_with(param: ParamSpec) -> ParamSpec:

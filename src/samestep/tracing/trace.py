@@ -147,7 +147,8 @@ def _spec_of(
     params = _param_specs(module, layers, opened, watch, _Unused(idle, unused), uses_of)
     first = min((param.layer for param in params if param.trainable and not param.is_idle), default=0)
     specs = tuple(dataclasses.replace(spec, has_backward=index >= first) for index, spec in enumerate(specs))
-    specs = with_cut_crossings(specs, watch.flow, watch.flow_recorder.values_in(watch.cut))
+    if watch.cut:
+        specs = with_cut_crossings(specs, watch.flow, watch.flow_recorder.values_in(watch.cut))
     varies = watch.varies or (watch.picks if watch.picks_none else "")
     return ModelSpec(
         name=name,

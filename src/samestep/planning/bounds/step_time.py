@@ -246,7 +246,7 @@ class Bounds:
 
     def _waits(self, step: StepSpec) -> bool:
         """Return whether a forward may wait for an all_gather of weights that overlaps with it (zero >= 1)."""
-        return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.trains_apart)
+        return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.sharing.trains_apart)
 
     def _first_forward_s(self, step: StepSpec) -> float:
         """Bound the end of the first forward of the first run under zero=1: its gathers, and then its last layer."""
@@ -365,7 +365,7 @@ class Bounds:
         if not step.zero:
             return _DataTraffic(reduced_s=reduced_s, update_s=update_s, overlapped_s=overlapped_s)
         gathers_s = self._gathers_s(step, mine)
-        if step.trains_apart:
+        if step.sharing.trains_apart:
             return _DataTraffic(reduced_s=reduced_s, update_s=update_s + max(gathers_s), overlapped_s=overlapped_s)
         # The weights of the step before are gathered first; then gradients are reduced over the same axis.
         both_s = max(map(sum, zip(gathers_s, streams_s, strict=False)))

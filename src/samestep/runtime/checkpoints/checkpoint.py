@@ -439,7 +439,7 @@ def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckp
         assembly.weights.store.publish()
     replicas.is_fresh = False
     step = run.program.step
-    moved = {step.exchange_part(p.name) for p in step.model.params if MOVE in stored.states.get(p.name, {})}
+    moved = {step.sharing.part_of(p.name) for p in step.model.params if MOVE in stored.states.get(p.name, {})}
     for part in sorted(moved):  # the same on all ranks with these weights
         pieces = [replicas.pieces[index] for index in replicas.indices_of(part)]
         lie = [run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop) for piece in pieces]

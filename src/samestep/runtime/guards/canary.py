@@ -235,7 +235,7 @@ class WatchedStep(StepObserver):
         again, checkpoints = self._again.state.generators, self._assembly.parallel.checkpoints
         with outside_step(), torch.no_grad(), preserve_generators(again), checkpoints:
             finding = self._repeat()
-            self._assembly.weights.store.end_forward_only()
+            self._assembly.weights.store.calls.end_forward_only()
         if finding is not None:
             self._findings.append(finding)
         self._judge()

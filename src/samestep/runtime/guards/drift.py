@@ -59,7 +59,7 @@ class DriftMonitor:
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
         made = step.contributions
-        replica = mesh.index(made.axis) if made is not None and made.ranks > 1 and step.trains_apart else 0
+        replica = mesh.index(made.axis) if made is not None and made.ranks > 1 and step.sharing.trains_apart else 0
         digests = {axis: f"{replica} {_digest_of(mesh, mine, holdings)}" for axis, mine in of_axis.items()}
         groups = _groups_of_equals(mesh, digests)
         self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]

@@ -138,7 +138,7 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     with outside_step():
         found = _findings(_Trial(loss, held, Repeat(held, batch, loss, seed, lambda: None), indices, []))
         everyone = gather_values(found if len(mine) else None, mesh.size("world"))
-    held.weights.store.end_forward_only()
+    held.weights.store.calls.end_forward_only()
     known = [one for one in everyone if one is not None]
     if not known:  # there is nothing to see, as where all samples are masked
         return ""

@@ -53,7 +53,7 @@ class PartsTrial:
         again = Repeat(held, self.batch, held.objective.loss, self.seed, lambda: None)
         with outside_step():
             found = [self._amounts(again, part) for part in (few, few[:half], few[half:])]
-        held.weights.store.end_forward_only()
+        held.weights.store.calls.end_forward_only()
         if allowed is None or any(one is None for one in found):
             return False
         whole, first, second = cast("list[Tensor]", found)

@@ -108,7 +108,7 @@ class Repeat:
             try:
                 outputs = evaluation.forward(self._assembly, samples, around)
             except CalledAgainError:
-                self._assembly.weights.store.give_up_forward()
+                self._assembly.weights.store.calls.give_up_forward()
                 gave_up = True
             if self._assembly.parallel.program.step.zero < 3 or not self.largest(float(gave_up)):
                 return outputs

@@ -135,7 +135,7 @@ class StepsInParts:
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
         loss_of = self._with_loss(held, loss, batch)
         # In fp16 the sum over the ranks of each backward shows whether float16 overflows.
-        waits = held.weights.store.can_wait and not held.weights.updater.loss_scale.is_dynamic
+        waits = held.weights.store.local.can_wait and not held.weights.updater.loss_scale.is_dynamic
         of = StepBackward(number, None if into is None else names, *loss_of, is_apart=True, waits=waits)
         self._last = batch.step, number + 1
         return self._stepper.take(batch, functools.partial(self._backward, batch, of), watches=number == 0)
@@ -379,7 +379,7 @@ class StepsInParts:
         waiting, names = self._waiting_for(self._names_of(None), "run.gradients")
         waiting.add_up()
         held = self._stepper.held
-        found = held.weights.store.gradients()
+        found = held.weights.store.local.finished()
         return gradient_views.of_whole_weights(held, {name: one for name, one in found.items() if name in names})
 
     def refuse_waiting(self, method: str) -> None:

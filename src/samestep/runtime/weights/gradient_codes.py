@@ -1,7 +1,6 @@
 """Encoded sums of gradients: the exchanges of a rank's buckets (zero=0 and 1), shards and units (zero=2 and 3).
 
-A store of weights sends gradients as they are, unless its codes say that a collective of the program is theirs. Without a
-gradient codec they have no exchange, and nothing to do.
+A store of weights sends gradients as they are, unless its codes say that a collective of the program is theirs.
 
 ```
 bucket    gradients, or this rank's chunk of them within a contribution ─► exchange between contributions
@@ -21,7 +20,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,46 +40,48 @@ from samestep.runtime.weights.pieces import Piece
 from samestep.schedules import TaskKind
 
 
-class GradientCodes(Protocol):
-    """The state of the gradient codec that is kept from one step to the next; its methods send nothing."""
+class GradientCodes:
+    """The state of the gradient codec that is kept from one step to the next; none where gradients are sent as they are.
+
+    Its methods send nothing.
+    """
 
     def residuals(self) -> Iterator[Residual]:
         """Yield what codes have lost of this rank's contributions, to be added to the next ones.
 
         Ranks on axes within a contribution, which encode the same sums, yield the same.
         """
-        ...
+        return iter(())
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which the next gradients of matrices are projected: equal on all ranks with equal weights."""
-        ...
+        return iter(())
 
     def scale(self, factor: float) -> None:
         """Multiply all residuals, where gradients are scaled by another number from now on; every rank calls it alike.
 
         With 0 everything that is kept becomes as it was before the first step.
         """
-        ...
 
 
-class BucketCodes:
+class BucketCodes(GradientCodes):
     """The exchanges of a rank's buckets, through all steps of a run."""
 
     def __init__(self, program: Program, mesh: Mesh) -> None:
-        """Make the exchange of each bucket, where gradients are summed between contributions."""
+        """Make the exchange of each bucket."""
         self._program, self._mesh = program, mesh
         self.exchanges: dict[str, Exchange] = {}
-        """Exchange of each bucket, by its name; empty where gradients are summed without contributions."""
+        """Exchange of each bucket, by its name."""
         step, made = program.step, program.step.contributions
-        self._of_steps = {} if step.trains_apart else self.exchanges
-        if made is None:
-            return
+        self._of_steps = {} if step.sharing.trains_apart else self.exchanges
+        assert made is not None, "a step without contributions"
+        self._made = made
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
         group = mesh.groups[made.sent_over] if made.ranks > 1 else None
         for bucket in program.buckets:
             parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
             self.exchanges[bucket.name] = exchange_of(
-                bucket.codec, parts, made, group, like, gathers=gathers, backend=step.codec_backend
+                bucket.codec, parts, made, group, like, gathers=gathers, backend=step.sharing.backend
             )
 
     def begin_step(self) -> None:
@@ -104,8 +104,7 @@ class BucketCodes:
         step = self._program.step
         if not self._of_steps or task.kind is not TaskKind.BACKWARD or ends_step(task.body):
             return False
-        assert step.contributions is not None
-        return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
+        return (task.microbatch + 1) % (step.num_microbatches // self._made.each) == 0
 
     def sends(self, op: Op) -> bool:
         """Return whether a collective of the program carries codes."""
@@ -127,10 +126,8 @@ class BucketCodes:
 
     def residuals(self) -> Iterator[Residual]:
         """Yield the residuals of each weight."""
-        made = self._program.step.contributions
-        for bucket in self._program.buckets if made is not None else ():
-            assert made is not None
-            coded = bucket.coded(made).numel
+        for bucket in self._program.buckets:
+            coded = bucket.coded(self._made).numel
             first = self._mesh.index(bucket.holding.data_axis) * coded if coded < bucket.padded_numel else 0
             places = [(member.name, member.offset - first, member.numel) for member in bucket.members]
             for found in self.exchanges[bucket.name].residuals(0):
@@ -158,14 +155,14 @@ class _Shard:
     work: dist.Work | None = None
 
 
-class UnitCodes:
+class UnitCodes(GradientCodes):
     """The exchanges of a rank's shards and the scatters of its units, through all steps of a run."""
 
     def __init__(
         self, program: Program, mesh: Mesh, pieces: Sequence[Piece], laid_out: Sequence[tuple[Unit, Sequence[str]]]
     ) -> None:
         """Make the exchange or the scatter of each unit, given with the names of its weights in FSDP2's order."""
-        self._trains_apart = program.step.trains_apart
+        self._trains_apart = program.step.sharing.trains_apart
         self.scatters = EncodedScatters(program, mesh, laid_out)
         self._shards: dict[tuple[int, str], _Shard] = {}
         """Shard of each unit, by the part of the weights that is exchanged (0 where all are) and the unit's name."""
@@ -179,7 +176,7 @@ class UnitCodes:
             for exchanged in exchanged_parts(step, unit):
                 parts = coded_parts(step, made, unit, exchanged)
                 exchange = exchange_of(
-                    unit.codec, [*parts], made, group, like, gathers=True, backend=step.codec_backend
+                    unit.codec, [*parts], made, group, like, gathers=True, backend=step.sharing.backend
                 )
                 held = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
                 buffers = [like.new_zeros(part.numel) for part in parts]
@@ -322,19 +319,19 @@ class EncodedScatter:
         self._num_shards = unit.num_shards
         self._runs = [
             [(param, padded_rows(param, unit.num_shards) // unit.num_shards) for param in run]
-            for _, run in itertools.groupby(params, key=step.gradient_block)
+            for _, run in itertools.groupby(params, key=step.sharing.block_of)
         ]
         """Runs of consecutive weights with blocks of one size, each weight with its elements on a rank, padding included."""
         widths = [sum(numel for _, numel in run) for run in self._runs]
         ends = [0, *itertools.accumulate(widths)]
         self._windows = [slice(first, last) for first, last in itertools.pairwise(ends)]
         parts = [
-            CodedPart(width * unit.num_shards, step.gradient_block(run[0][0]))
+            CodedPart(width * unit.num_shards, step.sharing.block_of(run[0][0]))
             for width, run in zip(widths, self._runs, strict=True)
         ]
         assert sum(part.numel for part in parts) == unit.padded_grad_numel, f"weights of {unit.name} are missing"
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
-        group, backend = mesh.groups[made.sent_over], step.codec_backend
+        group, backend = mesh.groups[made.sent_over], step.sharing.backend
         self.exchange = CodedExchange(
             unit.codec, parts, made, group, like, gathers=False, backend=backend, scratch=scratch
         )

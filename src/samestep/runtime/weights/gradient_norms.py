@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 import torch
 from torch import Tensor
 
+from samestep.program.holding import REPLICAS, Holding
 from samestep.program.step import StepSpec
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer
@@ -67,7 +68,7 @@ def norm_of_buckets(flats: Sequence[FlatBuffer], step: StepSpec, mesh: Mesh, nam
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for copies in sorted({flat.bucket.holding.num_copies for flat in flats}):
         alike = [flat for flat in flats if flat.bucket.holding.num_copies == copies]
-        _, repeated_over = step.norm_axes(alike[0].bucket.holding)
+        _, repeated_over = _axes_of(step, alike[0].bucket.holding)
         mine = [part for flat in alike for part in _share_of(flat, step, mesh, names)]
         total += squared_norm(mine, mesh.device) / (math.prod(map(mesh.size, repeated_over)) * copies)
     return total
@@ -75,7 +76,7 @@ def norm_of_buckets(flats: Sequence[FlatBuffer], step: StepSpec, mesh: Mesh, nam
 
 def _share_of(flat: FlatBuffer, step: StepSpec, mesh: Mesh, names: Set[str] | None) -> Iterator[Tensor]:
     """Yield the runs of a bucket's gradients, or of those of some weights, whose squares this rank adds up."""
-    divided_over, _ = step.norm_axes(flat.bucket.holding)
+    divided_over, _ = _axes_of(step, flat.bucket.holding)
     number, index = (mesh.size(divided_over), mesh.index(divided_over)) if divided_over else (1, 0)
     share = flat.gradients.view(number, -1)[index]
     if names is None:
@@ -86,3 +87,16 @@ def _share_of(flat: FlatBuffer, step: StepSpec, mesh: Mesh, names: Set[str] | No
         start, stop = max(member.offset - first, 0), min(member.offset + member.numel - first, share.numel())
         if member.name in names and start < stop:
             yield share[start:stop]
+
+
+def _axes_of(step: StepSpec, holding: Holding) -> tuple[str | None, tuple[str, ...]]:
+    """Return the axis whose ranks each add up the squares of a part of a bucket's gradients, None where each rank adds up all
+    that it has, and the axes whose ranks add up the same."""
+    if holding.num_shards > 1:
+        return holding.data_axis, summed_replicas(step)
+    return (None, ("cp",)) if step.sharing.trains_apart else (holding.data_axis, holding.data_axes[1:])
+
+
+def summed_replicas(step: StepSpec) -> tuple[str, ...]:
+    """Return the data axis over whose ranks a step sums shards of gradients; nothing where replicas are trained independently."""
+    return () if step.sharing.trains_apart else (REPLICAS,)

@@ -59,9 +59,7 @@ class Owning:
         self.frozen, self.exchange, self.codes, self.watch = store.frozen, store.exchange, store.codes, store.watch
         self.hook_gradients, self.begin_step, self.running = store.hook_gradients, store.begin_step, store.running
         self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
-        self.settle, self.end_forward_only, self.gradients = store.settle, store.end_forward_only, store.gradients
-        self.give_up_forward, self.before_exchange = store.give_up_forward, store.before_exchange
-        self.can_wait, self.unreduced = store.can_wait, store.unreduced
+        self.settle, self.calls, self.local = store.settle, store.calls, store.local
         taken = {id(piece) for piece in pieces}
         self._lent = live_weights([piece for piece in store.pieces if id(piece) not in taken])
 
@@ -69,11 +67,6 @@ class Owning:
     def reduced(self) -> list[Piece]:
         """The pieces of the other store."""
         return self._store.reduced
-
-    @property
-    def gave_up(self) -> str:
-        """The module at which this rank has given the step up."""
-        return self._store.gave_up
 
     def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
         """Finish the store's reductions, and gather weights and gradients at their owners unless that comes later.

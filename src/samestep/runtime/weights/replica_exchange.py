@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +25,8 @@ from samestep.runtime.weights.gradient_codes import BucketCodes, UnitCodes
 from samestep.runtime.weights.pieces import Piece
 
 
-class ReplicaExchange(Protocol):
-    """The sums of what the weights of replicas have moved by, part by part.
+class ReplicaExchange:
+    """The sums of what the weights of replicas have moved by, part by part; none where all ranks train one model.
 
     `start`, `sum` and `end` of a part are called in this order, by every rank after the same steps.
     """
@@ -39,15 +38,12 @@ class ReplicaExchange(Protocol):
         restored. Collective over the axis of the program's contributions: see [Note: collective calls] in
         runtime/processes/mesh.py.
         """
-        ...
 
     def sum(self, part: int) -> None:
         """Wait for what a started exchange sends, and issue the collectives that follow; collective as `start` is."""
-        ...
 
     def end(self, part: int) -> None:
         """Wait for an exchange, and set the gradients of the store's pieces of the part to its sums; it sends nothing."""
-        ...
 
 
 @dataclass(slots=True)
@@ -69,8 +65,8 @@ class _BucketMoves:
             self.work = None
 
 
-class BucketExchange:
-    """The `ReplicaExchange` of buckets; it has nothing to do where no bucket is exchanged."""
+class BucketExchange(ReplicaExchange):
+    """The `ReplicaExchange` of buckets."""
 
     def __init__(self, program: Program, codes: BucketCodes, gradients: Sequence[Tensor]) -> None:
         """Exchange the moves of the program's buckets; `gradients` are, for each bucket, those that this rank updates."""
@@ -87,7 +83,7 @@ class BucketExchange:
     def start(self, part: int, fill: Callable[[int], None]) -> None:
         """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
         mine, step = self._of(part), self._program.step
-        is_hidden = step.exchange_delay > 0
+        is_hidden = step.sharing.delay > 0
         kept = [moved.gradients.clone() for moved in mine] if is_hidden else []
         for moved in mine:
             moved.exchange.begin_step()
@@ -128,7 +124,7 @@ class BucketExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitExchange:
+class UnitExchange(ReplicaExchange):
     """The `ReplicaExchange` of units, whose codes are those of the gradients too; a rank trains one replica."""
 
     program: Program
@@ -138,8 +134,8 @@ class UnitExchange:
     def start(self, part: int, fill: Callable[[int], None]) -> None:
         """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
         step = self.program.step
-        mine = [piece.gradient() for piece in self.pieces if step.exchange_part(piece.name) == part]
-        kept = [gradient.clone() for gradient in mine] if step.exchange_delay else []
+        mine = [piece.gradient() for piece in self.pieces if step.sharing.part_of(piece.name) == part]
+        kept = [gradient.clone() for gradient in mine] if step.sharing.delay else []
         self.codes.begin_part(part)
         fill(0)
         self._send(part, Phase.START)

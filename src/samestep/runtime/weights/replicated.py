@@ -32,12 +32,14 @@ from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot
-from samestep.runtime.weights.gradient_codes import BucketCodes
-from samestep.runtime.weights.gradient_norms import norm_of_buckets, squared_norm
+from samestep.runtime.weights.gradient_codes import GradientCodes
+from samestep.runtime.weights.gradient_norms import norm_of_buckets
 from samestep.runtime.weights.late_weights import LateWeights
+from samestep.runtime.weights.local_gradients import BucketGradients
+from samestep.runtime.weights.module_calls import ModuleCalls
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.replica_exchange import BucketExchange
+from samestep.runtime.weights.replica_exchange import ReplicaExchange
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.runtime.weights.weight_watch import WholeWatch
 from samestep.schedules import TaskKind
@@ -49,7 +51,7 @@ Place = tuple[FlatBuffer, Member]
 class Replicated(WeightStore):
     """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer follow the program's buckets."""
 
-    codes: BucketCodes
+    local: BucketGradients
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -66,15 +68,15 @@ class Replicated(WeightStore):
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [FlatBuffer.of(bucket, program, mesh) for bucket in program.buckets]
-        self.codes = BucketCodes(program, mesh)
-        self.exchange = BucketExchange(program, self.codes, [flat.gradients[flat.mine] for flat in self._flats])
+        self.codes, self.exchange = GradientCodes(), ReplicaExchange()
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._fill(model, materialize)
         gathered = [flat.bucket for flat in self._flats if flat.gathers]
         self._late = LateWeights.of(model, program, gathered, self.params)
-        self.watch = WholeWatch(self.params, self._places)
+        self.watch, self.calls = WholeWatch(self.params, self._places), ModuleCalls()
+        self.local = BucketGradients(program, mesh, self._flats, self.params)
 
     # -- setting up --------------------------------------------------------------------------------
 
@@ -141,12 +143,6 @@ class Replicated(WeightStore):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    @property
-    def can_wait(self) -> bool:
-        """Whether something may be sent for gradients, which are whole on each rank until then; the same on all stages of a pipeline,
-        of which some have weights that others hold too."""
-        return self.program.step.layout.pp > 1 or any(flat.starts or flat.finishes for flat in self._flats)
-
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step; with `waits` nothing is reduced before `finish_gradients` is called."""
         self._waits = waits
@@ -155,7 +151,6 @@ class Replicated(WeightStore):
         self._unused = set(self.params)
         for flat in self._flats:
             flat.begin_step()
-        self.codes.begin_step()
         self._next = 0
 
     def _drop_gradients(self) -> None:
@@ -194,8 +189,6 @@ class Replicated(WeightStore):
             flat.take_in()
         if completes:
             self._start_ready()
-        if self.codes.take_contribution(task, self._flats):
-            self._drop_gradients()
 
     def _start_ready(self) -> None:
         while self._next < len(self._flats) and not self._flats[self._next].missing:
@@ -222,44 +215,16 @@ class Replicated(WeightStore):
                 flat.work = self._send(flat, op, flat.gradients)
         for flat in flats:
             flat.wait()
-            self.codes.finish(flat.bucket.name, flat.remaining)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of each weight; under zero=1 the ranks gather it.
-
-        Collective over `dp_shard` with zero=1, see [Note: collective calls].
-        """
-        for flat in self._flats:
-            for op in flat.gathers:
-                flat.work = self._send(flat, op, flat.gradients)
-                flat.wait()
-        return self._whole_gradients()
-
-    def unreduced(self) -> dict[str, Tensor]:
-        """Return the gradient of each weight before ranks are summed, zeros where the backward gave none."""
-        for flat in self._flats:
-            flat.zero_untouched()
-        return self._whole_gradients()
-
-    def _whole_gradients(self) -> dict[str, Tensor]:
-        return {
-            member.name: flat.gradients[member.span].view(self.params[member.name].shape)
-            for flat in self._flats
-            for member in flat.bucket.members
-        }
 
     def _send(self, flat: FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
         """Issue one collective on the bucket's buffer, or on this rank's part of it."""
         assert op.axis is not None
-        if self.codes.sends(op):
-            return self.codes.send(op, flat.remaining)
         return flat.send(op, whole, self.mesh.groups[op.axis])
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         if self._waits:
-            own = [one for name, one in self.unreduced().items() if names is None or name in names]
-            return squared_norm(own, self.mesh.device)
+            return self.local.norm_squared(names)
         return norm_of_buckets(self._flats, self.program.step, self.mesh, names)
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:

@@ -53,7 +53,9 @@ from samestep.runtime.weights.fsdp_units import (
     sharded_shape,
 )
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
-from samestep.runtime.weights.gradient_norms import norm_of_pieces
+from samestep.runtime.weights.gradient_norms import norm_of_pieces, summed_replicas
+from samestep.runtime.weights.local_gradients import ShardedGradients
+from samestep.runtime.weights.module_calls import ModuleCalls
 from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScatter
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
@@ -67,7 +69,6 @@ class Sharded(WeightStore):
     """A `WeightStore` of weights, gradients and optimizer sharded over `dp_shard` along their first dimension."""
 
     codes: UnitCodes
-    gave_up = ""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -85,6 +86,8 @@ class Sharded(WeightStore):
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
+        self.calls = UnitCalls(self._units, self._order)
+        self.local = ShardedGradients(self._trained, _gradient)
         self.watch = GatheredWatch(self._units, self._params, program.step.zero)
         self.codes = UnitCodes(program, mesh, self.pieces, [(running.unit, running.names) for running in self._units])
         self.exchange = UnitExchange(program, self.pieces, self.codes)
@@ -158,7 +161,7 @@ class Sharded(WeightStore):
         """Discard the gradients of the previous step."""
         assert not waits, "a rank has no room for whole gradients: each backward is reduced by itself"
         self.watch.take_back()
-        self.gave_up = ""
+        self.calls.gave_up = ""
         for param in self._params.values():
             param.grad = None
         self.codes.begin_step()
@@ -193,8 +196,8 @@ class Sharded(WeightStore):
         try:
             yield
         except CalledAgainError as error:
-            self.gave_up = error.path
-            self.give_up_forward()
+            self.calls.gave_up = error.path
+            self.calls.give_up_forward()
         self._order.end()
         for unit in units:
             if is_forward(task.body):
@@ -204,19 +207,6 @@ class Sharded(WeightStore):
             else:
                 unit.complete()
                 unit.check_late()
-
-    def before_exchange(self, path: str) -> None:
-        """Reduce what the program lists before the exchange of a module whose backward starts; collective over the units' axes."""
-        self._order.before_exchange(path)
-
-    def give_up_forward(self) -> None:
-        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
-
-        Collective over the axes of the units, see [Note: collective calls].
-        """
-        for unit in self._units:
-            unit.give_up_forward()
-        self._order.end_forward()
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
@@ -257,19 +247,31 @@ class Sharded(WeightStore):
             dist.all_reduce(whole, group=self.mesh.groups[op.axis])
         torch._foreach_copy_(gradients, windows)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of each weight, a DTensor of which this rank has its rows."""
-        return {
-            name: param.grad
-            for name, param in self._trained.items()
-            if _gradient(param) is not None and param.grad is not None
-        }
-
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         step = self.program.step
         total = norm_of_pieces(self.pieces, step, self.mesh.device, names)
-        return total / math.prod(map(self.mesh.size, step.summed_replicas))
+        return total / math.prod(map(self.mesh.size, summed_replicas(step)))
+
+
+class UnitCalls(ModuleCalls):
+    """The calls of modules whose weights units gather."""
+
+    def __init__(self, units: Sequence[RunningUnit], order: UnitOrder) -> None:
+        self._units, self._order = units, order
+
+    def before_exchange(self, path: str) -> None:
+        """Reduce what the program lists before the exchange of a module whose backward starts; collective over the units' axes."""
+        self._order.before_exchange(path)
+
+    def give_up_forward(self) -> None:
+        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
+
+        Collective over the axes of the units, see [Note: collective calls].
+        """
+        for unit in self._units:
+            unit.give_up_forward()
+        self._order.end_forward()
 
     def end_forward_only(self) -> None:
         """Reshard the units that a forward without a backward left gathered."""

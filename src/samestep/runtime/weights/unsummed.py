@@ -6,13 +6,14 @@ import functools
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor, nn
 
 from samestep.program.ops import Task, is_forward
 from samestep.program.program import Program
 from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.encoded_buckets import EncodedBuckets
 from samestep.runtime.weights.gradient_norms import norm_of_pieces
+from samestep.runtime.weights.local_gradients import GradientsInPlace, gradient_or_zero
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replicated import AfterTask, Place, Replicated
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
@@ -21,9 +22,13 @@ from samestep.runtime.weights.weight_store import Materialize, WeightStore
 class Unsummed(Replicated):
     """A `WeightStore` without buckets, which sends nothing."""
 
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
+        super().__init__(model, program, mesh, materialize)
+        self.local = GradientsInPlace(program, mesh, [], self.params)
+
     def _pieces_of(self, name: str, place: Place | None, param: nn.Parameter, value: Tensor) -> Iterator[Piece]:
         assert place is None, "a bucket where nothing is summed"
-        piece = self._piece(name, 0, param.numel(), param, value, functools.partial(_gradient_or_zero, param))
+        piece = self._piece(name, 0, param.numel(), param, value, functools.partial(gradient_or_zero, param))
         piece.holder = param
         yield piece
 
@@ -45,24 +50,12 @@ class Unsummed(Replicated):
         for name in self._unused - unused:
             self.params[name].grad = None
 
-    def _whole_gradients(self) -> dict[str, Tensor]:
-        return {name: _gradient_or_zero(param) for name, param in self.params.items()}
-
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return the squared norm of all gradients, or of those of some weights."""
         return norm_of_pieces(self.pieces, self.program.step, self.mesh.device, names)
 
 
-def _gradient_or_zero(param: nn.Parameter) -> Tensor:
-    found = param.grad
-    if found is None:
-        param.grad = found = torch.zeros_like(param)
-    elif found.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
-        param.grad = found = found.to_dense()
-    return found
-
-
 def whole_weights(model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> WeightStore:
     """Return the store of weights that each rank holds whole."""
-    kind = Replicated if program.buckets else Unsummed
+    kind = Unsummed if not program.buckets else Replicated if program.step.contributions is None else EncodedBuckets
     return kind(model, program, mesh, materialize)

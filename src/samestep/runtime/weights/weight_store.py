@@ -4,11 +4,13 @@
 begin_step ─► running(task) of every forward, backward and weight-gradient task ─► finish_gradients
            ─► norm_squared ─► (the optimizer updates `pieces`) ─► publish
 ```
-What only some runs need is in three parts of a store, which have nothing to do elsewhere:
+What only some runs need is in five parts of a store, which have nothing to do elsewhere:
 
     store.exchange    moves of weights between replicas that are trained independently     `local_replicas.py` calls it
     store.codes       residuals and directions of compressed gradients                      checkpoints save them
     store.watch       writes into weights that would be lost                                guards ask for them
+    store.calls       weights that are gathered for each call of a module                   the interpreter, and guards
+    store.local       gradients between a backward and an update                            `own_steps/`
 
 The nouns are defined in [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`. All ranks call a
 collective method alike, since they agree on skipping a step first, see [Note: collective calls].
@@ -26,6 +28,8 @@ from torch import Tensor
 
 from samestep.program.ops import Task
 from samestep.runtime.weights.gradient_codes import GradientCodes
+from samestep.runtime.weights.local_gradients import LocalGradients
+from samestep.runtime.weights.module_calls import ModuleCalls
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replica_exchange import ReplicaExchange
@@ -48,23 +52,15 @@ class WeightStore(Protocol):
     """The state of the codec that compresses gradients."""
     watch: WeightWatch
     """The watch for writes into weights that would be lost."""
+    calls: ModuleCalls
+    """The calls of modules for which weights are gathered."""
+    local: LocalGradients
+    """The gradients between a backward and an update that the loop calls by itself."""
 
     @property
     def reduced(self) -> list[Piece]:
         """The pieces whose gradients this rank has once they are reduced: `pieces`, unless other ranks update them whole."""
         return self.pieces
-
-    @property
-    def gave_up(self) -> str:
-        """The path of the module at which this rank has given the step up, in whose other tasks it only takes part in what
-        others wait for; empty if it has not.
-        """
-        return ""
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether the gradients of several backwards can be added up on a rank before they are reduced."""
-        return False
 
     @abstractmethod
     def hook_gradients(self, hooks: GradientHooks) -> None:
@@ -75,29 +71,9 @@ class WeightStore(Protocol):
     def begin_step(self, *, waits: bool = False) -> None:
         """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing.
 
-        With `waits`, which needs `can_wait`, nothing is reduced before a later call of `finish_gradients`.
+        With `waits`, which needs `local.can_wait`, nothing is reduced before a later call of `finish_gradients`.
         """
         ...
-
-    def unreduced(self) -> dict[str, Tensor]:
-        """Return the gradient of each whole weight on this rank after a backward whose reduction waits, zeros where it gave none: what
-        is written there is reduced. Sends nothing.
-        """
-        return {}
-
-    def before_exchange(self, path: str) -> None:
-        """Reduce what the program lists before the exchange of a module, whose backward starts.
-
-        Collective over the data axes, see [Note: collective calls].
-        """
-        return
-
-    def give_up_forward(self) -> None:
-        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
-
-        Collective over the axes of the units, see [Note: collective calls].
-        """
-        return
 
     @abstractmethod
     def without_gradient(self) -> Mapping[str, bool]:
@@ -130,15 +106,6 @@ class WeightStore(Protocol):
         """
         ...
 
-    @abstractmethod
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the finished gradient of each trained weight of which this rank has a part, with that part's shape: what is changed
-        in it is changed in `reduced`.
-
-        Called by every rank. Collective over `dp_shard` with zero=1, see [Note: collective calls].
-        """
-        ...
-
     def deliver(self) -> None:
         """Send finished gradients to the ranks that update whole weights, where some do.
 
@@ -168,8 +135,4 @@ class WeightStore(Protocol):
 
     def settle(self) -> None:
         """Wait for the weights that a `publish` without waiting still gathers; any rank may call it, and it sends nothing."""
-        return
-
-    def end_forward_only(self) -> None:
-        """Free the weights that forwards without a backward left gathered; every rank calls it, and sends nothing."""
         return
