@@ -301,6 +301,10 @@ TECHNIQUES = (
     ("micro-batches (gradient accumulation)", "runtime/microbatches.py strategies/shard.py runtime/interpreter.py"),
     ("recompute (activation checkpointing)", "strategies/recompute.py runtime/axes/recompute.py"),
     (
+        "host inputs (inputs of blocks offloaded until their backward)",
+        "strategies/host_inputs.py runtime/axes/host_inputs.py",
+    ),
+    (
         "chunked loss",
         "strategies/chunked_loss.py runtime/axes/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py",
     ),

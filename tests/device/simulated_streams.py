@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +160,32 @@ def host_has_waited() -> None:
 def wait_for(seen: Seen) -> None:
     """Let the current stream wait for results of others."""
     _join(current()._seen, seen)
+
+
+def leaves(host: Tensor, values: Tensor) -> Callable[[], None]:
+    """Note that the current stream copies values to pinned host memory; return what lets them arrive there."""
+    stream, held = current(), host.untyped_storage().__dict__
+    stream.num_made += 1
+    held["leaving"] = stream.stream_id, stream.num_made, values
+
+    def arrive() -> None:
+        host.copy_(values)
+        if held.get("leaving", (0, 0, None))[2] is values:
+            del held["leaving"]
+
+    return arrive
+
+
+def on_its_way(host: Tensor) -> Tensor:
+    """Return what the current stream finds in pinned host memory, to which another may be copying."""
+    stream, number, values = host.untyped_storage().__dict__.get("leaving", (0, 0, None))
+    if values is None or values.shape != host.shape:
+        return host
+    if not current().finds(stream, number):
+        raise RuntimeError(
+            "simulated device: what another stream copies to the host is read by one that has not waited for it"
+        )
+    return values
 
 
 def range_of(tensor: Tensor) -> tuple[int, int]:

@@ -302,7 +302,10 @@ def _resize_(tensor: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy between and on devices; what comes to pinned host memory asynchronously arrives once the host waits."""
+    """Copy between and on devices; what comes to pinned host memory asynchronously arrives once the host waits.
+
+    A stream that has waited for such a copy may copy it back before that.
+    """
     to, of = into.device.type, source.device.type
     pinned = (into if to == "cpu" else source).is_pinned() if to != of else False
     host = on_host(into) if to == "cuda" else into
@@ -311,8 +314,10 @@ def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         is_asynchronous = non_blocking and pinned
         words = (f"to {'device' if to == 'cuda' else 'host'}", "pinned" * pinned, "asynchronous" * non_blocking)
         waits.note(" ".join(filter(None, words)))
+        if to == "cuda" and is_asynchronous:
+            found = simulated_streams.on_its_way(found)
         if to == "cpu" and is_asynchronous:
-            waits.arrive.append(functools.partial(host.detach().copy_, found.detach().clone()))
+            waits.arrive.append(simulated_streams.leaves(host.detach(), found.detach().clone()))
             ctypes.memset(host.untyped_storage().data_ptr() + host.storage_offset() * host.itemsize, 0xFF, host.nbytes)
             return into
     host.copy_(found)

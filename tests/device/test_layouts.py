@@ -17,6 +17,7 @@ CASES = [
     ("dp=2 zero=2 recompute=full", "gpt2"),
     ("dp=2 zero=3 microbatch=2", "llama"),
     ("dp=2 zero=3 offload", "plain"),
+    ("dp=2 zero=3 microbatch=2 recompute=offload", "deep_llama"),
     ("tp=2 sequence_parallel recompute=full", "llama"),
     ("cp=2", "llama"),
     ("cp=2 exchange=ring", "llama"),
@@ -39,6 +40,7 @@ ALONE = [
     ("dp=1 microbatch=2 recompute=full", "gpt2"),
     ("dp=1 microbatch=2 recompute=selective", "gpt2_with_dropout"),
     ("dp=1 offload", "plain"),
+    ("dp=1 microbatch=2 recompute=offload", "deep_gpt2"),
     ("dp=1", "mixtral"),
 ]
 """What one real GPU can run; on the simulated one the layouts above run the same code."""

@@ -33,6 +33,8 @@ SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
 KEYS = ("to device pinned asynchronous", "randomness/row_hashes.py:ForwardRows._begin")
 GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:send_to_values")
 WEIGHTS = ("to device pinned asynchronous", "runtime/host_copies.py:_send")
+INPUTS = ("to host pinned asynchronous", "runtime/axes/host_inputs.py:HostLanes._copied")
+INPUTS_BACK = ("to device pinned asynchronous", "runtime/axes/host_inputs.py:HostLanes._copied")
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_dispatch_and_combine")
 
 REASONS = {
@@ -44,6 +46,8 @@ REASONS = {
     KEYS: "dropout: the keys of all masks of a micro-batch come from the host, which does not wait",
     GRADIENTS: "offload: the optimizer works on the host, where gradients arrive before the step's sums do",
     WEIGHTS: "offload: updated weights go back, and the host does not wait",
+    INPUTS: "recompute=offload: inputs of blocks leave while the blocks compute, and the host does not wait",
+    INPUTS_BACK: "recompute=offload: they come back while the blocks behind go backward, and the host does not wait",
     ROWS_OF_EXPERTS: "how many rows an exchange sends depends on the experts that were chosen",
 }
 PIECES = 21
@@ -73,6 +77,7 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ("dp=1 microbatch=1", "llama", {SAMPLES: 16, **BESIDE_MASTERS}),
     ("dp=2 microbatch=2", "gpt2_with_dropout", {SAMPLES: 6, KEYS: 2, **BESIDE_MASTERS}),
     ("dp=2 zero=3 offload", "llama", {SAMPLES: 2, **OFFLOADED}),
+    ("dp=2 recompute=offload", "deep_llama", {SAMPLES: 2, INPUTS: 3, INPUTS_BACK: 3, **BESIDE_MASTERS}),
     ("tp=2 sequence_parallel", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("cp=2", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("cp=2 exchange=ring", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),

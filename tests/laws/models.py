@@ -293,7 +293,7 @@ def data_cases(draw: st.DrawFn, *zero: int) -> Case:
         dp_shard=dp_shard,
         zero=stage,
         microbatch=draw(st.none() | st.integers(1, 8)),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        recompute=draw(st.sampled_from(get_args(Recompute))),
         accumulate=draw(st.sampled_from(["sharded", "full"])) if stage > 1 else "sharded",
         reduce="ring" if stage else draw(st.sampled_from(["ring", "hierarchical", "root"])),
     )

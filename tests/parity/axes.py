@@ -74,6 +74,17 @@ OF_PAIRS = {
 }
 """Pairs of words that a layout of `test_products.py` has too: in `make parity` alone."""
 assert set(DATA) >= OF_PAIRS
+ON_HOST = [
+    ("dp=1 recompute=offload microbatch=3", "deep_gpt2"),
+    ("dp=2 zero=1 recompute=offload", "deep_tied"),
+    ("dp=2 zero=3 recompute=offload microbatch=2", "deep_llama"),
+    ("tp=2 sequence_parallel recompute=offload", "deep_gemma"),
+    ("cp=2 exchange=ring recompute=offload", "dropping_llama"),
+    ("tp=2 pp=2 schedule=interleaved virtual_stages=2 recompute=offload microbatch=2", "deep_qwen3"),
+    ("pp=2 schedule=zero-bubble recompute=offload microbatch=2", "deep_attentive"),
+    ("dp=2 ep=2 recompute=offload", "deep_mixtral"),
+]
+"""Inputs of blocks in the host's memory."""
 IN_PIECES = ["dp=1 microbatch=1", "dp=1 microbatch=3", "dp=1 recompute=full", "dp=1 offload"]
 WITH_DROPOUT = ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 recompute=full microbatch=1"]
 
@@ -337,6 +348,7 @@ ROWS: dict[str, list[Any]] = {
         *daily(combinations([layout for layout in DATA if layout not in OF_PAIRS], MODELS_HERE)),
         *nightly(sorted(OF_PAIRS), MODELS_HERE),
         *_by_default(combinations(IN_PIECES, MODELS_HERE)),
+        *daily(ON_HOST),
         *_by_default(combinations(WITH_DROPOUT, ["plain_with_dropout", "gpt2_with_dropout"])),
     ],
     "tensors": [

@@ -17,11 +17,12 @@ whatever the rest is. Thinning leaves out what cannot be faster than something t
     accumulate   full, where there is one micro-batch: there is nothing to add up
     loss_chunk   where the layout fits without: chunks save memory alone (the search finds that out)
 
-`tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Four things are left
+`tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Five things are left
 out although they may be faster, or fit where nothing else does:
 
     loss_chunk   of vocabularies below `LARGE_VOCABULARY`, and other sizes than `LOSS_CHUNKS`
     offload      its update is slower than any other; `plan` tries it where nothing fits
+    recompute    offload of samples below `LONG_SAMPLE` tokens, whose blocks' inputs take little memory
     micro-batch  sizes other than `MICROBATCHES` and the whole share
     chunks       more than 2 virtual stages on more than `FEW_DEVICES` devices, or of more than `FEW_BLOCKS` blocks
 """
@@ -52,6 +53,8 @@ LARGE_VOCABULARY = 2**15
 """Classes from which on a thinned list has chunks of the loss."""
 LOSS_CHUNKS = (4096, 1024)
 """Tokens of a chunk of the loss that a thinned list has, for micro-batches of more tokens."""
+LONG_SAMPLE = 2**15
+"""Tokens from which on a thinned list has inputs of blocks on the host."""
 FEW_DEVICES, FEW_BLOCKS = 16, 8
 """Devices, and blocks of a stage, up to which a thinned list has every number of virtual stages; beyond them it has 2."""
 
@@ -200,12 +203,18 @@ def loss_chunks(split: Layout, model: ModelSpec) -> tuple[int | None, ...]:
     return None, *(chunk for chunk in LOSS_CHUNKS if chunk < most)
 
 
+def recomputations(model: ModelSpec) -> tuple[Recompute, ...]:
+    """Return the values of `recompute` of the thinned list, the quickest first."""
+    every: tuple[Recompute, ...] = get_args(Recompute)
+    return tuple(one for one in every if one != "offload" or model.length >= LONG_SAMPLE)
+
+
 def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
     """Return the words of every schedule, chunk of the loss and recomputation of the thinned list.
 
     Those that differ in recomputation alone follow each other, the quickest first.
     """
-    every = itertools.product(_schedules(split, model), loss_chunks(split, model), get_args(Recompute))
+    every = itertools.product(_schedules(split, model), loss_chunks(split, model), recomputations(model))
     return tuple({**words, "loss_chunk": chunk, "recompute": recompute} for words, chunk, recompute in every)
 
 

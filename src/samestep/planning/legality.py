@@ -56,6 +56,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "microbatch": {"microbatch": 1},
     "accumulate=full": {"accumulate": "full"},
     "recompute": {"recompute": "full"},
+    "recompute=offload": {"recompute": "offload"},
     "loss_chunk": {"loss_chunk": 1024},
     "offload": {"offload": True},
     "reduce=root": {"reduce": "root"},

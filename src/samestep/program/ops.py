@@ -105,6 +105,10 @@ class OpKind(StrEnum):
     priced with the collectives of the codec."""
     COPY = "copy"
     """Copy of weights from the host's memory to the device, for which compute waits."""
+    OFFLOAD = "offload"
+    """Copy of a block's input to the host's memory, while the block computes."""
+    FETCH = "fetch"
+    """Copy of it back to the device, while the block behind computes its backward."""
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
@@ -121,12 +125,18 @@ REDUCING = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE)
 """Collectives that sum."""
 
 
+COPIES = (OpKind.COPY, OpKind.OFFLOAD, OpKind.FETCH)
+"""Copies between the device and the host's memory."""
+COPY_STREAMS = {OpKind.OFFLOAD: "to host", OpKind.FETCH: "from host"}
+"""Streams of the copies that run while the device computes: a link has two directions."""
+
+
 class Buffer(NamedTuple):
     """Memory beyond what a rank holds at rest: an op allocates it, and a later one frees it."""
 
     name: str
     """Allocated again under the same name, it is the same buffer."""
-    part: Literal["gradients", "buffers"]
+    part: Literal["gradients", "buffers", "activations"]
     """The field of `MemoryUse` in which its bytes are counted."""
     size_bytes: int
 
@@ -187,8 +197,9 @@ class Op:
 
     @property
     def stream(self) -> str:
-        """Name of the stream on which the op runs in order with others: `compute`, or the axis it is sent over."""
-        return self.axis or "compute"
+        """Name of the stream on which the op runs in order with others: `compute`, the axis it is sent over, or a direction of the link
+        to the host."""
+        return self.axis or COPY_STREAMS.get(self.kind, "compute")
 
 
 Ops = tuple[Op, ...]

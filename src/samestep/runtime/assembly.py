@@ -285,7 +285,7 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
     dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)
     dropout.place_samples(model, decided.spec.masks)
-    recompute.apply(model, program)
+    recompute.apply(model, program, mesh.device)
     return _AppliedAxes(slicing, norms, compiled, deferred)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from samestep.output.byte_sizes import readable
 from samestep.output.page.quantities import duration
+from samestep.program.ops import COPY_STREAMS
 from samestep.simulation import cost
 from samestep.simulation.partition import BUBBLE, IMBALANCE, TRANSFER
 from samestep.simulation.prediction import Prediction
@@ -43,13 +44,13 @@ def reasons(found: Prediction) -> list[str]:
     rows = [row for row in found.parts if row.seconds >= WORTH * found.step_s and row.name != "compute"]
     program = found.programs[rows[0].stage] if rows else None
     for _, op in program.ops() if program else ():
-        if op.axis is not None:
-            sent[op.axis] += op.size_bytes
+        sent[op.stream] += op.size_bytes
     lines = []
     for row in sorted(rows, key=lambda row: -row.seconds)[:MOST_REASONS]:
         took = f"{duration(row.seconds).text}, {row.seconds / found.step_s:.0%} of the step"
         if row.name == TRANSFER and row.axis is not None:
-            lines.append(f"{row.axis} sends buffers of {readable(sent[row.axis])} a step, and no compute hides {took}")
+            who = "the link to the host" if row.axis in COPY_STREAMS.values() else row.axis
+            lines.append(f"{who} sends buffers of {readable(sent[row.axis])} a step, and no compute hides {took}")
         else:
             lines.append(f"{row.name}: {_WORDS.get(row.name, row.name)} for {took}")
     return lines

@@ -16,6 +16,8 @@ seconds with collectives issued before it takes
 
     T + min(t, c T) (1 - 1/c)          both use the same memory and multiprocessors (arXiv:2507.03114)
 
+Copies to and from the host slow nothing: no multiprocessor makes them, and the link takes a hundredth of the memory's bandwidth.
+
 Ops in which several stages take part:
 
     send, recv      a recv ends when the neighbour's send of the same name and micro-batch ends; each direction is a
@@ -41,7 +43,7 @@ from typing import NamedTuple
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.program.between_steps import amid_steps
-from samestep.program.ops import BodyKey, Op, OpKind, Task, is_backward
+from samestep.program.ops import COPY_STREAMS, BodyKey, Op, OpKind, Task, is_backward
 from samestep.program.program import Program
 from samestep.program.ranks import stages_of
 from samestep.simulation.cost import seconds
@@ -157,6 +159,7 @@ class _PlayedStage:
         self._contention = hardware.contention
         lines = _PricedLines(program, hardware, index, count > 1)
         self._computes = {lines.queues.get(name) for name in (COMPUTE, "")}
+        self._slows_none = self._computes | {lines.queues.get(name) for name in COPY_STREAMS.values()}
         self._ended = [0.0] * len(lines.names)
         self._free = [0.0] * len(lines.queues)
         self._joined: dict[str, int] = {}
@@ -198,7 +201,7 @@ class _PlayedStage:
                     ended[name] = start_s + ends_s[place]
                 if shared is not None:
                     self._send(shared, task, start_s, took_s)
-                elif queue not in self._computes:
+                elif queue not in self._slows_none:
                     contention.join(start_s, start_s + took_s)
         yield from self._wait_for(list(pending))
 
@@ -315,7 +318,7 @@ class _PricedLines:
         busy_s: dict[str, float] = {}
         took_s = 0.0
         for op, op_s, _, shared in ops:
-            stream = op.axis or COMPUTE
+            stream = op.stream
             busy_s[stream] = busy_s.get(stream, 0.0) + op_s
             took_s += op_s
             names.append((stream, op.name))

@@ -36,7 +36,7 @@ from samestep.models.layer_parts import Product
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import SHARDS
-from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Op, OpKind
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, COPIES, TF32, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.simulation.collectives import collective_s, group_of
@@ -87,7 +87,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         return _collective_s(op, program, hardware)
     if op.kind is OpKind.OUTER:
         return 0.0
-    if op.kind is OpKind.COPY:
+    if op.kind in COPIES:
         return hardware.kernel_s + op.size_bytes / (hardware.host_bytes_per_s or _bandwidth(hardware))
     if op.kind is OpKind.UPDATE:
         handled_s = hardware.fsdp_unit_s * _handlings(program) if hardware.fsdp_unit_s else 0.0
@@ -104,7 +104,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
-    is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute == "full"
+    is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute != "selective"
     part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
     unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if is_whole and part != "weights" else 0
     unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)

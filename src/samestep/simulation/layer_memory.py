@@ -30,12 +30,16 @@ class Saved(NamedTuple):
     """The part of that which a larger micro-batch does not need more of."""
 
 
-def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
-    """Return the bytes that a layer saves and works on for a micro-batch; the last layer's include the loss."""
+def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> Saved:
+    """Return the bytes that a layer saves and works on for a micro-batch; the last layer's include the loss.
+
+    `is_on_host` is whether its input is in the host's memory between forward and backward.
+    """
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
-    kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
+    given = 0 if is_on_host else layer.input_elements
+    kept = {"none": whole, "selective": layer.saved_selective_elements}.get(recompute, given)
     return Saved(
         kept=kept * one,
         whole=max(kept, whole) * one,

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from samestep.program.ops import Op
+from samestep.program.ops import COPIES, Op
 from samestep.program.program import Program
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction
@@ -56,7 +56,9 @@ def _list_program(program: Program) -> Iterator[str]:
 
 
 def _line(op: Op) -> str:
-    size = f"{op.size_bytes:>12,} B {op.dtype} over {op.axis}" if op.axis else f"{op.flops:>12,} FLOPs"
+    size = f"{op.flops:>12,} FLOPs"
+    if op.axis or op.kind in COPIES:
+        size = f"{op.size_bytes:>12,} B {op.dtype} over {op.axis}" if op.axis else f"{op.size_bytes:>12,} B {op.stream}"
     return f"    {op.name:<40} {size}{'  (by FSDP2)' if op.implied else ''}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.program.ops import BYTES_OF, BodyKey, Buffer, Op, OpKind, Ops, Task
+from samestep.program.ops import BYTES_OF, COPIES, BodyKey, Buffer, Op, OpKind, Ops, Task
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
@@ -24,61 +24,82 @@ class Peak(NamedTuple):
     activations: int
     logits: int
     buffers: int
+    host: int = 0
+    """Bytes of blocks' inputs in the host's memory, which are no part of the total."""
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Bytes in all on the device."""
         return self.gradients + self.activations + self.logits + self.buffers
 
 
 def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
     """Return the op of the step at which most is held; tasks that find the same and do the same are followed once.
 
-    `arriving` is the bytes of gradients that a step allocates anew, by the name of the op that brings them.
+    `arriving` is the bytes of gradients that a step allocates anew, by the name of the op that brings them. The host's bytes are
+    the most of the step.
     """
     peak: Peak | None = None
-    for _, one, activations, logits in _followed(program, arriving, keeps_levels=False):
-        found = one.peak
-        here = found._replace(activations=found.activations + activations, logits=found.logits + logits)
+    host = 0
+    for _, one, kept in _followed(program, arriving, keeps_levels=False):
+        here = kept.added_to(one.peak)
+        host = max(host, kept.host + one.most_host)
         peak = here if peak is None or here.total > peak.total else peak
     assert peak is not None, "a program without tasks"
-    return peak
+    return peak._replace(host=host)
 
 
 def levels_of(program: Program, arriving: dict[str, int]) -> Iterator[tuple[Task, Peak]]:
     """Yield, op after op of a step, its task and what is held at it."""
-    for task, one, activations, logits in _followed(program, arriving, keeps_levels=True):
+    for task, one, kept in _followed(program, arriving, keeps_levels=True):
         for level in one.levels:
-            yield task, level._replace(activations=level.activations + activations, logits=level.logits + logits)
+            yield task, kept.added_to(level)
+
+
+class _KeptSoFar(NamedTuple):
+    """Bytes that forwards have kept for their backwards."""
+
+    activations: int = 0
+    logits: int = 0
+    host: int = 0
+
+    def added_to(self, level: Peak) -> Peak:
+        """Return what is held at an op, with what was kept when its task began."""
+        return level._replace(
+            activations=level.activations + self.activations,
+            logits=level.logits + self.logits,
+            host=level.host + self.host,
+        )
 
 
 class _Followed(NamedTuple):
     """What following one body from some buffers has found."""
 
     peak: Peak
-    activations: int
-    logits: int
+    kept: _KeptSoFar
     buffers: frozenset[Buffer]
     levels: tuple[Peak, ...]
+    most_host: int
 
 
 def _followed(
     program: Program, arriving: dict[str, int], *, keeps_levels: bool
-) -> Iterator[tuple[Task, _Followed, int, int]]:
-    """Yield each task with what it does, and the bytes of activations and logits that are kept when it begins."""
+) -> Iterator[tuple[Task, _Followed, _KeptSoFar]]:
+    """Yield each task with what it does, and the bytes that are kept when it begins."""
     sizes = _OpSizes.of(program, arriving)
     known: dict[tuple[BodyKey, frozenset[Buffer]], _Followed] = {}
-    buffers, activations, logits = frozenset[Buffer](), 0, 0
+    buffers, kept = frozenset[Buffer](), _KeptSoFar()
     for task in program.tasks:
         key = (task.body, buffers)
         if key not in known:
             live = _LiveBytes(sizes, buffers, keeps=task.kind is not TaskKind.OUTPUTS, keeps_levels=keeps_levels)
             live.follow(program.bodies[task.body])
             left = frozenset(live.buffers.values())
-            known[key] = _Followed(live.peak, live.activations, live.logits, left, tuple(live.levels or ()))
+            kept_here = _KeptSoFar(live.activations, live.logits, live.host)
+            known[key] = _Followed(live.peak, kept_here, left, tuple(live.levels or ()), live.most_host)
         one = known[key]
-        yield task, one, activations, logits
-        activations, logits, buffers = activations + one.activations, logits + one.logits, one.buffers
+        yield task, one, kept
+        kept, buffers = _KeptSoFar(*map(sum, zip(kept, one.kept, strict=True))), one.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +108,8 @@ class _OpSizes:
 
     saved: list[Saved]
     """Saved bytes and working memory of each layer."""
+    on_host: dict[int, int]
+    """Bytes of the inputs that are on the host between forward and backward, by layer."""
     largest_gradient: list[int]
     """Bytes of the largest gradient among the weights of each layer."""
     unpacked: list[int]
@@ -106,8 +129,15 @@ class _OpSizes:
     def of(cls, program: Program, arriving: dict[str, int]) -> _OpSizes:
         """Find the sizes of a program."""
         step = program.step
+        on_host = {
+            op.layer: op.size_bytes
+            for ops in program.bodies.values()
+            for op in ops
+            if op.kind is OpKind.OFFLOAD and op.layer is not None
+        }
         return cls(
-            saved=[saved_bytes(step, layer) for layer in step.model.layers],
+            saved=[saved_bytes(step, layer, index in on_host) for index, layer in enumerate(step.model.layers)],
+            on_host=on_host,
             largest_gradient=[max(gradient_bytes(step, i), default=0) for i in range(len(step.model.layers))],
             unpacked=[_unpacked_bytes(step, i) for i in range(len(step.model.layers))],
             arriving=arriving,
@@ -135,10 +165,10 @@ class _LiveBytes:
         self.levels: list[Peak] | None = [] if keeps_levels else None
         self.sizes, self.keeps = sizes, keeps
         self.buffers = {buffer.name: buffer for buffer in buffers}
-        self.buffer_bytes = {"gradients": 0, "buffers": 0}
+        self.buffer_bytes = {"gradients": 0, "buffers": 0, "activations": 0}
         for buffer in buffers:
             self.buffer_bytes[buffer.part] += buffer.size_bytes
-        self.activations = self.logits = 0
+        self.activations = self.logits = self.host = self.most_host = 0
         self.peak = Peak("", 0, 0, 0, -1)
 
     def follow(self, ops: Ops) -> None:
@@ -150,7 +180,9 @@ class _LiveBytes:
                 self._look(op, logits=self.sizes.saved[op.layer].loss_working)
         for op in ops:
             self._free(op.frees_before)
-            if op.kind is OpKind.COPY:
+            if op.kind in COPIES:
+                self.host += op.size_bytes * (op.kind is OpKind.OFFLOAD)
+                self.most_host = max(self.most_host, self.host)
                 self._allocate(op.allocates)
                 self._look(op)
             elif op.axis is None:
@@ -182,6 +214,7 @@ class _LiveBytes:
             self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.BACKWARD and op.layer is not None:
             self._backward(op, saved, self.sizes.largest_gradient[op.layer])
+            self.host -= self.sizes.on_host.get(op.layer, 0)
         else:
             self._look(op)
         if op.kind is self.sizes.last_kind:
@@ -205,11 +238,12 @@ class _LiveBytes:
     def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
         """Compare the bytes that are held now, plus the op's working memory, with the peak so far."""
         live = self.buffer_bytes
-        found = live["gradients"] + gradients, self.activations + activations, self.logits + logits, live["buffers"]
-        if sum(found) > self.peak.total:
-            self.peak = Peak(op.name, *found)
+        held = self.activations + live["activations"] + activations
+        found = Peak(op.name, live["gradients"] + gradients, held, self.logits + logits, live["buffers"], self.host)
+        if found.total > self.peak.total:
+            self.peak = found
         if self.levels is not None:
-            self.levels.append(Peak(op.name, *found))
+            self.levels.append(found)
 
     def _allocate(self, buffers: tuple[Buffer, ...]) -> None:
         for buffer in buffers:

@@ -67,7 +67,8 @@ class MemoryUse:
     position_embeddings: int = 0
     """The part of the weights that are tables of positions."""
     host: int = 0
-    """Host bytes of states and master weights under offload, and of weights of `model.offload`; not in `parts()` nor in `total`."""
+    """Host bytes of states and master weights under offload, of weights of `model.offload`, and of inputs of blocks under
+    recompute=offload; not in `parts()` nor in `total`."""
     peak_at: str = "at rest"
     """Name of the op at which this much is held."""
 
@@ -291,7 +292,8 @@ def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> M
     widened = _widened_bytes(program, states_per_param, rank)
     arriving = _arriving(program)
     update = Peak(f"{OpKind.UPDATE}:optimizer", sum(arriving.values()), 0, 0, widened)
-    most = max(peak_of(program, arriving), update, key=lambda peak: peak.total)
+    peak = peak_of(program, arriving)
+    most = max(peak, update, key=lambda peak: peak.total)._replace(host=peak.host)
     return _held_at(most, rest, sum(arriving.values()), _on_the_way(program))
 
 
@@ -315,6 +317,7 @@ def _held_at(level: Peak, rest: MemoryUse, arriving: int, on_the_way: int) -> Me
         activations=level.activations,
         logits=level.logits,
         buffers=rest.buffers + level.buffers + on_the_way,
+        host=rest.host + level.host,
         peak_at=level.op,
     )
 

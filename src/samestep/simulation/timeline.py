@@ -28,6 +28,8 @@ LETTERS = {
     OpKind.UPDATE: "U",
     OpKind.OUTER: "O",
     OpKind.COPY: "C",
+    OpKind.OFFLOAD: "v",
+    OpKind.FETCH: "^",
     OpKind.ALL_REDUCE: "a",
     OpKind.ALL_GATHER: "g",
     OpKind.REDUCE_SCATTER: "s",

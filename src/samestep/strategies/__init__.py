@@ -29,6 +29,7 @@ from samestep.strategies import (
     coupled_samples,
     data,
     expert,
+    host_inputs,
     host_weights,
     loss_terms,
     pipeline,
@@ -45,7 +46,8 @@ from samestep.strategies import (
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
 # sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated, `coupled_samples` only refuses,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
-# `host_weights` copies weights to the device in front of what reads them, and `whole_batch` repeats the forwards that are written by then.
+# `host_weights` copies weights to the device in front of what reads them, `whole_batch` repeats the forwards that are written by then,
+# and `host_inputs` copies what the others keep.
 STACK: tuple[ModuleType, ...] = (
     precision,
     chunked_loss,
@@ -65,6 +67,7 @@ STACK: tuple[ModuleType, ...] = (
     whole_update,
     host_weights,
     whole_batch,
+    host_inputs,
 )
 
 
@@ -96,6 +99,7 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     whole_update: lambda step: _updates_whole(step.model),
     host_weights: lambda step: bool(step.offload),
     whole_batch: lambda step: step.loss_over_batch,
+    host_inputs: lambda step: step.layout.recompute == "offload",
 }
 """Whether a step asks for a strategy; `data` has something to write in every step."""
 

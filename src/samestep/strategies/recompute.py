@@ -1,7 +1,8 @@
 """Recompute (activation checkpointing): a block drops its activations, and repeats its forward before its backward.
 
-`full` keeps only a block's input and repeats its whole forward (Chen et al. 2016, arXiv:1604.06174); `selective` also
-keeps the results of its matrix products and repeats only cheap operations (Korthikanti et al. 2022, arXiv:2205.05198).
+`full` keeps only a block's input and repeats its whole forward (Chen et al. 2016, arXiv:1604.06174), and so does `offload`, with the
+input in the host's memory (`host_inputs.py`); `selective` also keeps the results of its matrix products and repeats only
+cheap operations (Korthikanti et al. 2022, arXiv:2205.05198).
 A block is recomputed while its unit is gathered for the backward, so recompute adds no gather.
 """
 
@@ -56,7 +57,7 @@ def apply(program: Program) -> Program:
         for number, op in enumerate(ops):
             if op.kind is OpKind.BACKWARD and op.layer is not None and op.layer in repeated_layers:
                 flops = layers[op.layer].forward_flops * program.step.microbatch_samples
-                repeated = op.but(kind=OpKind.RECOMPUTE, flops=flops if recompute == "full" else 0)
+                repeated = op.but(kind=OpKind.RECOMPUTE, flops=0 if recompute == "selective" else flops)
                 # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
                 sums = sums_of.get(op.layer, [])

@@ -281,11 +281,12 @@ def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> 
             f"text becomes bytes, not tokens of the model: data.tokenizer = {str(folder)!r} reads its own", stacklevel=3
         )
     on_cpu = place.device.type == "cpu" if place else run.device == "cpu" or not torch.cuda.device_count()
-    if checked.layout.offload and on_cpu:
-        warnings.warn(
-            "offload moves the optimizer's state to the host; on a CPU it is there already, so nothing is saved",
-            stacklevel=3,
-        )
+    moved = {"offload": "the optimizer's state"} if checked.layout.offload else {}
+    if checked.layout.recompute == "offload":
+        moved["recompute=offload"] = "the inputs of blocks"
+    for word, what in moved.items() if on_cpu else ():
+        moves = f"{word} moves {what} to the host; on a CPU it is there already, so nothing is saved"
+        warnings.warn(moves, stacklevel=3)
     here = checked.layout.world_size // (meeting.num_hosts if meeting else 1)
     if place is None and on_cpu and (text := workers.oversubscription_warning(here, run.threads)):
         warnings.warn(text, stacklevel=3)

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Recompute
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.planning.bounds.layer_kinds import (
@@ -31,6 +30,7 @@ from samestep.planning.bounds.layer_kinds import (
     units,
     weights,
 )
+from samestep.planning.candidates import recomputations
 from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -213,7 +213,8 @@ class Prices:
         key = (layout.cuts, layout.recompute)
         if key not in self._known_sizes:
             cut, one = self.cut(step), step.but(samples=1)
-            saved = (saved_bytes(one, layer) for layer in cut.step.model.layers)
+            may_leave = layout.recompute == "offload"
+            saved = (saved_bytes(one, layer, may_leave and layer.is_block) for layer in cut.step.model.layers)
             self._known_sizes[key] = tuple(
                 Sizes._make(
                     (one.kept, one.whole - one.kept, one.working, one.loss + one.loss_working - one.loss_fixed, *held)
@@ -242,7 +243,7 @@ class Prices:
         layout = step.layout
         key = layout.cuts
         if key not in self._known_whole:
-            steps = (step.but(layout=layout.but(recompute=policy)) for policy in get_args(Recompute))
+            steps = (step.but(layout=layout.but(recompute=policy)) for policy in recomputations(self.model))
             self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
         return self._known_whole[key]
 

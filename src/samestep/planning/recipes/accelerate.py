@@ -94,6 +94,8 @@ def _batch(facts: RecipeFacts) -> Said:
 def _recompute(facts: RecipeFacts) -> Said:
     if facts.layout.recompute == "selective":
         return Said(lacks="recompute=selective: whole blocks are repeated; full works")
+    if facts.layout.recompute == "offload":
+        return Said(lacks="recompute=offload: inputs of blocks stay on the device; full works")
     if _uses_fsdp(facts):
         return Said({"fsdp_config.fsdp_activation_checkpointing": True})
     return Said(in_code="model.gradient_checkpointing_enable()")

@@ -81,6 +81,12 @@ def _pipeline(facts: RecipeFacts) -> Said:
 def _recompute(facts: RecipeFacts) -> Said:
     if facts.layout.recompute == "selective":
         return Said(lacks="recompute=selective: deepspeed.checkpointing repeats whole blocks; full works")
+    if facts.layout.recompute == "offload":
+        return Said(
+            {"activation_checkpointing.cpu_checkpointing": True},
+            in_code="deepspeed.checkpointing.checkpoint around each block",
+            differs="cpu_checkpointing waits for each copy to the host; here it is made while the block computes",
+        )
     return Said(
         in_code="model.gradient_checkpointing_enable(), or deepspeed.checkpointing.checkpoint around each block"
     )

@@ -45,12 +45,20 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         ),
         "recompute": Said(
             {"recompute": True},
-            lacks="recompute=selective: this file repeats whole blocks" if layout.recompute == "selective" else "",
+            lacks=_not_repeated(layout.recompute),
         ),
         "loss_chunk": Said(lacks="loss_chunk: logits of a micro-batch exist whole"),
         "accumulate": Said({"accumulate": True}),
         "offload": Said(lacks="offload: CPUOffloadPolicy moves the weights to the host too; it is left out"),
     }
+
+
+def _not_repeated(recompute: str) -> str:
+    reasons = {
+        "selective": "recompute=selective: this file repeats whole blocks",
+        "offload": "recompute=offload: this file leaves the inputs of blocks on the device",
+    }
+    return reasons.get(recompute, "")
 
 
 def _zero(facts: RecipeFacts) -> Said:

@@ -20,8 +20,9 @@ _PRECISION = {"bf16": "--bf16", "fp16": "--fp16"}
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     layout = facts.layout
     by_ring, is_hybrid = (exchange_of(facts.model, layout) == one for one in ("ring", "hybrid"))
-    recompute: dict[str, Any] = {"--recompute-granularity": layout.recompute}
-    if layout.recompute == "full":
+    offloads = layout.recompute == "offload"
+    recompute: dict[str, Any] = {"--recompute-granularity": "full" if offloads else layout.recompute}
+    if layout.recompute in ("full", "offload"):
         recompute |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
     return {
         "dp_replicate": _replicas(facts),
@@ -46,6 +47,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "microbatch": Said({"--micro-batch-size": facts.microbatch, "--global-batch-size": facts.global_batch}),
         "recompute": Said(
             recompute,
+            lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else "",
             differs="selective recompute repeats the core of the attention alone, and keeps all else; here the results of "
             "matrix products are kept and all else is repeated"
             if layout.recompute == "selective"

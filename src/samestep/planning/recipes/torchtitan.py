@@ -17,7 +17,8 @@ _PRECISION = {"bf16": "bfloat16", "float32": "float32"}
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     layout = facts.layout
-    recompute: dict[str, Any] = {"--activation_checkpoint.mode": layout.recompute}
+    offloads = layout.recompute == "offload"
+    recompute: dict[str, Any] = {"--activation_checkpoint.mode": "full" if offloads else layout.recompute}
     if layout.recompute == "selective":
         recompute["--activation_checkpoint.selective_ac_option"] = "op"
     return {
@@ -42,7 +43,9 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "schedule": _schedule(facts),
         "virtual_stages": Said(),
         "microbatch": _batch(facts),
-        "recompute": Said(recompute),
+        "recompute": Said(
+            recompute, lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else ""
+        ),
         "loss_chunk": Said(lacks="loss_chunk: logits of a micro-batch exist whole"),
         "accumulate": Said(lacks="accumulate=full: gradients are reduced in each micro-batch"),
         "offload": Said(

@@ -34,6 +34,7 @@ from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
+from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.recording import marks
 from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _takes_gradient, replaced_checkpoint
 from samestep.trees import map_tensors, tensors_in, tree_leaves
@@ -73,20 +74,22 @@ def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
     return replace(layout, recompute="full") if analysis.recomputes_blocks and layout.recompute == "none" else layout
 
 
-def apply(model: nn.Module, program: Program) -> None:
+def apply(model: nn.Module, program: Program, device: torch.device) -> None:
     """Make each block of `model` recompute its forward, as the layout says."""
     recompute = program.step.layout.recompute
     if recompute == "none":
         return
     keeping = functools.partial(create_selective_checkpoint_contexts, _KEPT)
-    for layer in program.step.model.layers:
+    on_host = HostInputs(program, device) if recompute == "offload" else None
+    for index, layer in enumerate(program.step.model.layers):
         if layer.is_block:
             for path in layer.modules:
                 block = model.get_submodule(path)
                 kept = keeping if recompute == "selective" and not _hides_operations(path, block, program) else None
                 around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
                 around = _both(around, _marked(layer.name))
-                block.forward = _recompute_forward(path, block.forward, around)
+                moved = on_host.around(index, path) if on_host else None
+                block.forward = _recompute_forward(path, block.forward, around, moved)
 
 
 # -- every call of torch.utils.checkpoint ----------------------------------------------------------
@@ -129,7 +132,9 @@ def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
     return recurrent or any(module.startswith(f"{path}.") for unit in program.units for module in unit.modules)
 
 
-def _recompute_forward(path: str, forward: Callable[..., Any], around: ContextFn | None) -> Callable[..., Any]:
+def _recompute_forward(
+    path: str, forward: Callable[..., Any], around: ContextFn | None, moved: Repeatable | None
+) -> Callable[..., Any]:
     made_here = _Around(around)
 
     @functools.wraps(forward)
@@ -142,13 +147,11 @@ def _recompute_forward(path: str, forward: Callable[..., Any], around: ContextFn
                 "recompute=none works"
             )
         given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        repeated = _with_arguments_as_given(forward, args, kwargs)
+        if moved is not None:
+            repeated, args, kwargs = moved(repeated, args, kwargs), (), {}
         output = checkpoint(
-            _with_arguments_as_given(forward, args, kwargs),
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=made_here,
-            **kwargs,
+            repeated, *args, use_reentrant=False, preserve_rng_state=False, context_fn=made_here, **kwargs
         )
         if any(tensor._version != version for tensor, version in given):
             raise ModelError(

@@ -1,0 +1,180 @@
+"""Inputs of blocks in the host's memory (`recompute=offload`, twin of `strategies/host_inputs.py`).
+
+A block's input goes to the host as a copy on a stream of its own, which begins once the input is made. The next block waits for the
+end of that copy and lets go of the tensor; so of what leaves, the device holds one input. In the backward a block that repeats its
+forward asks for the input of the block before, whose copy back has the whole of that block's backward:
+
+```
+forward  of block k    release the input of k-1      copy the input of k to the host
+backward of block k    take the input of k           copy the input of k-1 back         repeat the forward
+```
+Which blocks these are stands in the program. On a CPU, whose memory is the host's, the copies are plain ones, made at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+from samestep.program.ops import OpKind
+from samestep.program.program import Program
+
+_Forward = Callable[..., Any]
+Repeatable = Callable[[_Forward, tuple[Any, ...], Mapping[str, Any]], Callable[[], Any]]
+"""Makes a forward and the arguments of one call a function without arguments, which may be called again."""
+num_copies = 0
+"""Copies of inputs to the host in this process, which tests count."""
+
+
+class HostLanes:
+    """The two directions between a device and the host, on a GPU a stream each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_gpu = device, device.type == "cuda"
+        self._out, self._back = (torch.cuda.Stream(device) if self._is_gpu else None for _ in range(2))
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return a copy of a tensor on the host, and the event at which it is complete; None where it is already."""
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=self._is_gpu)
+        return copy, self._copied(copy, tensor, self._out)
+
+    def from_host(self, copy: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor on the device again, and the event at which it is complete; None where it is already."""
+        tensor = torch.empty_like(copy, device=self._device)
+        return tensor, self._copied(tensor, copy, self._back)
+
+    def wait_for(self, event: Any) -> None:
+        """Let what the device computes from now on wait for the end of a copy."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _copied(self, target: Tensor, source: Tensor, stream: Any) -> Any:
+        if stream is None:
+            target.copy_(source)
+            return None
+        stream.wait_stream(
+            torch.cuda.current_stream(self._device)
+        )  # which makes the source, or frees the target's memory
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+class _InputOnHost:
+    """One tensor given to a block: its copy on the host, and the tensor on the device while there is one."""
+
+    def __init__(self, tensor: Tensor, lanes: HostLanes, path: str) -> None:
+        global num_copies
+        num_copies += 1
+        self.given = weakref.ref(tensor)
+        self._lanes, self._path = lanes, path
+        self._leaving: Tensor | None = tensor.detach()
+        self._version = tensor._version
+        self._host, self._left = lanes.to_host(self._leaving)
+        self._coming: tuple[Tensor, Any] | None = None
+
+    def release(self) -> None:
+        """Let go of the tensor on the device, whose memory is used again only behind the copy."""
+        if self._leaving is None:
+            return
+        if self._leaving._version != self._version:
+            raise ModelError(
+                f"the model writes into the input of {self._path} behind its forward, and recompute=offload copies it to the host "
+                "meanwhile: recompute=none works, and so does a forward that writes nowhere (x = x + y for x += y)"
+            )
+        self._lanes.wait_for(self._left)
+        self._leaving = None
+
+    def fetch(self) -> None:
+        """Begin the copy back to the device."""
+        if self._leaving is None and self._coming is None:
+            self._coming = self._lanes.from_host(self._host)
+
+    def take(self) -> Tensor:
+        """Return the input on the device, whose memory is the caller's from now on."""
+        if self._leaving is not None:
+            return self._leaving.detach()
+        self.fetch()
+        assert self._coming is not None
+        (tensor, arrived), self._coming = self._coming, None
+        self._lanes.wait_for(arrived)
+        return tensor
+
+
+class _BlockCall:
+    """One call of a block in a forward that a backward follows."""
+
+    def __init__(self, before: _BlockCall | None) -> None:
+        self.inputs: dict[int | str, _InputOnHost] = {}
+        """Those on the host, by their places among the arguments."""
+        self._before, self._is_repeated = before, False
+
+    def take(self) -> dict[int | str, Tensor]:
+        """Return the inputs on the device for a repeated forward, and ask for those of the call before, unless that was repeated."""
+        self._is_repeated = True
+        taken = {place: one.take().requires_grad_() for place, one in self.inputs.items()}
+        if self._before is not None and not self._before._is_repeated:
+            for one in self._before.inputs.values():
+                one.fetch()
+        self._before = None  # whose copies nobody holds once its own graph is gone
+        return taken
+
+    def release(self, after: _BlockCall) -> None:
+        """Let go of the inputs on the device, but of those that the next call is given too."""
+        kept = {id(one) for one in after.inputs.values()}
+        for one in self.inputs.values():
+            if id(one) not in kept:
+                one.release()
+
+
+class HostInputs:
+    """The inputs of a model's blocks that a step has copied to the host."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._lanes, self._latest = HostLanes(device), _BlockCall(None)
+        self._moves = {op.layer for ops in program.bodies.values() for op in ops if op.kind is OpKind.OFFLOAD}
+        layers = program.step.model.layers
+        chunks = program.chunks or (range(len(layers)),)
+        self._begins = {next((index for index in chunk if layers[index].is_block), None) for chunk in chunks}
+
+    def around(self, layer: int, path: str) -> Repeatable:
+        """Return what makes one call of a block a function that can be repeated."""
+        return functools.partial(self._call, path, layer in self._moves, layer in self._begins)
+
+    def _call(
+        self, path: str, moves: bool, begins: bool, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[], Any]:
+        before, call = self._latest, _BlockCall(None if begins else self._latest)
+        given = dict(_activations(args, kwargs) if moves else ())
+        for place, tensor in given.items():
+            same = (
+                one for one in before.inputs.values() if one.given() is tensor
+            )  # an encoder's output, as all blocks get it
+            call.inputs[place] = next(same, None) or _InputOnHost(tensor, self._lanes, path)
+        before.release(call)
+        self._latest = call
+        others = tuple(None if place in given else value for place, value in enumerate(args))
+        named = {name: value for name, value in kwargs.items() if name not in given}
+        taken = [given]
+
+        def run() -> Any:
+            tensors = taken.pop() if taken else call.take()
+            placed = (tensors.get(place, value) for place, value in enumerate(others))
+            return forward(*placed, **named, **{name: one for name, one in tensors.items() if isinstance(name, str)})
+
+        return run
+
+
+def _activations(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[int | str, Tensor]]:
+    """Yield the place and the value of each argument through which a gradient flows to the layers before."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        is_activation = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad
+        if is_activation and value.is_floating_point():
+            yield place, value
