@@ -89,6 +89,18 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
+def without(kinds: Iterable[Any], cases: Sequence[Any]) -> list[Any]:
+    """Kinds that no default row of `cases` has, and the first kind; in `make parity` all.
+
+    Where rows of several ranks are held against the same plain loop as one rank, one rank has the others alone by default.
+    """
+    held = {value for case in cases if not case.marks for value in case.values}
+    return [
+        kind if index == 0 or kind not in held else pytest.param(kind, marks=pytest.mark.nightly)
+        for index, kind in enumerate(kinds)
+    ]
+
+
 @dataclass(frozen=True)
 class Code:
     """A model in `MODELS` that a user trains in a way of its own; what is not given is that of the job."""

@@ -357,7 +357,8 @@ def test_what_was_measured_has_a_line_without_composed_sources() -> None:
 
 def test_constants_are_fitted_to_other_sources(tmp_path: Path) -> None:
     rows, _ = foresight.read_rows(SAMPLE)
-    rows = [{**one, "file": one["source"]} for one in rows if "MPT" in one["model"] or "LLAMA3" in one["model"]]
+    few = ("MPT-760m", "MPT-13b", "LLAMA3_8B")  # of two sources, on eight devices, whose programs are short
+    rows = [{**one, "file": one["source"]} for one in rows if one["model"] in few]
     found = foresight.cross_validate(rows)
     assert len(found) >= 2
     for figure in found.values():

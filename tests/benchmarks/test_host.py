@@ -39,9 +39,9 @@ def calls_of(row: Row) -> tuple[int, int]:
         (LLAMA, 0.03),
         (replace(LLAMA, precision="bf16"), 0.0),
         (replace(LLAMA, microbatches=4), 0.01),
-        (replace(LLAMA, microbatches=4, precision="bf16"), 0.01),
-        (replace(LLAMA, model="gpt", options={"dropout": 0.0}), 0.03),
-        (replace(LLAMA, model="gpt"), 0.0),
+        pytest.param(replace(LLAMA, microbatches=4, precision="bf16"), 0.01, marks=pytest.mark.nightly),
+        pytest.param(replace(LLAMA, model="gpt", options={"dropout": 0.0}), 0.03, marks=pytest.mark.nightly),
+        pytest.param(replace(LLAMA, model="gpt"), 0.0, marks=pytest.mark.nightly),
         (replace(LLAMA, model="gpt", precision="bf16"), 0.0),
     ],
     ids=[

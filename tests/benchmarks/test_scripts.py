@@ -10,7 +10,7 @@ import torch
 from benchmarks import script_table, scripts
 from benchmarks.script_kinds.kind import DP1, DP2
 
-DAILY = ("DETR", "Muon and AdamW", "BYOL", "accuracy in the log", "Transformer-XL, whole", "nanochat")
+DAILY = ("DETR", "Muon and AdamW", "BYOL", "accuracy in the log", "Transformer-XL, whole")
 CLAIMED = [
     (name, layout)
     for name, row in script_table.kept().items()

@@ -228,7 +228,9 @@ def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     monkeypatch.setattr(training, "held_out_losses", slow)  # longer than a rank may stand still in a step
     monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
     monkeypatch.setattr(hang_watch, "_SILENT_S", 1.5)
-    monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.0)  # more questions than the pipe of a rank that reads none can hold
+    monkeypatch.setattr(
+        workers, "_ASK_EVERY_S", 5e-4
+    )  # more questions than the pipe of a rank that reads none can hold
     monkeypatch.setattr(Interpreter, "_backward", _stops_once(4, once))
     once.touch()
     capfd.readouterr()

@@ -34,7 +34,7 @@ PLANS = [
     "preset:gpt3-1.3b --devices 16 --hardware b200x8 --fewest-devices",
     "preset:llama3-405b --devices 8 --hardware h100x8",
 ]
-SLOW = [words for words in PLANS if re.match("preset:(llama3-70b|mixtral|deepseek|llama3-405b)", words)]
+SLOW = [words for words in PLANS if re.match("preset:(llama3-8b|llama3-70b|mixtral|deepseek|llama3-405b)", words)]
 """Searches whose kinds of model and of machine others have too; in `make parity`."""
 STEPS = [
     "preset:llama3-8b --hardware h100x8 --layout 'dp=2 tp=4 pp=4 schedule=interleaved virtual_stages=2 zero=1 "

@@ -81,7 +81,10 @@ def test_a_layout_of_graphs_is_one_device_without(layout, model):
     prove_compiled(layout, model, "aot_eager")
 
 
-@pytest.mark.parametrize(("layout", "model"), [("tp=2", "gpt2_with_dropout"), ("tp=2 sequence_parallel", "llama")])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [("tp=2", "gpt2_with_dropout"), pytest.param("tp=2 sequence_parallel", "llama", marks=pytest.mark.nightly)],
+)
 def test_blocks_under_tp_are_one_graph_without_islands(layout, model):
     for remarks in prove_compiled(layout, model, "aot_eager"):
         assert remarks[0].startswith(ONE_GRAPH)
@@ -108,7 +111,10 @@ def bits(seen: Observed) -> list[torch.Tensor]:
     return [run[3] for runs in (*seen.gradients, seen.weights) for run in runs]
 
 
-@pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("gpt2_with_dropout", "bf16")])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [pytest.param("llama", "bf16", marks=pytest.mark.nightly), ("gpt2_with_dropout", "bf16")],
+)
 def test_graphs_without_fusion_give_the_same_bits(model, precision):
     with_graphs, remarks, graphs = observed(0, 1, model, "dp=1", job_of("aot_eager", precision))
     without, _, none = observed(0, 1, model, "dp=1", job_of("", precision))
@@ -119,7 +125,7 @@ def test_graphs_without_fusion_give_the_same_bits(model, precision):
     assert graphs == 1
 
 
-@pytest.mark.parametrize("model", ["gpt2_with_dropout", "llama"])
+@pytest.mark.parametrize("model", ["gpt2_with_dropout", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_graphs_of_batches_of_changing_shapes_are_compiled(model):
     """Torch makes sizes that have changed symbols, of which masks and the scores of attention are made in a graph, too."""
     tokens, runs = Tokens(), [make_run(0, 1, model, "dp=1", job_of(backend)) for backend in ("aot_eager", "")]

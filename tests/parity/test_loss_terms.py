@@ -21,7 +21,7 @@ from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import metrics
-from tests.laboratory import combinations, job_of
+from tests.laboratory import combinations, job_of, without
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
@@ -189,13 +189,16 @@ LAYOUTS = ["dp=2 microbatch=3", "tp=2", "dp=2 zero=3 microbatch=1", "dp=2", "pp=
 SPLIT = [kind for kind in LOSSES if kind not in ("outputs decide", "in two passes")]
 
 
-@pytest.mark.parametrize("kind", SPLIT)
+CASES = combinations(LAYOUTS, SPLIT)
+
+
+@pytest.mark.parametrize("kind", without(SPLIT, CASES))
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
         assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
 
 
-@pytest.mark.parametrize(("layout", "kind"), combinations(LAYOUTS, SPLIT))
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_terms_and_values_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for followed in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
         assert_plain(kind, followed)

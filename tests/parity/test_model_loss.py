@@ -18,7 +18,7 @@ from samestep.errors import DataError, JobError, UnprovenError
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.run import Run
-from tests.laboratory import combinations, job_of, losses_of_steps
+from tests.laboratory import combinations, job_of, losses_of_steps, without
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.pool import pool
 
@@ -242,13 +242,16 @@ def assert_plain(kind: str, found: Found) -> None:
 LAYOUTS = ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4", "dp=2 zero=1 microbatch=3"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+CASES = combinations(LAYOUTS, [*KINDS])
+
+
+@pytest.mark.parametrize("kind", without(KINDS, CASES))
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
         assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
 
 
-@pytest.mark.parametrize(("layout", "kind"), combinations(LAYOUTS, [*KINDS]))
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_the_loss_of_a_forward_on_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
         assert_plain(kind, found)
@@ -346,7 +349,9 @@ def train_heads(rank: int, world: int, names: list[str], loss: Any, layout: str)
 HEADS = [["start", "end"], ["labels", "next_sentence_label"], ["tags", "kind"], ["kind", "next_sentence_label"]]
 
 
-@pytest.mark.parametrize("names", HEADS, ids="+".join)
+@pytest.mark.parametrize(
+    "names", [HEADS[0], *(pytest.param(names, marks=pytest.mark.nightly) for names in HEADS[1:])], ids="+".join
+)
 def test_heads_of_unlike_counts_are_refused_with_their_terms_which_are_equal(names: list[str]) -> None:
     terms = ", ".join(rf'"{name}": \(sum, count\)' for name in names)
     for layout in ("dp=1 microbatch=1", "dp=1 microbatch=4"):

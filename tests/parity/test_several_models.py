@@ -25,7 +25,7 @@ from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import ModelAverages
 from samestep.simulation.memory import at_rest
-from tests.laboratory import combinations, job_of, losses_of_steps
+from tests.laboratory import combinations, job_of, losses_of_steps, without
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
@@ -517,16 +517,18 @@ def assert_plain(kind: str, found: tuple[list[float], dict[str, Tensor]]) -> Non
 LAYOUTS = ["dp=2 microbatch=3", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4", "dp=2 zero=1 microbatch=2"]
 
 
-@pytest.mark.parametrize("kind", ["two views", "losses.dpo", "losses.contrastive"])
+CASES = combinations(
+    LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation", "siamese", "judged", *EMA)]
+)
+
+
+@pytest.mark.parametrize("kind", without(["two views", "losses.dpo", "losses.contrastive"], CASES))
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
         assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation", "siamese", "judged", *EMA)]),
-)
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
         assert_plain(kind, found)

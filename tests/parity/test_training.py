@@ -38,8 +38,6 @@ LAYOUTS = [
     "pp=2 microbatch=8",
     "dp=2 tp=2 pp=2 zero=3 schedule=interleaved virtual_stages=2 microbatch=4",
 ]
-AS_SHORT_RUNS = [layout for layout in LAYOUTS if not layout.startswith("pp=2")]
-"""In `make parity`; `make test` proves them in a few steps: below, in test_checkpoint.py, and by gradients in the files of axes."""
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # Adam amplifies the noise of reordered sums
 # A smaller batch of shorter samples will do, and leaves float64 nothing to chance.
 FEWER = {
@@ -63,8 +61,7 @@ def _of_one_rank(precision: str) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        *((layout, "float64") for layout in LAYOUTS if layout not in AS_SHORT_RUNS),
-        *(pytest.param(layout, "float64", marks=pytest.mark.nightly) for layout in AS_SHORT_RUNS),
+        *(pytest.param(layout, "float64", marks=pytest.mark.nightly) for layout in LAYOUTS),
         *(pytest.param(layout, "float32", marks=pytest.mark.nightly) for layout in LAYOUTS if layout != "tp=2"),
         ("tp=2", "float32"),
     ],
@@ -114,7 +111,7 @@ def test_a_run_leaves_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 def test_the_job_file_of_a_run_repeats_it(tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    assert small.train("--layout", "dp=2 zero=3 microbatch=2", "--out", first) == 0
+    assert small.train("--layout", "dp=2 microbatch=2", "--out", first) == 0
     assert small.main("train", first / "job.toml", "--out", again) == 0
     assert small.metrics(first) == small.metrics(again)
     assert (first / "job.toml").read_text() == (again / "job.toml").read_text()

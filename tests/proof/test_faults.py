@@ -11,8 +11,15 @@ from tests.proof.silent import SILENT
 MEASURED = {row.faults[0]: row for row in SILENT if row.faults and row.gradients is not None}
 
 OTHERS = [name for name in FAULTS if name not in MEASURED]
-KINDS = daily((FAULTS[name].cause, FAULTS[name].layout, FAULTS[name].own_precision) for name in OTHERS)
-"""By default each cause, each setting of a layout and each kind of precision is that of a fault, beside the measured ones."""
+_AXES = ("dp", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+
+
+def _axes_of(layout: str) -> str:
+    return " ".join(word for word in layout.split() if word.partition("=")[0] in _AXES) or "dp=1"
+
+
+KINDS = daily((FAULTS[name].cause, _axes_of(FAULTS[name].layout), FAULTS[name].own_precision) for name in OTHERS)
+"""By default each cause, each axis and each kind of precision is that of a fault, beside the measured ones."""
 NAMES = [*MEASURED, *(pytest.param(name, marks=kind.marks) for name, kind in zip(OTHERS, KINDS, strict=True))]
 
 

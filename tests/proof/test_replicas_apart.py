@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from samestep.job import Job
 from samestep.proof.verdict import Cause
 from samestep.proof.verify import verify
 from samestep.runtime.local_replicas import LocalReplicas
+from tests import traced
 from tests.parity.unused_weights import OPTIMIZERS, WIDTH, Experts, Pairs
 
 NIGHTLY = pytest.mark.nightly
@@ -21,6 +24,12 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_trace() -> Iterator[None]:
+    with traced.families_once():
+        yield
 
 
 class Shifted(nn.Module):

@@ -9,14 +9,19 @@ import pytest
 from tests.covering import daily
 from tests.proof.reproductions import EITHER, EQUAL, OUTCOMES, REPRODUCTIONS, Outcome, outcome
 
+ROWS = [(case, layout) for case in REPRODUCTIONS for layout in case.layouts]
+KINDS = daily(((case.cause, case.item, case.must, case.against), layout) for case, layout in ROWS)
+"""By default each cause with what its code must come to, and each setting of a layout, is that of a case."""
 CASES = [
-    pytest.param(case, layout, id=f"{case.name} under {layout}") for case in REPRODUCTIONS for layout in case.layouts
+    pytest.param(case, layout, id=f"{case.name} under {layout}", marks=kind.marks)
+    for (case, layout), kind in zip(ROWS, KINDS, strict=True)
 ]
 KNOWN = json.loads(OUTCOMES.read_text(encoding="utf-8"))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("case", "layout"), daily(CASES))
+@pytest.mark.every_row
+@pytest.mark.parametrize(("case", "layout"), CASES)
 def test_code_of_a_user_is_equal_or_refused_by_name(case, layout):
     found = outcome(case, layout)
     assert found.fits(case), f"{found.kind}: {found.text}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -53,15 +51,13 @@ ASKS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A run folder, and what `train --json` said on its two outputs: from a process of its own, with workers."""
-    folder = tmp_path_factory.mktemp("json") / "run"
+    """A run folder, and what `train --json` said on its two outputs: from a fork of this process, with workers."""
+    folder, talk = (tmp_path_factory.mktemp("json") / name for name in ("run", "talk"))
     words = ["train", *small.settings(), "--layout", "dp=2", "--out", str(folder), "--record", "3:5"]
-    here = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", *words, "--json"], capture_output=True, text=True, cwd=here, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout, done.stderr
+    status = small.status_of(small.in_background([*words, "--json"], talk), 300)
+    out, err = ((talk / name).read_text(encoding="utf-8") for name in ("out", "err"))
+    assert status == 0, err
+    return folder, out, err
 
 
 @pytest.fixture(autouse=True)

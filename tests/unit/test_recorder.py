@@ -323,7 +323,14 @@ def recorded_by_signal(rank: int, world: int, model: str, layout: str, job: Job,
     assert line.startswith("steps 4 to 9 are recorded into ")
 
 
-@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "tp=2", "pp=2 microbatch=2 schedule=zero-bubble"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("dp=2 microbatch=2", marks=pytest.mark.nightly),
+        pytest.param("tp=2", marks=pytest.mark.nightly),
+        "pp=2 microbatch=2 schedule=zero-bubble",
+    ],
+)
 def test_a_signal_to_one_rank_lets_all_record_the_same_steps(layout: str, tmp_path: Path) -> None:
     job = job_of("float32", 14, train={"watch_every": 2})
     on_ranks(layout, recorded_by_signal, "deep_llama", job, str(tmp_path))
@@ -354,7 +361,10 @@ def with_kernels(
     return losses, [piece.value.clone() for piece in run.updater.pieces]
 
 
-@pytest.mark.parametrize(("layout", "model"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[6], LAYOUTS[7]])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [*(pytest.param(*row, marks=pytest.mark.nightly) for row in (LAYOUTS[0], LAYOUTS[7])), LAYOUTS[1], LAYOUTS[6]],
+)
 def test_kernels_belong_to_the_op_that_issued_them_and_change_no_bit(layout: str, model: str, tmp_path: Path) -> None:
     plain = on_ranks(layout, trained, model, JOB, "")
     found = on_ranks(layout, with_kernels, model, JOB, str(tmp_path))
