@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tests.covering import daily
 from tests.laboratory import combinations
 from tests.models import MODELS, Attentive, AttentiveBlock
+from tests.parity.moved_models import MIXERS, Mixing
 
 
 def nightly(layouts: Iterable[str], models: Iterable[str]) -> list[Any]:
@@ -203,7 +204,19 @@ class SquaredModel(Attentive):
         self.blocks = nn.ModuleList(SquaredBlock() for _ in range(4))
 
 
-MODELS |= {"squared": SquaredModel, "hybrid": Hybrids, "attentive_of_eight": lambda: Attentive(heads=8)}
+class Neighbours(Mixing):
+    """Calls that need tokens of neighbours on both sides, one by one and side by side."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda width: nn.Sequential(*(make(width) for make, _, _ in MIXERS.values())))
+
+
+MODELS |= {
+    "neighbours": Neighbours,
+    "squared": SquaredModel,
+    "hybrid": Hybrids,
+    "attentive_of_eight": lambda: Attentive(heads=8),
+}
 SLICED = ["llama", "qwen3", "gpt2", "attentive"]
 SLICES = [
     "cp=2",
@@ -242,6 +255,11 @@ GATHERED = [
     ("tp=2 cp=2 zero=2", "squared"),
 ]
 """Parts that mix tokens compute all of them."""
+MOVED = [
+    ("cp=2 zero=3 recompute=full microbatch=4", "neighbours"),
+    ("cp=3 exchange=ring recompute=selective", "hybrid"),
+]
+"""Ranks send each other the tokens at the ends of their slices."""
 WRITTEN_OUT = ["cp=2 zero=1 recompute=selective microbatch=4", "tp=2 cp=2 zero=2"]
 """Attentions of transformers that are written out are exchanged."""
 AROUND_GROUPS = [
@@ -376,7 +394,7 @@ ROWS: dict[str, list[Any]] = {
         *nightly([SLICES_OF_SLICES[0][0]], ["gpt2", "deep_mixtral", "deep_granite"]),
         ("cp=4", "llama"),
         *nightly(["cp=4"], ["attentive", "deep_gemma", "deep_granite"]),
-        *_by_default(GATHERED),
+        *_by_default(GATHERED, MOVED),
         *_by_default(combinations(WRITTEN_OUT, ["dropping_gpt2_eager"])),
         *daily(AROUND_GROUPS),
     ],

@@ -82,6 +82,71 @@ class Mixed:
     """Whether the rule of an operation shows that rows are mixed; if not, it is not known whether they are."""
 
 
+@dataclass(frozen=True, slots=True)
+class WithNeighbours(Mixed):
+    """Dependence of a storage with rows for tokens of neighbours too (`token_moves.py`): as many rows as there are tokens, from one of its
+    first rows on, belong to these each."""
+
+    rows: int
+    """Rows along the dimension of tokens."""
+    last: int
+    """Last row at which they may begin."""
+    stride: int
+    """Bytes from one row to the next."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, dim: int, last: int, where: str) -> WithNeighbours:
+        """Return the dependence of a new tensor with such rows along a dimension."""
+        return cls(where, True, tensor.shape[dim], last, tensor.stride(dim) * tensor.element_size())
+
+    @property
+    def span(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.stride
+
+    def dim_of(self, tensor: Tensor) -> int:
+        """Return the dimension of a view along which all rows are; -1 if there is none."""
+        size = tensor.element_size()
+        found = [dim for dim, step in enumerate(tensor.stride()) if step * size == self.stride]
+        return next((dim for dim in found if tensor.shape[dim] == self.rows), -1)
+
+    def seen_in(self, tensor: Tensor, num_tokens: int) -> Along | Mixed:
+        """Return the dependence of a view: the storage's own if it has all rows."""
+        size, below, along = tensor.element_size(), 0, list[int]()
+        for dim, (extent, elements) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            step = elements * size
+            if extent == 1 or step == 0 or step % self.span == 0:
+                continue
+            if step < self.stride:
+                below += step * (extent - 1)
+            elif step == self.stride:
+                along.append(dim)
+            else:
+                return Mixed(self.where, self.shown)
+        first = tensor.storage_offset() * size % self.span
+        if first % self.stride + below >= self.stride:
+            return Mixed(self.where, self.shown)
+        place = first // self.stride
+        if len(along) == 1 and tensor.shape[along[0]] == self.rows:
+            return self
+        of_tokens = [dim for dim in along if tensor.shape[dim] == num_tokens]
+        reach = sum(tensor.shape[dim] - 1 for dim in along if dim not in of_tokens)
+        if len(of_tokens) != 1 or len(along) > 2 or place + reach > self.last:
+            return Mixed(self.where, self.shown)
+        return Along(of_tokens[0], 1, 0)
+
+    def form_in(self, tensor: Tensor, found: Along | Mixed) -> Form:
+        """Return how a view stands in the storage, without what follows from the number of tokens."""
+        size = tensor.element_size()
+        dims = [
+            (extent, step * size if step * size < self.span else -(step * size // self.span))
+            for dim, (extent, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+            if not isinstance(found, Along) or dim != found.dim
+        ]
+        offset = int(tensor.storage_offset()) * size
+        return Form(tuple(dims), (offset // self.span, offset % self.span))
+
+
 Dependence = Along | Mixed | None
 """Dependence of one tensor; None if it depends on no row."""
 
@@ -126,6 +191,8 @@ class Dependences:
                 if shape is None
                 else Mixed("a view of no rows", False)
             )
+        if isinstance(found, WithNeighbours):
+            return found.seen_in(tensor, self.num_rows)
         if found is None or isinstance(found, Mixed):
             return found
         return self._along(found, tensor)
@@ -205,6 +272,8 @@ class Dependences:
     def form_of(self, tensor: Tensor) -> Form:
         """Return how a tensor, which may be a view, stands in its storage, without what follows from the number of rows."""
         rows, size = self._found.get(tensor.untyped_storage()._cdata), tensor.element_size()
+        if isinstance(rows, WithNeighbours):
+            return rows.form_in(tensor, rows.seen_in(tensor, self.num_rows))
         steps = [*zip(tensor.shape, (stride * size for stride in tensor.stride()), strict=True)]
         offset = int(tensor.storage_offset()) * size
         if not isinstance(rows, Rows) or not tensor.numel():

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from samestep.models.layer_parts import GatheredPart
+from samestep.models.layer_parts import GatheredPart, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
 
@@ -63,6 +63,8 @@ class PartCalls:
 
     calls: list[tuple[str, int, GatheredPart]] = field(default_factory=list)
     """Path of the block, number of its call, and the part."""
+    moves: list[tuple[str, int, TokenMove]] = field(default_factory=list)
+    """Path of the block, number of its call, and a call that needs tokens of neighbours."""
     within: set[tuple[str, int, int]] = field(default_factory=set)
     """Attentions within parts: path of the block, number of its call, number of the attention."""
     _blocks: dict[str, int] = field(default_factory=dict)
@@ -82,9 +84,22 @@ class PartCalls:
 
     def enter(self, part: GatheredPart) -> None:
         """Record the call of a part with its arguments."""
-        number = self._blocks.get(self._block, 0)
-        before = sum((self._block, number, one) not in self.within for one in range(self._attentions))
-        self.calls.append((self._block, number, replace(part, before=before)))
+        self.calls.append((self._block, self._number, replace(part, before=self._attended)))
+
+    def moved(self, move: TokenMove) -> None:
+        """Record a call that needs tokens of neighbours."""
+        block, number = self._block, self._number
+        parts = sum((block, number) == one[:2] for one in self.calls)
+        self.moves.append((block, number, replace(move, before=self._attended, parts_before=parts)))
+
+    @property
+    def _number(self) -> int:
+        return self._blocks.get(self._block, 0)
+
+    @property
+    def _attended(self) -> int:
+        """Number of attentions of the block so far that are given slices."""
+        return sum((self._block, self._number, one) not in self.within for one in range(self._attentions))
 
     def leave(self, returned: Iterable[tuple[str, int]]) -> None:
         """Record what the last part returns."""
@@ -123,5 +138,6 @@ class PartCalls:
                 )
                 for part in parts
             ]
-            found.append(replace(layer, gathered_parts=tuple(sized), exchanges=exchanges))
+            moves = tuple(move for block, call, move in self.moves if block in names and call == number)
+            found.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))
         return tuple(found)

@@ -16,11 +16,13 @@ from samestep.building.loss import prediction_of
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
-from samestep.independence.dependence import NO_DIM, Along, Dependence, Mixed
+from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed, WithNeighbours
+from samestep.independence.dimension_maps import is_elementwise
 from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import sequence_dim
+from samestep.independence.traced_moves import TracedMoves
 from samestep.independence.value_numbers import Table, ValueNumbers
 from samestep.independence.written_attentions import TracedFormulas
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
@@ -66,6 +68,8 @@ class SliceProver(Prover):
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
         self.parts = PartCalls()
+        self.moves = TracedMoves(self)
+        """The calls that need tokens of neighbours."""
         self._part = ""
         """Path of the part that computes all tokens now; empty outside of such parts."""
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
@@ -75,6 +79,11 @@ class SliceProver(Prover):
     def is_on_slices(self) -> bool:
         """Whether the code that runs now is given slices."""
         return bool(self.slices) and not self._part
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the forward of a block runs."""
+        return any(path in self._running for path in self.blocks)
 
     def runs(self, path: str) -> bool:
         """Return whether the forward of a module runs."""
@@ -177,6 +186,7 @@ class SliceProver(Prover):
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
         """Record that a module's forward starts, which must be given no slice if its code looks at values."""
         super().enter(path, part, outside, given)
+        self.moves.enter(path)
         if self.is_following and not any(is_below(path, block) for block in self.blocks):
             self._check_one_token(path, given)
         if path in self.looking:
@@ -271,7 +281,7 @@ class SliceProver(Prover):
                 self.refuse(alone)
             elif mask is not None and not _fits(mask.shape, self.whole):
                 self.refuse(f"{self.where} makes its attention mask itself, for a slice")
-            elif not any(path in self._running for path in self.blocks):
+            elif not self.is_in_block:
                 self.refuse(f"the attention in {self.where} stands outside the blocks")
             else:
                 self.learn(output, Along(2, 1, 0))
@@ -325,13 +335,31 @@ class SliceProver(Prover):
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor, and remember the first operation that mixed tokens."""
         super().learn(tensor, dependence)
-        if not self._mixed and isinstance(dependence, Mixed):
+        if not self._mixed and isinstance(dependence, Mixed) and not isinstance(dependence, WithNeighbours):
             path, _, operation = dependence.where.rpartition(" by ")
             path = self._mixed_at = path or self.where
             works = f"; {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
             self._mixed = (
                 f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
             )
+
+    def _follow(self, call: Call) -> None:
+        """Set the dependences of the results of an operation; one by elements keeps the rows of neighbours."""
+        wide = {id(one): known for one in call.given if isinstance(known := self.known.of(one), WithNeighbours)}
+        others = [one for one in call.given if id(one) not in wide and self.known.of(one) is not None]
+        if not wide or others or not (is_elementwise(call.func) or call.func.overloadpacket in _COPIES):
+            super()._follow(call)
+            return
+        places = {
+            (known.rows, known.last, known.dim_of(one) - one.dim())
+            for one in call.given
+            if (known := wide.get(id(one))) is not None
+        }
+        (_, last, dim), *more = places
+        for result in call.results:
+            at = dim + result.dim()
+            found = WithNeighbours.of(result, at, last, call.text) if at >= 0 else Mixed(call.text, True)
+            self.learn(result, Mixed(call.text, True) if more else found)
 
     def refuse_gradient(self, where: str) -> None:
         """Refuse a custom Function whose backward mixes tokens."""
@@ -348,6 +376,9 @@ class SliceProver(Prover):
         first use."""
         if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
             self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
+
+
+_COPIES = frozenset((torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous))
 
 
 def _is_bias(shape: torch.Size) -> bool:

@@ -68,7 +68,7 @@ def prove(
         )
         return _refuse_slices(spec, length, reason)
     whole_sample, sample = sample, _shorten_sample(sample, length, size * parts)
-    trial = _SliceTrial(module, sample, spec, value_of, experts, blocks, (size * parts, size))
+    trial = _SliceTrial(module, sample, spec, value_of, experts, blocks, (size * parts, size), styles)
     watches, reason, failed = trial.run(frozenset())
     wider, first, reasons = frozenset[str](), reason, dict[str, str]()
     while reason:  # parts that mix tokens by themselves may compute all of them
@@ -117,6 +117,7 @@ class _SliceTrial:
     experts: ExpertModules
     blocks: list[str]
     sizes: tuple[int, int]
+    styles: Mapping[str, str]
 
     def run(self, parts: frozenset[str]) -> tuple[list[SliceProver], str, str]:
         """Return the two forwards, why they do not prove that blocks work on slices, and the module where that shows."""
@@ -125,7 +126,7 @@ class _SliceTrial:
         if self.spec.looks_in:
             answer_alike(watches, self.module, self.sample, containers_of(self.module), self.value_of)
         for watch in watches:
-            watch.has_backward = bool(self.spec.differentiates_at)
+            watch.has_backward, watch.styles = bool(self.spec.differentiates_at), self.styles
         for watch in watches:
             watch.formulas = TracedFormulas(watch, None if watch is watches[0] else watches[0].formulas.found or {})
             if refusal := _refusal_of(watch, self.module, self.sample, self.value_of, self.experts, parts):
@@ -134,7 +135,7 @@ class _SliceTrial:
             return watches, f"{path} computes differently, or with other numbers, on slices of another length", path
         if not watches[1].formulas.are_those_of(watches[0].formulas):
             return watches, "a block writes out other attentions of a slice, or in another call", ""
-        if watches[0].parts.shapes != watches[1].parts.shapes:
+        if watches[0].parts.shapes != watches[1].parts.shapes or watches[0].parts.moves != watches[1].parts.moves:
             return watches, "other parts of its blocks compute all tokens of a slice", ""
         return watches, "", ""
 
@@ -188,6 +189,7 @@ def _refusal_of(
             reshaping,
             watch.experts_by_row(module, experts),
             Intercepting(watch.formulas),
+            watch.moves,
         ):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:

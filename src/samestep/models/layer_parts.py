@@ -172,6 +172,44 @@ class GatheredPart:
         return tuple(one for one in self.given if not one.is_known)
 
 
+MoveKind = Literal["conv", "pad", "cat", "roll", "write", "edge"]
+"""The function that brings a token's result to another one: a convolution, a padding, `torch.cat`, `torch.roll`, or an item that is
+set; `edge` sets the first or the last tokens of the sequence alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMove:
+    """One call of a function that computes a token from those at a fixed distance (`independence/token_moves.py`)."""
+
+    owner: str
+    """Path of the module whose code calls it."""
+    number: int
+    """Number of such calls that the module's own code has made before since its forward began."""
+    kind: MoveKind
+    dim: int
+    """Dimension of tokens of the operand."""
+    left: int
+    """Number of tokens that are needed of the rank before."""
+    right: int
+    """Number of tokens that are needed of the rank behind."""
+    start: int = 0
+    """First token of the operand, of which code may have cut some off."""
+    elements: int = 0
+    """Elements of one token of one sample."""
+    is_cut: bool = False
+    """Whether a tensor cut leaves a rank a part of these elements."""
+    takes_gradient: bool = True
+    before: int = 0
+    """Number of attentions of its layer that run before it."""
+    parts_before: int = 0
+    """Number of `GatheredPart` of its layer that run before it."""
+
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """The elements of each message of one sample in the forward, before a tensor cut: to the rank behind, and to the one before."""
+        return tuple(tokens * self.elements for tokens in (self.left, self.right) if tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertDispatch:
     """The rows that one sample dispatches to a module of experts: one for each token and each expert chosen for it."""

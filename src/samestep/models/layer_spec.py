@@ -22,6 +22,7 @@ from samestep.models.layer_parts import (
     KeptBuffer,
     PartialSum,
     Product,
+    TokenMove,
 )
 from samestep.models.written_attention import WrittenAttention
 
@@ -95,6 +96,8 @@ class LayerSpec:
     """All_to_alls of its attentions under context parallelism, in order of the forward."""
     gathered_parts: tuple[GatheredPart, ...] = ()
     """Calls of modules that compute all tokens under context parallelism, in order of the forward."""
+    token_moves: tuple[TokenMove, ...] = ()
+    """Calls that need tokens of neighbours under context parallelism, in order of the forward."""
     written: tuple[tuple[str, tuple[WrittenAttention, ...]], ...] = ()
     """The attentions that its blocks write out, by path; empty of a layer whose exchanges leave them out."""
     saved_pair_elements: int = 0

@@ -14,7 +14,8 @@ exchange tokens for heads. With N ranks, T tokens and A heads of size D:
 Of each tensor they move T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same two in the other
 direction. Every rank has all rows of a causal mask for its heads, so the work is balanced. Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code
 computes embeddings, positions and masks of the whole sequence on every rank; slicing starts at the first block and ends
-in the loss, a sum over tokens. Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
+in the loss, a sum over tokens. Short convolutions and shifts of tokens need the tokens at the ends of neighbours' slices, which are
+contiguous then (`independence/token_moves.py`). Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
 and computed on all tokens by every rank (`independence/gathered_parts.py`). Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one
 more data axis (`Layout`).
 """
@@ -28,7 +29,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from samestep.layout import Layout
-from samestep.models.layer_parts import Exchange, Product
+from samestep.models.layer_parts import Exchange, GatheredPart, Product, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below, with_attentions
 from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops, is_backward
@@ -67,7 +68,9 @@ def refusal(step: StepSpec) -> str | None:
             f"cp={degree}: shapes or branches at {at} depend on values, and its code works on slices: the branch in a module of its "
             "own that is given no tokens works, and so does cp=1"
         )
-    if model.differentiates_at and any(layer.exchanges or layer.gathered_parts for layer in model.layers):
+    if model.differentiates_at and any(
+        layer.exchanges or layer.gathered_parts or layer.token_moves for layer in model.layers
+    ):
         return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:
         return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
@@ -76,7 +79,21 @@ def refusal(step: StepSpec) -> str | None:
             f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "
             "train.loss = 'cross_entropy' works, and so do samestep.whole_batch(loss) and cp=1"
         )
-    return _refuse_degree(model, step.layout)
+    return _refuse_degree(model, step.layout) or _refuse_reach(model, degree)
+
+
+def _refuse_reach(model: ModelSpec, degree: int) -> str | None:
+    """Return why slices are shorter than what a call needs of a neighbour."""
+    moves = (move for layer in model.layers for move in layer.token_moves)
+    furthest = max(moves, key=lambda move: max(move.left, move.right), default=None)
+    reach = max(furthest.left, furthest.right) if furthest else 0
+    if furthest is None or reach <= model.length // degree:
+        return None
+    works = [n for n in range(2, degree) if model.length % n == 0 and model.length // n >= reach]
+    near = (
+        f"cp={works[-1]} has longer ones, and longer samples work" if works else "longer samples work, and so does cp=1"
+    )
+    return f"cp={degree} leaves slices of {model.length // degree} tokens, and {furthest.owner} needs {reach} tokens of a neighbour; {near}"
 
 
 def _refuse_degree(model: ModelSpec, layout: Layout) -> str | None:
@@ -150,13 +167,14 @@ def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: 
     """Return which tokens of a sequence of this length each rank of `cp` holds.
 
     They are from its head and its tail where a ring computes causal attentions. Masks of dropped elements are drawn for one run
-    of tokens, so models that draw any have contiguous slices.
+    of tokens, and convolutions along tokens need neighbours, so models that have either have contiguous slices.
     """
     is_causal = any(
         one.factors == "causal" for layer in model.layers for one in layer.products if not layer.is_gathered(one.owner)
     )
     ranks = attention_ranks(model, layout, ranks_per_node)
-    may_split = is_causal and ranks.ring > 1 and not model.masks
+    has_moves = any(layer.token_moves for layer in model.layers)
+    may_split = is_causal and ranks.ring > 1 and not model.masks and not has_moves
     return SlicePlacement.of(length, layout.cp, may_split=may_split, heads=ranks.heads if ranks.ring > 1 else 1)
 
 
@@ -267,33 +285,57 @@ def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec, ranks: AttentionRanks) ->
         layer = step.model.layers[op.layer]
         flops = layer.forward_flops if op.kind is OpKind.FORWARD else layer.backward_flops
         yield op.but(flops=flops * step.microbatch_samples)
-        if layer.gathered_parts:
-            yield from _with_gathers(layer, step, op, sent, backward=is_backward(key))
+        if layer.gathered_parts or layer.token_moves:
+            yield from _with_others(layer, step, op, sent, backward=is_backward(key))
         else:
             yield from sent(layer, step, op, backward=is_backward(key))
 
 
-def _with_gathers(
+def _with_others(
     layer: LayerSpec, step: StepSpec, after: Op, sent: Callable[..., Iterator[Op]], *, backward: bool
 ) -> Iterator[Op]:
-    """Yield what the attentions of a layer send, and between them the gathers of parts that compute all tokens.
-
-    The backward adds up the gradients of what was gathered, of which each rank has those of its own tokens' results.
-    """
+    """Yield what the attentions of a layer send, and between them what its parts and its calls of neighbours do."""
     by_attention: dict[int, list[Op]] = {}
-    for part in layer.gathered_parts:
-        for one in part.gathered:
-            if one.takes_gradient or not backward:
-                kind = OpKind.REDUCE_SCATTER if backward else OpKind.ALL_GATHER
-                op = Op(kind=kind, owner=part.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
-                numel = one.elements * step.microbatch_samples
-                by_attention.setdefault(part.before, []).append(op.but(is_exposed=True).sized(numel))
+    for before, ops in _by_place(layer, step, after, backward=backward):
+        by_attention.setdefault(before, []).extend(ops)
     found = list(by_attention.get(0, ()))
     for number in range(layer.num_sliced_attentions):
         alone = layer.with_attention(number)
         ops = [*sent(alone, step, after, backward=backward)]
         found += [*(reversed(ops) if backward else ops), *by_attention.get(number + 1, ())]
     yield from reversed(found) if backward else found
+
+
+def _by_place(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[tuple[int, list[Op]]]:
+    """Yield what parts that compute all tokens and calls of neighbours send, in order of the forward, with the attentions before."""
+    moves = [*layer.token_moves]
+    for number, part in enumerate((*layer.gathered_parts, None)):
+        while moves and (part is None or moves[0].parts_before <= number):
+            yield moves[0].before, _passed(moves.pop(0), step, after, backward=backward)
+        if part is not None:
+            yield part.before, _gathered(part, step, after, backward=backward)
+
+
+def _gathered(part: GatheredPart, step: StepSpec, after: Op, *, backward: bool) -> list[Op]:
+    """Return the gathers of a part that computes all tokens.
+
+    The backward adds up the gradients of what was gathered, of which each rank has those of its own tokens' results.
+    """
+    kind = OpKind.REDUCE_SCATTER if backward else OpKind.ALL_GATHER
+    op = Op(kind=kind, owner=part.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,), is_exposed=True)
+    sent = [one for one in part.gathered if one.takes_gradient or not backward]
+    return [op.sized(one.elements * step.microbatch_samples) for one in sent]
+
+
+def _passed(move: TokenMove, step: StepSpec, after: Op, *, backward: bool) -> list[Op]:
+    """Return the messages of a call that needs tokens of neighbours, whose gradients go back."""
+    if backward and not move.takes_gradient:
+        return []
+    op = Op(
+        kind=OpKind.SHIFT, owner=move.owner, axis=AXIS, dtype=step.master_dtype, after=(after.name,), is_exposed=True
+    )
+    cut = step.layout.tp if move.is_cut else 1
+    return [op.sized(elements // cut * step.microbatch_samples) for elements in move.messages]
 
 
 def _sent(ranks: AttentionRanks, layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:

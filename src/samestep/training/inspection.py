@@ -171,6 +171,15 @@ class Inspection:
             yield f"tokens: {spec.length} a sample; {sliced}"
             for part in {part.owner: part for layer in spec.layers for part in layer.gathered_parts}.values():
                 yield f"tokens under cp: {part.owner} computes all of them on every rank, since {part.reason}"
+            for move in {
+                move.owner: move for layer in spec.layers for move in layer.token_moves if move.messages
+            }.values():
+                tokens = " and ".join(
+                    f"the {'last' if where == 'before' else 'first'} {count} tokens of the rank {where}"
+                    for count, where in ((move.left, "before"), (move.right, "behind"))
+                    if count
+                )
+                yield f"tokens under cp: {move.owner} is sent {tokens}"
             if spec.sequence_refusal:
                 yield f"tokens under sequence_parallel: refused, {spec.sequence_refusal}"
         for module, what in (

@@ -41,6 +41,8 @@ from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.mask_source import dropped_of_written, dropped_weights
 from samestep.runtime.axes import whole_parts
 from samestep.runtime.axes.differentiable import apply_move
+from samestep.runtime.axes.neighbour_tokens import NeighbourTokens
+from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.ring_attention import Ring
 from samestep.runtime.ledger import owned
@@ -118,6 +120,8 @@ class Slicing:
                 if path == layer.modules[-1]:
                     block.register_forward_hook(self._left(layer))
         whole_parts.install(model, self._spec, self)
+        self.moves = NeighbourTokens(model, self._spec, self, DTYPES[program.step.master_dtype])
+        """The calls that need tokens of neighbours."""
 
     @contextmanager
     def of(self, samples: Any) -> Iterator[None]:
@@ -359,6 +363,8 @@ class _Exchanging(TorchFunctionMode):
     ) -> Any:
         slicing, kwargs = self._slicing, kwargs or {}
         if slicing.block:
+            if slicing.moves.are_here and (moved := slicing.moves.intercept(func, args, kwargs)) is not NotImplemented:
+                return moved
             if func is F.scaled_dot_product_attention:
                 return slicing.attend(AttentionCall(*args, **kwargs))
             if func is F.multi_head_attention_forward:

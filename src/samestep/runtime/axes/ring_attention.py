@@ -49,7 +49,7 @@ from samestep.building.attention.fused import fits_flash, flash_backward, flash_
 from samestep.building.attention.head_products import wide, widen
 from samestep.building.torch_seams import disable_current_modes
 from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
-from samestep.runtime.ledger import owned
+from samestep.runtime.axes.neighbour_tokens import shift
 from samestep.strategies.context import OF_GRADIENTS
 
 
@@ -112,7 +112,7 @@ class _How(NamedTuple):
 
     def shift(self, buffer: Tensor, owner: str = "") -> Callable[[], Tensor]:
         """Begin to pass a buffer to the next rank."""
-        return _shift(buffer, self.ring.group, self.ring.owner + owner)
+        return shift(buffer, self.ring.group, self.ring.owner + owner)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -184,23 +184,6 @@ class _RingAttention(torch.autograd.Function):
 
 
 # -- messages --------------------------------------------------------------------------------------
-
-
-def _shift(buffer: Tensor, group: dist.ProcessGroup, owner: str) -> Callable[[], Tensor]:
-    """Begin to send a buffer to the next rank; return a function that waits for that of the rank before."""
-    degree, rank = dist.get_world_size(group), dist.get_rank(group)
-    received = torch.empty_like(buffer)
-    sends, receives = [0] * degree, [0] * degree
-    sends[(rank + 1) % degree] = receives[(rank - 1) % degree] = buffer.numel()
-    with owned(owner) as issue:
-        work = issue.sent(dist.all_to_all_single(received, buffer, receives, sends, group=group, async_op=True))
-    assert work is not None
-
-    def wait() -> Tensor:
-        work.wait()
-        return received
-
-    return wait
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:

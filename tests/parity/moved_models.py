@@ -1,0 +1,143 @@
+"""Blocks that mix tokens by what lies at a fixed distance, in the spellings of public code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, ENTRIES = 16, 64
+Make = Callable[[int], nn.Module]
+
+
+class Mixing(nn.Module):
+    """A decoder with a mixer of tokens in each of two blocks."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(ENTRIES, WIDTH), nn.Linear(WIDTH, ENTRIES)
+        self.blocks = nn.ModuleList(MixingBlock(make) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class MixingBlock(nn.Module):
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), make(WIDTH)
+        self.ff = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm(x))
+        return x + self.ff(x)
+
+
+class ShortConvolution(nn.Module):
+    """Gates around a convolution for each channel, as in LFM2: zeros on both sides, of which the last results are cut off."""
+
+    def __init__(self, width: int, kernel: int = 3, dilation: int = 1, groups: int = WIDTH) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        reach = dilation * (kernel - 1)
+        self.conv = nn.Conv1d(width, width, kernel, groups=groups, padding=reach, dilation=dilation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, gate, x = self.before(x).mT.chunk(3, 1)
+        x = F.silu(self.conv(first * x))[..., : x.shape[-1]]
+        return self.behind((gate * x).mT)
+
+
+class PaddedConvolution(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, 4, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.silu(F.pad(x.mT, (3, 0)))).mT
+
+
+class SameConvolution(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, 5, padding="same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.mT).mT
+
+
+class Taps(nn.Module):
+    """A convolution that is written out, as a sum over shifted tokens or over windows of them."""
+
+    def __init__(self, width: int, by_windows: bool) -> None:
+        super().__init__()
+        self.taps, self.by_windows = nn.Parameter(torch.randn(4, width)), by_windows
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded, length = F.pad(x, (0, 0, 3, 0)), x.shape[1]
+        if self.by_windows:
+            return torch.einsum("btdk,kd->btd", padded.unfold(1, 4, 1), self.taps)
+        found = [tap * padded[:, at : at + length] for at, tap in enumerate(self.taps)]
+        return found[0] + found[1] + found[2] + found[3]
+
+
+def _written(x: Tensor) -> Tensor:
+    shifted = torch.zeros_like(x)
+    shifted[:, 1:] = x[:, :-1]
+    return shifted
+
+
+def _rolled(x: Tensor) -> Tensor:
+    shifted = x.roll(1, 1)
+    shifted[:, 0] = 0
+    return shifted
+
+
+class Shift(nn.Module):
+    """The shift of tokens in RWKV."""
+
+    def __init__(self, width: int, shift: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.linear = nn.Parameter(torch.rand(width)), nn.Linear(width, width)
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.mix + self.shift(x) * (1 - self.mix))
+
+
+class LearntFirst(Shift):
+    """A shift with a token of its own in front."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, self.behind_first)
+        self.first = nn.Parameter(torch.randn(1, 1, width))
+
+    def behind_first(self, x: Tensor) -> Tensor:
+        return torch.cat((self.first.expand(len(x), 1, -1), x[:, :-1]), 1)
+
+
+def _shifts(shift: Callable[[Tensor], Tensor]) -> Make:
+    return functools.partial(Shift, shift=shift)
+
+
+MIXERS: dict[str, tuple[Make, int, int]] = {
+    "short convolution": (ShortConvolution, 2, 0),
+    "dilated, of all channels": (functools.partial(ShortConvolution, dilation=2, groups=1), 4, 0),
+    "padded": (PaddedConvolution, 3, 0),
+    "same": (SameConvolution, 2, 2),
+    "taps": (functools.partial(Taps, by_windows=False), 3, 0),
+    "windows": (functools.partial(Taps, by_windows=True), 3, 0),
+    "shift by cat": (_shifts(lambda x: torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)), 1, 0),
+    "shift by pad": (_shifts(lambda x: F.pad(x, (0, 0, 1, -1))), 1, 0),
+    "shift in place": (_shifts(_written), 1, 0),
+    "shift by roll": (_shifts(_rolled), 1, 0),
+    "shift back": (_shifts(lambda x: torch.cat((x[:, 1:], x[:, -1:]), 1)), 0, 1),
+    "learnt first token": (LearntFirst, 1, 0),
+}
+"""Mixers, with the number of tokens that they need of each neighbour."""

@@ -1,0 +1,169 @@
+"""Calls that compute a token from those at a fixed distance, on slices with tokens of neighbours, are those on the whole sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from samestep.independence.token_moves import Edge, Place, form_of, kind_of
+from samestep.models.layer_parts import TokenMove
+from samestep.models.spec import ModelSpec
+from tests.parity.moved_models import MIXERS, Mixing
+from tests.unit.test_locality import shown
+
+TOKENS, SLICES = 12, 3
+
+
+class OnSlices(TorchFunctionMode):
+    """Computes the calls of one slice, with the neighbours' tokens taken from the whole operand that each call has had."""
+
+    def __init__(self, index: int, wholes: list[Tensor], given: list[tuple[Place, Tensor]]) -> None:
+        super().__init__()
+        self.index, self.wholes, self.given, self.size = index, wholes, given, TOKENS // SLICES
+
+    def extend(
+        self, x: Tensor, dim: int, left: int, right: int, first: Edge | None = None, last: Edge | None = None
+    ) -> Tensor:
+        whole = self.wholes.pop(0)
+        start = self.index * self.size
+        assert torch.equal(whole.narrow(dim, start, self.size), x)
+        parts = [whole.narrow(dim, start - left, left) if self.index else _edge(x, dim, left, first, whole, -1), x]
+        is_last = self.index == SLICES - 1
+        parts.append(_edge(x, dim, right, last, whole, 1) if is_last else whole.narrow(dim, start + self.size, right))
+        return torch.cat(parts, dim)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kind_of(func) is None:
+            return func(*args, **kwargs)
+        form = form_of(func, args, kwargs, self.given.pop(0)[0], self.size)
+        assert form is not None
+        return form.compute(self.extend)
+
+
+def _edge(x: Tensor, dim: int, rows: int, edge: Edge | None, whole: Tensor, side: int) -> Tensor:
+    if edge is None:  # around the sequence
+        return whole.narrow(dim, TOKENS - rows if side < 0 else 0, rows)
+    return edge if isinstance(edge, Tensor) else x.new_full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), edge)
+
+
+class OnTheWhole(TorchFunctionMode):
+    """Records the operand of each call, and computes it by its form: that of one rank with all tokens."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place, self.wholes, self.given = place, list[Tensor](), list[tuple[Place, Tensor]]()
+
+    def extend(
+        self, x: Tensor, dim: int, left: int, right: int, first: Edge | None = None, last: Edge | None = None
+    ) -> Tensor:
+        self.wholes.append(x)
+        return torch.cat([_edge(x, dim, left, first, x, -1), x, _edge(x, dim, right, last, x, 1)], dim)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kind_of(func) is None or (form := form_of(func, args, kwargs, self.place, TOKENS)) is None:
+            return func(*args, **kwargs)
+        self.given.append((self.place, args[0]))
+        return form.compute(self.extend)
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Place]] = {
+    **{
+        f"a convolution of {kernel} taps, {dilation} apart, {padding} zeros, {groups} groups": (
+            functools.partial(F.conv1d, weight=torch.randn(8, 8 // groups, kernel).double(), padding=padding, dilation=dilation, groups=groups),
+            Place(0, 2),
+        )
+        for kernel, dilation, padding, groups in (
+            (4, 1, 3, 8), (2, 1, 1, 1), (3, 2, 4, 8), (3, 1, 1, 2), (5, 1, "same", 1), (3, 2, "same", 8), (4, 1, 2, 1),
+        )
+    },
+    "a convolution of rows and columns": (
+        lambda x: F.conv2d(x.unsqueeze(1), torch.ones(3, 1, 3, 3).double(), padding=(1, 2))[..., :TOKENS], Place(0, 3),
+    ),
+    "zeros in front": (lambda x: F.pad(x, (3, 0)), Place(0, 2)),
+    "ones on both sides": (lambda x: F.pad(x, (1, 2), value=1.0), Place(0, 2)),
+    "repeated ends": (lambda x: F.pad(x, (2, 1), mode="replicate"), Place(0, 2)),
+    "shifted": (lambda x: F.pad(x, (2, -2)), Place(0, 2)),
+    "shifted back": (lambda x: F.pad(x, (-1, 1)), Place(0, 2)),
+    "both dimensions": (lambda x: F.pad(x, (1, -1, 0, 1)), Place(0, 2)),
+    "rolled": (lambda x: x.roll(3, -1), Place(0, 2)),
+    "rolled back": (lambda x: torch.roll(x, shifts=(-2,), dims=(2,)), Place(0, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_slices_with_tokens_of_neighbours_are_the_whole(what: str) -> None:
+    compute, place = FORMS[what]
+    x = torch.randn(2, 8, TOKENS, dtype=torch.float64)
+    whole = compute(x)
+    with (record := OnTheWhole(place)):
+        compute(x)
+    size, found = TOKENS // SLICES, []
+    rows = 0 if "convolution" in what else whole.shape[-1] - TOKENS  # code cuts the last rows of a convolution off
+    for index in range(SLICES):
+        with OnSlices(index, [*record.wholes], [*record.given]):
+            part = compute(x.narrow(2, index * size, size))
+        found.append(part[..., : size + (rows if index == SLICES - 1 else 0)])
+    assert record.given
+    torch.testing.assert_close(torch.cat(found, -1), whole[..., : TOKENS + rows], rtol=1e-12, atol=1e-12)
+
+
+def moves_of(spec: ModelSpec) -> list[TokenMove]:
+    assert spec.slice_refusal == ""
+    assert not any(layer.gathered_parts for layer in spec.layers)
+    return [move for layer in spec.layers for move in layer.token_moves]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_trace_finds_what_is_needed_of_neighbours(mixer: str) -> None:
+    make, left, right = MIXERS[mixer]
+    found = moves_of(shown(functools.partial(Mixing, make)))
+    assert {(move.left, move.right) for move in found if move.messages} == {(left, right)}
+    assert len({move.owner.split(".")[1] for move in found}) == 2  # in each block
+
+
+class Valid(nn.Conv1d):
+    """A convolution that makes fewer rows, to which zeros are added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(super().forward(x.mT), (2, 0)).mT
+
+
+class Unequal(nn.Module):
+    """Reads behind the tokens that zeros were added for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, 4, padding=3, groups=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.mT)[..., 3:].mT
+
+
+class Strided(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.mT).repeat_interleave(2, -1).mT
+
+
+@pytest.mark.parametrize("make", [lambda width: Valid(width, width, 3), Unequal, Strided])
+def test_what_is_of_no_such_form_computes_all_tokens(make: Callable[[int], nn.Module]) -> None:
+    spec = shown(functools.partial(Mixing, make))
+    assert spec.slice_refusal == ""
+    assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
+    assert not any(layer.token_moves for layer in spec.layers)
