@@ -257,7 +257,7 @@ GATHERED = [
 """Parts that mix tokens compute all of them."""
 MOVED = [
     ("cp=2 zero=3 recompute=full microbatch=4", "neighbours"),
-    ("cp=3 exchange=ring recompute=selective", "hybrid"),
+    ("cp=2 exchange=ring recompute=selective", "hybrid"),
 ]
 """Ranks send each other the tokens at the ends of their slices."""
 WRITTEN_OUT = ["cp=2 zero=1 recompute=selective microbatch=4", "tp=2 cp=2 zero=2"]

@@ -146,7 +146,6 @@ MIXING = {
     "a running sum": (functools.partial(Odd, lambda x: x.cumsum(1)), "blocks.0 mixes tokens by cumsum"),
     "scores without a softmax": (functools.partial(Odd, lambda x: (x @ x.mT).relu() @ x), "blocks.0 mixes tokens by bmm"),
     "a softmax over tokens": (functools.partial(Odd, lambda x: x.softmax(1)), "blocks.0 mixes tokens by _softmax"),
-    "the token before": (functools.partial(Odd, lambda x: x + x.roll(1, 1)), "blocks.0 mixes tokens by add"),
     "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
     "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),
     "positions written": (functools.partial(Odd, with_positions_written), "blocks.0 counts the tokens of a slice itself"),
@@ -156,7 +155,6 @@ MIXING = {
     "its own length": (functools.partial(Odd, lambda x: x / x.shape[1]), "blocks.0 computes differently, or with other"),
     "a mask of its own": (Masked, "makes its attention mask itself|is not between the tokens"),
     "a first token of its own": (functools.partial(Odd, with_a_first_token_of_its_own), "by mul computes some tokens"),
-    "a first token cleared": (functools.partial(Odd, with_a_first_token_cleared), "computes some tokens of a slice otherwise"),
     "tokens by number": (functools.partial(Odd, with_tokens_by_number), "counts the tokens of a slice|mixes tokens by index_put"),
     "tokens by a mask of numbers": (functools.partial(Odd, with_tokens_by_a_mask_of_numbers), "counts the tokens of a slice"),
     "another second half": (functools.partial(Odd, with_another_second_half), "by tanh computes some tokens of a slice"),
@@ -207,6 +205,8 @@ def test_attentions_that_are_written_out_are_exchanged(what: str) -> None:
 
 LOCAL: dict[str, Any] = {
     "nothing odd": Odd,
+    "the token before": functools.partial(Odd, lambda x: x + x.roll(1, 1)),
+    "a first token cleared": functools.partial(Odd, with_a_first_token_cleared),
     "norms, products, halves": functools.partial(
         Odd, lambda x: F.rms_norm(torch.cat([-x[..., 8:], x[..., :8]], -1) * x.sigmoid(), (16,)) + x.amax(-1, True)
     ),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.independence.token_moves import Edge, Place, form_of, kind_of
+from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
 from tests.parity.moved_models import MIXERS, Mixing
@@ -24,7 +24,7 @@ TOKENS, SLICES = 12, 3
 class OnSlices(TorchFunctionMode):
     """Computes the calls of one slice, with the neighbours' tokens taken from the whole operand that each call has had."""
 
-    def __init__(self, index: int, wholes: list[Tensor], given: list[tuple[Place, Tensor]]) -> None:
+    def __init__(self, index: int, wholes: list[Tensor], given: list[tuple[TokenPlace, Tensor]]) -> None:
         super().__init__()
         self.index, self.wholes, self.given, self.size = index, wholes, given, TOKENS // SLICES
 
@@ -59,9 +59,9 @@ def _edge(x: Tensor, dim: int, rows: int, edge: Edge | None, whole: Tensor, side
 class OnTheWhole(TorchFunctionMode):
     """Records the operand of each call, and computes it by its form: that of one rank with all tokens."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TokenPlace) -> None:
         super().__init__()
-        self.place, self.wholes, self.given = place, list[Tensor](), list[tuple[Place, Tensor]]()
+        self.place, self.wholes, self.given = place, list[Tensor](), list[tuple[TokenPlace, Tensor]]()
 
     def extend(
         self, x: Tensor, dim: int, left: int, right: int, first: Edge | None = None, last: Edge | None = None
@@ -79,27 +79,27 @@ class OnTheWhole(TorchFunctionMode):
         return form.compute(self.extend)
 
 
-FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Place]] = {
+FORMS: dict[str, tuple[Callable[[Tensor], Tensor], TokenPlace]] = {
     **{
         f"a convolution of {kernel} taps, {dilation} apart, {padding} zeros, {groups} groups": (
             functools.partial(F.conv1d, weight=torch.randn(8, 8 // groups, kernel).double(), padding=padding, dilation=dilation, groups=groups),
-            Place(0, 2),
+            TokenPlace(0, 2),
         )
         for kernel, dilation, padding, groups in (
             (4, 1, 3, 8), (2, 1, 1, 1), (3, 2, 4, 8), (3, 1, 1, 2), (5, 1, "same", 1), (3, 2, "same", 8), (4, 1, 2, 1),
         )
     },
     "a convolution of rows and columns": (
-        lambda x: F.conv2d(x.unsqueeze(1), torch.ones(3, 1, 3, 3).double(), padding=(1, 2))[..., :TOKENS], Place(0, 3),
+        lambda x: F.conv2d(x.unsqueeze(1), torch.ones(3, 1, 3, 3).double(), padding=(1, 2))[..., :TOKENS], TokenPlace(0, 3),
     ),
-    "zeros in front": (lambda x: F.pad(x, (3, 0)), Place(0, 2)),
-    "ones on both sides": (lambda x: F.pad(x, (1, 2), value=1.0), Place(0, 2)),
-    "repeated ends": (lambda x: F.pad(x, (2, 1), mode="replicate"), Place(0, 2)),
-    "shifted": (lambda x: F.pad(x, (2, -2)), Place(0, 2)),
-    "shifted back": (lambda x: F.pad(x, (-1, 1)), Place(0, 2)),
-    "both dimensions": (lambda x: F.pad(x, (1, -1, 0, 1)), Place(0, 2)),
-    "rolled": (lambda x: x.roll(3, -1), Place(0, 2)),
-    "rolled back": (lambda x: torch.roll(x, shifts=(-2,), dims=(2,)), Place(0, 2)),
+    "zeros in front": (lambda x: F.pad(x, (3, 0)), TokenPlace(0, 2)),
+    "ones on both sides": (lambda x: F.pad(x, (1, 2), value=1.0), TokenPlace(0, 2)),
+    "repeated ends": (lambda x: F.pad(x, (2, 1), mode="replicate"), TokenPlace(0, 2)),
+    "shifted": (lambda x: F.pad(x, (2, -2)), TokenPlace(0, 2)),
+    "shifted back": (lambda x: F.pad(x, (-1, 1)), TokenPlace(0, 2)),
+    "both dimensions": (lambda x: F.pad(x, (1, -1, 0, 1)), TokenPlace(0, 2)),
+    "rolled": (lambda x: x.roll(3, -1), TokenPlace(0, 2)),
+    "rolled back": (lambda x: torch.roll(x, shifts=(-2,), dims=(2,)), TokenPlace(0, 2)),
 }  # fmt: skip
 
 

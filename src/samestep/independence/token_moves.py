@@ -53,7 +53,7 @@ class Extend(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """The operand with tokens: its number among those of the call, its dimension of tokens, and its first token."""
 
     operand: int
@@ -61,11 +61,11 @@ class Place(NamedTuple):
     start: int = 0
 
 
-class Form(NamedTuple):
+class MoveForm(NamedTuple):
     """A call as a function of tokens at fixed distances."""
 
     kind: MoveKind
-    place: Place
+    place: TokenPlace
     left: int
     right: int
     rows: int
@@ -89,7 +89,7 @@ def kind_of(func: Any) -> MoveKind | None:
         return None
 
 
-def form_of(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: int = 0) -> Form | None:
+def form_of(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int = 0) -> MoveForm | None:
     """Return a call in this form; None if it is none that a slice of so many tokens allows.
 
     `margin` is the number of rows that an operand has more than tokens, which neighbours have given before.
@@ -116,7 +116,7 @@ def operands_of(func: Any, args: Any, kwargs: Any) -> Sequence[Tensor]:
 # -- the forms -------------------------------------------------------------------------------------
 
 
-def _conv(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: int) -> Form | None:
+def _conv(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     given = dict(zip(names, args, strict=False)) | kwargs
     x, weight, num = given.pop("input"), given.pop("weight"), 1 if func is torch.conv1d else 2
@@ -152,10 +152,10 @@ def _conv(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: 
     rows = tokens + margin - reach if margin else tokens + extra
     last = rows - tokens if margin else 0
     operands = (x, weight, *([] if bias is None else [bias]))
-    return Form("conv", place, before, right, rows, last, place.dim, what, operands, compute)
+    return MoveForm("conv", place, before, right, rows, last, place.dim, what, operands, compute)
 
 
-def _pad(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: int) -> Form | None:
+def _pad(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
     given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
     x, pad, mode, value = given["input"], [*given["pad"]], given.get("mode", "constant"), given.get("value")
     at = 2 * (x.dim() - 1 - place.dim)
@@ -179,10 +179,10 @@ def _pad(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: i
         wider = extend(one, place.dim, left, right, *ends)
         return _own(wider.narrow(place.dim, max(-before, 0), rows), rows == tokens)
 
-    return Form("pad", place, left, right, rows, rows - tokens, place.dim, (pad, mode, value), (x,), compute)
+    return MoveForm("pad", place, left, right, rows, rows - tokens, place.dim, (pad, mode, value), (x,), compute)
 
 
-def _cat(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: int) -> Form | None:
+def _cat(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
     parts = [*kwargs.get("tensors", args[0] if args else ())]
     x = parts[place.operand]
     if margin or kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim() != place.dim:
@@ -207,10 +207,10 @@ def _cat(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: i
         return _own(wider.narrow(place.dim, place.start, rows), rows == tokens)
 
     what, others = (before, behind, cut, place.start), parts[: place.operand] + parts[place.operand + 1 :]
-    return Form("cat", place, before, behind, rows, rows - tokens, place.dim, what, (x, *others), compute)
+    return MoveForm("cat", place, before, behind, rows, rows - tokens, place.dim, what, (x, *others), compute)
 
 
-def _roll(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: int) -> Form | None:
+def _roll(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
     given = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
     x, by, dim = given["input"], given["shifts"], given["dims"]
     by, dim = (one[0] if isinstance(one, list | tuple) and len(one) == 1 else one for one in (by, dim))
@@ -221,10 +221,10 @@ def _roll(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: 
         wider = extend(x, place.dim, max(by, 0), max(-by, 0))
         return _own(wider.narrow(place.dim, max(-by, 0), tokens), True)
 
-    return Form("roll", place, max(by, 0), max(-by, 0), tokens, 0, place.dim, (by,), (x,), compute)
+    return MoveForm("roll", place, max(by, 0), max(-by, 0), tokens, 0, place.dim, (by,), (x,), compute)
 
 
-def _write(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin: int) -> Form | None:
+def _write(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
     target, index, value = args
     at = _written_rows(target, index, tokens)
     if margin or at is None:
@@ -247,10 +247,10 @@ def _write(func: Any, args: Any, kwargs: Any, place: Place, tokens: int, margin:
         target[(slice(None),) * dim] = wider.narrow(dim, behind, tokens)
 
     what = (before, behind)
-    return Form("write", place, before, behind, tokens, 0, dim, what, (value, target), compute)
+    return MoveForm("write", place, before, behind, tokens, 0, dim, what, (value, target), compute)
 
 
-def _edge(func: Any, args: Any, place: Place, rows: range, tokens: int) -> Form | None:
+def _edge(func: Any, args: Any, place: TokenPlace, rows: range, tokens: int) -> MoveForm | None:
     """Return the form of a number that is written into the first or the last tokens alone."""
     target, index, value = args
     is_first = rows.start == 0
@@ -262,10 +262,10 @@ def _edge(func: Any, args: Any, place: Place, rows: range, tokens: int) -> Form 
         if ends is not target:  # this rank has that end
             func(target, index, value)
 
-    return Form("edge", place, 0, 0, tokens, 0, place.dim, (is_first, len(rows), repr(value)), (target,), compute)
+    return MoveForm("edge", place, 0, 0, tokens, 0, place.dim, (is_first, len(rows), repr(value)), (target,), compute)
 
 
-_FORMS: dict[MoveKind, Callable[..., Form | None]] = {
+_FORMS: dict[MoveKind, Callable[..., MoveForm | None]] = {
     "conv": _conv,
     "pad": _pad,
     "cat": _cat,
@@ -274,7 +274,7 @@ _FORMS: dict[MoveKind, Callable[..., Form | None]] = {
 }
 
 
-def whole_of(part: Tensor, place: Place, tokens: int) -> Tensor:
+def whole_of(part: Tensor, place: TokenPlace, tokens: int) -> Tensor:
     """Return all tokens of a slice, of which code has cut some off: the rows beside the view in its base.
 
     Raises:

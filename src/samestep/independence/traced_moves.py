@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import Along, Dependence, Dependences, WithNeighbours
 from samestep.independence.gathered_parts import PartCalls
-from samestep.independence.token_moves import Edge, Form, Place, form_of, kind_of, operands_of, whole_of
+from samestep.independence.token_moves import Edge, MoveForm, TokenPlace, form_of, kind_of, operands_of, whole_of
 from samestep.independence.value_numbers import ValueNumbers
 from samestep.models.layer_parts import TokenMove
 
@@ -77,7 +77,7 @@ class TracedMoves(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._moved(form, number)
 
-    def _form(self, func: Any, args: Any, kwargs: Any) -> Form | None:
+    def _form(self, func: Any, args: Any, kwargs: Any) -> MoveForm | None:
         """Return a call in its form; None if no operand has a row for each token, or the call is of no form."""
         watch = self._watch
         for operand, x in enumerate(operands_of(func, args, kwargs)):
@@ -89,21 +89,21 @@ class TracedMoves(TorchFunctionMode):
                 known = Along(dim, 1, 0)
             if not isinstance(known, Along) or known.dim < 0 or known.inner != 1 or not isinstance(known.start, int):
                 continue
-            place = Place(operand, known.dim, known.start)
+            place = TokenPlace(operand, known.dim, known.start)
             if watch.of_some_tokens(x) or not (margin or self._has_all(x, place)):
                 continue
             if (form := form_of(func, args, kwargs, place, watch.size, margin)) is not None:
                 return form
         return None
 
-    def _has_all(self, x: Tensor, place: Place) -> bool:
+    def _has_all(self, x: Tensor, place: TokenPlace) -> bool:
         """Return whether an operand, with what code has cut off of it, has a row for each token."""
         try:
             return self._watch.known.has_rows(whole_of(x, place, self._watch.size), place.dim)
         except ValueError:
             return False
 
-    def _moved(self, form: Form, number: int) -> Any:
+    def _moved(self, form: MoveForm, number: int) -> Any:
         """Compute a call of tokens as the last rank does, and note that each row of its result belongs to its token."""
         watch, operand = self._watch, form.given[0]
         with disable_current_modes():

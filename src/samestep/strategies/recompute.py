@@ -19,7 +19,8 @@ from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 
 _EXCHANGES = (OpKind.ALL_TO_ALL, OpKind.SHIFT)
-"""Collectives of which a repeated forward repeats all."""
+_OF_TOKENS = "cp"
+"""The axis of which a repeated forward repeats all collectives, the gathers of whole sequences too."""
 
 
 def refusal(step: StepSpec) -> str | None:
@@ -62,7 +63,7 @@ def apply(program: Program) -> Program:
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
                 sums = sums_of.get(op.layer, [])
                 joins, split = _whole_parts(program.step, layers[op.layer])
-                tensor_sums = [part for part in sums if part.kind not in _EXCHANGES and part.owner not in joins]
+                tensor_sums = [part for part in sums if not _is_exchange(part) and part.owner not in joins]
                 repeats_all = layers[op.layer].repeats_last_sum or _is_one_graph(program.step, layers[op.layer])
                 last = None if repeats_all or not tensor_sums else tensor_sums[-1]
                 # The backward of a gathered output sends nothing: what it asks for next, its module has saved.
@@ -77,6 +78,11 @@ def apply(program: Program) -> Program:
                 yield op
 
     return program.with_bodies(rewrite)
+
+
+def _is_exchange(op: Op) -> bool:
+    """Return whether a repeated forward repeats a collective wherever it is."""
+    return op.kind in _EXCHANGES or op.axis == _OF_TOKENS
 
 
 def _is_one_graph(step: StepSpec, layer: LayerSpec) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import LayoutError
-from samestep.independence.token_moves import Edge, Place, form_of, kind_of, operands_of
+from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of, operands_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
 from samestep.runtime.ledger import owned
@@ -101,7 +101,7 @@ class NeighbourTokens:
             found = found[1:]
         form = None
         if found and kind == ("write" if move.kind == "edge" else move.kind):
-            form = form_of(func, args, kwargs, Place(found[0], move.dim, move.start), tokens)
+            form = form_of(func, args, kwargs, TokenPlace(found[0], move.dim, move.start), tokens)
         if form is None or (form.left, form.right) != (move.left, move.right):
             raise LayoutError(
                 f"{move.owner} calls {getattr(func, '__name__', func)} with other arguments than in the traced forward, where it needed "
