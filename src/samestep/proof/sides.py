@@ -325,7 +325,12 @@ def _with_optimizer(assembly: Assembly, source: OptimizerSource, numerics: Numer
     """Return an assembly with another optimizer over the same weights; its state is empty."""
     weights = assembly.weights
     updater = Updater.over(
-        weights.store.pieces, source, numerics, weights.updater.whole, packing=weights.updater.packing
+        weights.store.pieces,
+        source,
+        numerics,
+        weights.updater.whole,
+        codes=weights.store.codes,
+        packing=weights.updater.packing,
     )
     return dataclasses.replace(assembly, weights=dataclasses.replace(weights, updater=updater))
 

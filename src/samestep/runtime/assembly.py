@@ -63,6 +63,7 @@ from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.pipeline.whole_model import WholeModel
 from samestep.runtime.axes.repeated_state import RepeatedState
+from samestep.runtime.axes.shared_samples import SharedSamples
 from samestep.runtime.axes.step_part import PartOfStep
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.objective import Objective
@@ -103,8 +104,8 @@ class Parallel:
     """The layers that this rank runs, and the tensors it exchanges with other pipeline stages."""
     slicing: context.Slicing | context.WholeSequences
     """The slice of every sequence that this rank runs."""
-    batch_norms: batch_norm.BatchNorms
-    """The batch norms that take statistics of samples, also of those that other ranks have."""
+    batch_norms: SharedSamples
+    """What forwards ask of samples that other ranks have, such as the statistics of a batch norm."""
     step_parts: tuple[PartOfStep, ...]
     """Those of them that hold something from the beginning of a step to its end."""
     deferred: Deferred
@@ -157,14 +158,6 @@ class Weights:
     """The elements of whole weights of which this rank's parts consist."""
     lr_factor: Callable[[int], float]
     """Returns the factor on the learning rate in a step, counted from 0."""
-
-    def adapt_loss_scale(self, *, overflowed: bool, has_moves: bool = False) -> None:
-        """Adapt the loss scale after a step, and what codes have lost of gradients under it, but not of moves of replicas."""
-        loss_scale = self.updater.loss_scale
-        before = loss_scale.scale
-        loss_scale.after(overflowed=overflowed)
-        if loss_scale.scale != before and not has_moves:
-            self.store.codes.scale(loss_scale.scale / before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +257,7 @@ class _AppliedAxes:
     """What the axes have put around the modules of a model."""
 
     slicing: context.Slicing | context.WholeSequences
-    batch_norms: batch_norm.BatchNorms
+    batch_norms: SharedSamples
     compiled: CompiledBlocks
     deferred: Deferred
 
@@ -278,7 +271,7 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.slicing_of(model, program, mesh)
-    norms = batch_norm.BatchNorms(model, program, mesh)
+    norms = batch_norm.shared_samples(model, program, mesh)
     deferred = Deferred(traced, program)
     folded_hooks.fold(model, program)
     compiled = compile_blocks(traced, program, decided.job.run)
@@ -378,6 +371,7 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
         decided.source.optimizer,
         job.numerics,
         decided.whole,
+        codes=store.codes,
         couples_weights=decided.couples_weights,
         evaluating=decided.evaluating,
         splits_masters=program.step.splits_masters,

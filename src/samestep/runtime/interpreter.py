@@ -10,7 +10,7 @@ How a loss becomes the sum that is minimised stands in `objective.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,8 +52,6 @@ class Interpreter:
     """Seconds for which it has waited for data."""
     _losses: dict[tuple[int, int], Tensor | None] = field(default_factory=dict, init=False)
     """The scaled loss of each micro-batch and chunk whose backward is to come; None where the chunk does not end the model."""
-    _into: Sequence[Tensor] | None = field(default=None, init=False)
-    """The weights that alone get gradients, where autograd can leave the others out; None for all."""
     _constant: set[int] = field(default_factory=set, init=False)
     """Micro-batches whose loss is a constant, so that their gradients are no use of a weight."""
     _left_out: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
@@ -67,7 +65,6 @@ class Interpreter:
         """
         model, parallel, store = self.assembly.model, self.assembly.parallel, self.assembly.weights.store
         objective, layout = self.assembly.objective, parallel.program.step.layout
-        self._into = self.of.leaves(self.assembly)
         totals = torch.zeros(2 + objective.names.num_numbers, dtype=torch.float64, device=self.place.device)
         reading = self.trials.reading if layout.pp > 1 or objective.sums.reads_ahead else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
@@ -123,7 +120,7 @@ class Interpreter:
             given = precision.for_loss(outputs)
             part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
             mine = part, len(microbatches.indices(task.microbatch))
-            with self._trying("the loss"), parallel.batch_norms.values.of_step(task.microbatch):
+            with self._trying("the loss"), parallel.batch_norms.of_loss(task.microbatch):
                 found = objective.sums.result(task.microbatch, given, part, objective.loss)
             later = functools.partial(self._later, task, microbatches)
             loss = objective.part(found, outputs, given, mine, later, weight)
@@ -200,7 +197,7 @@ class Interpreter:
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         parallel = self.assembly.parallel
         parallel.deferred.microbatch = task.microbatch
-        if self._into is None or loss is None:
+        if self.of.into is None or loss is None:
             parallel.stage.backward(task.microbatch, task.chunk, loss)
         else:
-            loss.backward(inputs=self._into)
+            loss.backward(inputs=self.of.into)

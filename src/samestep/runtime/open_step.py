@@ -6,7 +6,7 @@ The host decides on the update once it has read them, or on a GPU the device bef
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -17,7 +17,6 @@ from torch import Tensor
 from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.joined_exchanges import NothingToJoin
 from samestep.runtime.guards.nonfinite import SavedValues
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
@@ -70,19 +69,8 @@ class StepBackward:
     waits: bool = False
     """Whether its gradients are reduced later, with those of the backwards that follow."""
 
-    def leaves(self, held: Assembly) -> list[Tensor] | None:
-        """Return the weights that alone get gradients, where autograd can leave the others out; None for all.
-
-        It can where each rank has all weights, and no exchange in a backward is waited for by ranks whose graphs may differ.
-        """
-        if self.names is None:
-            return None
-        layout = held.parallel.program.step.layout
-        is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
-        if not is_whole or not isinstance(held.objective.exchanges, NothingToJoin):
-            return None
-        named = held.model.module.named_parameters()
-        return [weight for name, weight in named if name in self.names and weight.requires_grad] or None
+    into: Sequence[Tensor] | None = None
+    """The weights that alone get gradients, where autograd can leave the others out; None for all."""
 
 
 WHOLE = StepBackward()

@@ -220,7 +220,7 @@ class Stepper:
                         assembly, functools.partial(updater.step, factor, was_held_back=opened.was_held_back, part=part)
                     )
             if math.isfinite(numbers.loss):
-                assembly.weights.adapt_loss_scale(overflowed=not numbers.are_finite, has_moves=are_apart)
+                updater.loss_scale.after(overflowed=not numbers.are_finite, has_moves=are_apart)
         # Report.
         opened.state = StepState.CLOSED
         self.steps_taken = opened.batch.step + 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,8 +43,9 @@ from samestep.runtime.axes.one_group_norm import (
     OneGroupNorm,
 )
 from samestep.runtime.axes.recompute import Anew
+from samestep.runtime.axes.shared_samples import SharedSamples
 from samestep.runtime.axes.stage_buffers import StageBuffers
-from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
+from samestep.runtime.axes.step_part import ShapesOf, SharedBatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts
@@ -135,8 +136,17 @@ def running_buffers(model: nn.Module, spec: ModelSpec) -> list[Tensor]:
     return [buffer for path in paths for buffer in model.get_submodule(path).buffers(recurse=False)]
 
 
-class BatchNorms(PartOfStep):
+def shared_samples(model: nn.Module, program: Program, mesh: Mesh) -> SharedSamples:
+    """Return what a rank's forwards ask of the samples that others have."""
+    step, spec = program.step, program.step.model
+    asks = step.sample_groups is not None or spec.uses_batch_values or spec.kept_after
+    return BatchNorms(model, program, mesh) if asks else SharedSamples()
+
+
+class BatchNorms(SharedSamples):
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
+
+    are_used = True
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         """Replace the forwards of the modules that call batch norm."""
@@ -202,11 +212,6 @@ class BatchNorms(PartOfStep):
         self._of_stages.share()
 
     @property
-    def are_used(self) -> bool:
-        """Whether a step has to do with them, or with values of all samples."""
-        return self._groups is not None or self.values.are_used or self.values.keeps
-
-    @property
     def takes_statistics(self) -> bool:
         """Whether the model has a batch norm that takes statistics of samples in training."""
         return self._groups is not None
@@ -217,14 +222,14 @@ class BatchNorms(PartOfStep):
         return (self._groups is not None or self.values.are_used) and self._ranks.send
 
     def of(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context of a training forward of a micro-batch.
-
-        Collective over `dp` where it runs a batch norm: every data rank runs the same micro-batch; if one does not, the
-        others wait until the time limit.
-        """
+        """Return the context of a training forward of a micro-batch; collective over `dp` where it runs a batch norm."""
         if self._groups is None or self._groups.is_one_forward:
             return self.values.of_step(microbatch)
         return self._taking(_MicrobatchPart.of(self._groups, self._data_rank, microbatch), microbatch)
+
+    def of_loss(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context of the loss of a micro-batch; collective over `dp` where it asks for values of all samples."""
+        return self.values.of_step(microbatch)
 
     def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
         """Return the context of a forward of held-out samples, which ranks share as one micro-batch.
@@ -242,8 +247,6 @@ class BatchNorms(PartOfStep):
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a checkpointed forward, which records statistics, and of its repetition, which takes them."""
-        if self._groups is None and not (self.values.are_used or self.values.keeps):
-            return nullcontext(), nullcontext()
         found: list[_Found] = []
         recording, replaying = self.values.recompute_contexts()
 

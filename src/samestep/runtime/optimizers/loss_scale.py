@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from samestep.job_tables import NumericsTable
+from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.pieces import Piece
 
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
@@ -23,25 +24,35 @@ class LossScale:
     scale: float = 1.0
     growth_steps: float = math.inf
     steps_since: int = 0
+    codes: GradientCodes = field(default_factory=GradientCodes)
+    """What codes have lost of gradients under the scale, and which follows it."""
 
     @classmethod
-    def of(cls, numerics: NumericsTable) -> LossScale:
+    def of(cls, numerics: NumericsTable, codes: GradientCodes) -> LossScale:
         """Return the loss scale that a job begins with; 1 in other precisions than fp16."""
-        return cls(numerics.loss_scale, numerics.loss_scale_growth_steps) if numerics.precision == "fp16" else cls()
+        if numerics.precision != "fp16":
+            return cls()
+        return cls(numerics.loss_scale, numerics.loss_scale_growth_steps, codes=codes)
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the scale may change; it stays 1 in other precisions than fp16."""
         return self.growth_steps < math.inf
 
-    def after(self, *, overflowed: bool) -> None:
-        """Adapt the scale after a step. Every rank passes the same `overflowed`, so every rank holds the same scale."""
+    def after(self, *, overflowed: bool, has_moves: bool = False) -> None:
+        """Adapt the scale after a step, and what codes have lost of gradients, but not of moves of replicas, where it `has_moves`.
+
+        Every rank passes the same `overflowed`, so every rank holds the same scale.
+        """
+        before = self.scale
         if overflowed:
             self.scale, self.steps_since = max(self.scale / 2, min(self.scale, 1.0)), 0
-            return
-        self.steps_since += 1
-        if self.steps_since >= self.growth_steps:
-            self.scale, self.steps_since = self.scale * 2, 0
+        else:
+            self.steps_since += 1
+            if self.steps_since >= self.growth_steps:
+                self.scale, self.steps_since = self.scale * 2, 0
+        if self.scale != before and not has_moves:
+            self.codes.scale(self.scale / before)
 
     @torch.no_grad()
     def overflow(self, pieces: Sequence[Piece], device: torch.device, names: Set[str] | None = None) -> Tensor:

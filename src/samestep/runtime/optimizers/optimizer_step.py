@@ -45,11 +45,14 @@ from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_chunks import Chunks, begun_first, chunks_of, holding_only
 from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
+from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.pieces import Piece, gradients_of
 from samestep.state.fingerprints import optimizer_digests
 from samestep.state.step_code import optimizers_with_states
+
+_NO_CODES = GradientCodes()
 
 
 class _Lent:
@@ -114,6 +117,7 @@ class Updater:
         numerics: NumericsTable,
         whole: WholeWeights = ALONE,
         *,
+        codes: GradientCodes = _NO_CODES,
         couples_weights: bool = False,
         evaluating: frozenset[int] = frozenset(),
         splits_masters: bool = False,
@@ -133,7 +137,7 @@ class Updater:
         # In front: the optimizer in use is the last one that a function makes.
         holders = member_of_weight(source, whole)
         optimizer = build_over(source, [(piece.name, piece.value) for piece in pieces], whole)
-        loss_scale = LossScale.of(numerics)
+        loss_scale = LossScale.of(numerics, codes)
         rates = GroupRates(optimizer, given_instances(source, optimizer))
         with_states: list[Any] = []
         if optimizer is not None:

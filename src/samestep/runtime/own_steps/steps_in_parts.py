@@ -38,6 +38,7 @@ from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
+from samestep.runtime.axes.joined_exchanges import NothingToJoin
 from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
@@ -136,7 +137,9 @@ class StepsInParts:
         loss_of = self._with_loss(held, loss, batch)
         # In fp16 the sum over the ranks of each backward shows whether float16 overflows.
         waits = held.weights.store.local.can_wait and not held.weights.updater.loss_scale.is_dynamic
-        of = StepBackward(number, None if into is None else names, *loss_of, is_apart=True, waits=waits)
+        leaves = None if into is None else _leaves(held, names)
+        only = None if into is None else names
+        of = StepBackward(number, only, *loss_of, is_apart=True, waits=waits, into=leaves)
         self._last = batch.step, number + 1
         return self._stepper.take(batch, functools.partial(self._backward, batch, of), watches=number == 0)
 
@@ -240,7 +243,7 @@ class StepsInParts:
             held.weights.store.deliver()
             stepper.update(held, functools.partial(updater.step, factor, part=part))
         if math.isfinite(numbers.loss):
-            held.weights.adapt_loss_scale(overflowed=not numbers.are_finite)
+            held.weights.updater.loss_scale.after(overflowed=not numbers.are_finite)
         updater.rates.count(step, part)
         report = replace(
             self._taken[-1].report,
@@ -450,6 +453,19 @@ class StepsInParts:
             raise ModelError(
                 f'{method} with numerics.compression = "{numerics.compression}": run.step works, and so does "none"'
             )
+
+
+def _leaves(held: Assembly, names: Set[str]) -> list[Tensor] | None:
+    """Return the weights of these names, where autograd can leave the others out of a backward; None for all.
+
+    It can where each rank has all weights, and no exchange in a backward is waited for by ranks whose graphs may differ.
+    """
+    layout = held.parallel.program.step.layout
+    is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
+    if not is_whole or not isinstance(held.objective.exchanges, NothingToJoin):
+        return None
+    named = held.model.module.named_parameters()
+    return [weight for name, weight in named if name in names and weight.requires_grad] or None
 
 
 @torch.no_grad()
