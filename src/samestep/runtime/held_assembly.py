@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from samestep.errors import LayoutError
@@ -17,13 +16,11 @@ from samestep.runtime.weights.moving_averages import ModelAverages
 
 
 class HeldAssembly:
-    """The assembly of one rank once it is built; with several replicas that of the first one, except inside `each`."""
+    """The assembly of one rank once it is built; with several replicas that of the first one, except inside `Replicas.each`."""
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
         self.source, self.layout, self.job, self.place, self.averages = source, layout, job, place, averages
         self._replicas: Replicas | None = None
-        self._turn = 0
-        """The index of the current replica among those of this rank."""
 
     @property
     def is_prepared(self) -> bool:
@@ -49,7 +46,7 @@ class HeldAssembly:
             LayoutError: the run is not prepared yet.
         """
         replicas = self._replicas
-        return (self.replicas if replicas is None else replicas).assemblies[self._turn]
+        return (self.replicas if replicas is None else replicas).current
 
     def assemble(self, example: Any) -> tuple[str, ...]:
         """Build the model in its layout, from a batch; return what the user should know of it, as text.
@@ -65,16 +62,3 @@ class HeldAssembly:
         is_other = where != self.layout
         self.layout = where
         return *self.current.model.remarks, *((recompute.TAKEN,) if is_other else ())
-
-    def each(self) -> Iterator[tuple[int, Assembly]]:
-        """Yield the number and the assembly of each replica that this rank trains, which is the current one meanwhile."""
-        replicas = self.replicas
-        return iter([(replicas.first, replicas.assemblies[0])]) if len(replicas.assemblies) == 1 else self._in_turn()
-
-    def _in_turn(self) -> Iterator[tuple[int, Assembly]]:
-        try:
-            for turn, (number, assembly) in enumerate(self.replicas.numbered_assemblies):
-                self._turn = turn
-                yield number, assembly
-        finally:
-            self._turn = 0

@@ -82,6 +82,15 @@ class Replicas:
         """The pieces of the first replica, in whose order the outer weights are."""
         return self.assemblies[0].weights.updater.pieces
 
+    @property
+    def current(self) -> Assembly:
+        """The assembly of the first replica, or within `each` of the one whose turn it is."""
+        return self.assemblies[0]
+
+    def each(self) -> Iterator[tuple[int, Assembly]]:
+        """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""
+        return iter([(self.first, self.assemblies[0])])
+
     def change(self, change: Callable[[Assembly], Assembly]) -> None:
         """Go on with assemblies that are derived from these."""
         self.assemblies = [change(assembly) for assembly in self.assemblies]
@@ -140,6 +149,8 @@ class LocalReplicas(Replicas):
     """Parts whose exchange has started and not ended, and whether all of its collectives were issued."""
     arrived: dict[int, list[Tensor]] = field(default_factory=dict)
     """The summed moves of such parts, a tensor for each piece, where a checkpoint has waited for them or holds them."""
+    turn: int = 0
+    """The index of the current replica among those of this rank."""
 
     @classmethod
     def of(cls, assemblies: Sequence[Assembly], job: Job) -> LocalReplicas:
@@ -187,6 +198,20 @@ class LocalReplicas(Replicas):
             another = replace(source, prepared=with_new_blueprint(source, job))
             found.append(assemble(another, layout, job, place, example))
         return cls.of(found, job)
+
+    @property
+    def current(self) -> Assembly:
+        """The assembly of the replica whose turn it is."""
+        return self.assemblies[self.turn]
+
+    def each(self) -> Iterator[tuple[int, Assembly]]:
+        """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""
+        try:
+            for turn, (number, assembly) in enumerate(self.numbered_assemblies):
+                self.turn = turn
+                yield number, assembly
+        finally:
+            self.turn = 0
 
     def value_of(self, index: int) -> Tensor:
         """Return the outer values of a piece."""

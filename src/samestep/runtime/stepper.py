@@ -142,7 +142,9 @@ class Stepper:
         self._deciders.begin_step(weights.updater)
         numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
-            own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
+            own = [
+                self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.replicas.each())
+            ]
             # Agree: one all_reduce, whose sums the host does not wait for.
             host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
@@ -203,7 +205,7 @@ class Stepper:
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
         are_apart = self._own.replicas.are_apart
-        for number, assembly in self._own.each():
+        for number, assembly in self._own.replicas.each():
             updater = assembly.weights.updater
             if opened.state is StepState.HELD_BACK:
                 updater.unused = self.used.unused(number)
@@ -243,7 +245,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         nonfinite.put_back(opened.running_buffers)
-        for _, assembly in self._own.each():
+        for _, assembly in self._own.replicas.each():
             assembly.weights.updater.offload.forget()
         before, self.progress = self.progress, Progress.REPEATING
         again = self.open(opened.batch, opened.of)

@@ -123,7 +123,7 @@ class StepGuards:
 
         Collective over the world in its first call, see [Note: collective calls].
         """
-        for _, replica in self._own.each():  # all replicas follow the modes of the first one's modules
+        for _, replica in self._own.replicas.each():  # all replicas follow the modes of the first one's modules
             if replica.model is not held.model:
                 copy_modes(held.model.module, replica.model.module)
         self.refusals.compare(self._outside.evaluated_paths())

@@ -110,8 +110,11 @@ class StepsInParts:
 
     def note_values(self, given: Any, step: int) -> None:
         """Note the values of the batch of a step; a batch of `samestep.batches` knows its step."""
-        leaves = [] if hasattr(given, "shares") else tree_leaves(given)
-        self._values = leaves, step, _marks_of(leaves)
+        if hasattr(given, "shares"):
+            self._values = [], step, []
+        else:
+            leaves = tree_leaves(given)
+            self._values = leaves, step, _marks_of(leaves)
 
     # -- backward ----------------------------------------------------------------------------------
 
