@@ -49,6 +49,24 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "offload": (False, True),
     "precision": ("float64", "bf16"),
 }
+OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
+    **{name: values[:1] for name, values in FEATURES.items()},
+    "model": (
+        "deep_llama", "deep_qwen3", "deep_gemma3", "deep_gpt_oss", "deep_attentive", "dropping_llama", "packed_llama"
+    ),
+    "dp_shard": (1, 2),
+    "cp": (2, 4),
+    "exchange": ("heads", "ring", "hybrid"),
+    "tp": (1, 2),
+    "pp": (1, 2),
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "schedule": ("1f1b", "interleaved", "zero-bubble"),
+    "microbatch": (None, 2),
+    "recompute": ("none", "selective", "full", "offload"),
+}  # fmt: skip
+"""What stands with ranks that share sequences: windows, sinks, dropout and packed documents are those of the models."""
+TABLES = {"all": FEATURES, "sequences": OF_SEQUENCES}
 ROUNDED = ("deep_llama", "deep_tied", "deep_gpt2")
 """Models that are run in bf16 too; what one device may deviate by is measured for each."""
 _ATTEMPTS = 60
@@ -57,20 +75,24 @@ Row = dict[str, Any]
 
 
 @functools.cache
-def rows(strength: int, max_ranks: int, alone: tuple[str, ...] = ()) -> tuple[tuple[str, str, str], ...]:
-    """Return layouts, models and precisions in which every feasible tuple of so many features occurs.
+def rows(
+    strength: int, max_ranks: int, alone: tuple[str, ...] = (), table: str = "all"
+) -> tuple[tuple[str, str, str], ...]:
+    """Return layouts, models and precisions in which every feasible tuple of so many features of a table occurs.
 
     Of a feature that stands `alone` each value occurs, but not with each of every other one.
     """
-    draw = random.Random(strength)
-    missing = [one for one in _tuples(strength) if not any(name in alone for name, _ in one)]
-    missing += [((name, value),) for name in alone for value in FEATURES[name]]
+    draw, features = random.Random(strength), TABLES[table]
+    missing = [one for one in _tuples(features, strength) if not any(name in alone for name, _ in one)]
+    missing += [((name, value),) for name in alone for value in features[name]]
     found: list[Row] = []
     uncovered, wanted_ones = dict.fromkeys(missing), frozenset(missing)
     for wanted in missing:
         if wanted not in uncovered:
             continue
-        fillings = [row for row in (_filled(wanted, draw) for _ in range(_ATTEMPTS)) if is_legal(row, max_ranks)]
+        fillings = [
+            row for row in (_filled(features, wanted, draw) for _ in range(_ATTEMPTS)) if is_legal(row, max_ranks)
+        ]
         if not fillings:
             del uncovered[wanted]
             continue
@@ -86,9 +108,9 @@ def rows(strength: int, max_ranks: int, alone: tuple[str, ...] = ()) -> tuple[tu
 Tuple = tuple[tuple[str, Any], ...]
 
 
-def _tuples(strength: int) -> Iterator[Tuple]:
-    for names in itertools.combinations(FEATURES, strength):
-        for values in itertools.product(*(FEATURES[name] for name in names)):
+def _tuples(features: dict[str, tuple[Any, ...]], strength: int) -> Iterator[Tuple]:
+    for names in itertools.combinations(features, strength):
+        for values in itertools.product(*(features[name] for name in names)):
             yield tuple(zip(names, values, strict=True))
 
 
@@ -102,11 +124,11 @@ def _held_by(row: Row, strength: int) -> Iterator[Tuple]:
     yield from _tuples_of(row, 1)
 
 
-def _filled(wanted: Tuple, draw: random.Random) -> Row:
+def _filled(features: dict[str, tuple[Any, ...]], wanted: Tuple, draw: random.Random) -> Row:
     """Give the other features values, most degrees 1, so that few ranks suffice, and switches that they allow."""
     row = dict(wanted)
     for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
-        row.setdefault(name, 2 if draw.random() < 0.35 else 1)
+        row.setdefault(name, features[name][-1 if draw.random() < 0.35 else 0])
     shards, replicas = row["dp_shard"] * row["cp"], row["dp_replicate"] * row["cp"]
     able = {
         "zero": shards > 1,
@@ -116,9 +138,9 @@ def _filled(wanted: Tuple, draw: random.Random) -> Row:
         "exchange": row["cp"] > 1,
         "precision": row.get("model", ROUNDED[0]) in ROUNDED and draw.random() < 0.3,
     }
-    row.setdefault("zero", draw.choice(FEATURES["zero"][row["dp_shard"] - 1 :]) if able["zero"] else 0)
+    row.setdefault("zero", draw.choice(features["zero"][row["dp_shard"] - 1 :]) if able["zero"] else 0)
     able |= {"accumulate": row["zero"] > 1, "reduce": row["zero"] == 0 and replicas > 1}
-    for name, values in FEATURES.items():
+    for name, values in features.items():
         row.setdefault(name, draw.choice(values) if able.get(name, True) else values[0])
     return row
 
@@ -288,15 +310,15 @@ def _cost(row: Row) -> float:
     layout = layout_of(row)
     num_microbatches = math.ceil(BATCH / layout.dp / layout.microbatch) if layout.microbatch else 1
     work = layout.world_size / layout.pp * num_microbatches * (1.0 if layout.recompute == "none" else 1.5)
-    share = 1 + (row["model"] == "deep_mixtral") + (layout.tp > 1) + (layout.exchange == "ring")
+    share = 1 + (row["model"] in ("deep_mixtral", "deep_gpt_oss")) + (layout.tp > 1) + (layout.exchange == "ring")
     return layout.world_size * (5 if layout.zero == 3 else 2) + work * share
 
 
 @functools.cache
 def _spec(model: str) -> ModelSpec:
     """Return a decoder with the sizes of a model of `tests/models.py`, as far as rules look at them."""
-    experts = {"experts": 4, "top_k": 2} if model == "deep_mixtral" else {}
-    kv_heads = 0 if model in ("deep_gpt2", "parted") else 2
+    experts = {"experts": 4, "top_k": 2} if model in ("deep_mixtral", "deep_gpt_oss") else {}
+    kv_heads = 0 if model in ("deep_gpt2", "parted", "deep_attentive") else 2
     heads = 2 if model == "deep_gpt2" else 4
     shape = Decoder(
         layers=4, hidden=16, heads=heads, kv_heads=kv_heads, vocab=64, sequence=12, gated=True, intermediate=40,

@@ -442,6 +442,14 @@ MODELS |= {
     ),
     "deep_tied": functools.partial(hf, "llama", num_key_value_heads=2, tie_word_embeddings=True, **DEEP),
     "deep_qwen3": functools.partial(hf, "qwen3", num_key_value_heads=2, head_dim=8, **DEEP),
+    "deep_gemma3": functools.partial(
+        hf, "gemma3_text", num_key_value_heads=2, head_dim=4, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 2, **DEEP,
+    ),
+    "deep_gpt_oss": functools.partial(
+        hf, "gpt_oss", num_key_value_heads=2, head_dim=4, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, **{**DEEP, "intermediate_size": 16},
+    ),
     "many_heads": functools.partial(
         hf, "qwen3", num_key_value_heads=2, head_dim=4, **{**DEEP, "num_attention_heads": 8}
     ),
