@@ -63,7 +63,7 @@ OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "schedule": ("1f1b", "interleaved", "zero-bubble"),
     "microbatch": (None, 2),
-    "recompute": ("none", "selective", "full", "offload"),
+    "recompute": FEATURES["recompute"],
 }  # fmt: skip
 """What stands with ranks that share sequences: windows, sinks, dropout and packed documents are those of the models."""
 TABLES = {"all": FEATURES, "sequences": OF_SEQUENCES}
