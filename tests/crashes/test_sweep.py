@@ -24,7 +24,7 @@ def _assert_good(found: list[Outcome], most_lost: int) -> None:
 @pytest.mark.usefixtures("stop_signals")
 def test_a_sample_of_harm_to_runs(tmp_path: Path) -> None:
     losses = run_faults.undisturbed(tmp_path)
-    kinds = ("failing call", "damaged, then resumed", "killed in a save")
+    kinds = ("failing call", "damaged, then resumed")  # deaths in a save: `test_saving.py` and `test_training.py`
     try:
         found = [run_faults.case(kind, random.Random(f"0 {kind} 1"), losses, tmp_path) for kind in kinds]
     finally:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,29 @@ from samestep.layout import Layout
 from samestep.proof import verify
 from samestep.proof.sides import Subject
 from tests import small
-from tests.device.simulated_cuda import refusal
+from tests.device.simulated_cuda import install_if_asked, refusal
 
 needs_device = pytest.mark.skipif(bool(refusal()), reason=refusal())
 ROOT = Path(__file__).parents[2]
 
 
 def samestep(verb: str, *words: str, **settings: Any) -> str:
-    """Run the command line on simulated devices; return what it prints."""
+    """Run the command line on simulated devices, in a fork of this process that spawns its workers; return what it prints."""
     sets = [word for key, value in {**small.SMALL, **settings}.items() for word in ("--set", f"{key}={value}")]
     path = os.pathsep.join(map(str, (ROOT / "tests/site", ROOT, ROOT / "src")))
     variables = {"PYTHONPATH": path, "SAMESTEP_TESTS_SIMULATE_A_DEVICE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "samestep", verb, *words, *sets]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+
+    def command() -> int:
+        os.environ.update(variables)
+        os.chdir(ROOT)
+        install_if_asked()
+        return small.main(verb, *words, *sets)
+
+    with tempfile.TemporaryDirectory() as folder:
+        status = small.status_of(small.forked(command, Path(folder)), 300)
+        printed = "".join(Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
+    assert status == 0, printed
+    return printed
 
 
 def losses(folder: Path) -> list[float]:

@@ -37,7 +37,7 @@ EXAMPLES = [
 ]
 """By default `proof/test_verify.py` alone proves the planted bug, and its mending too."""
 
-WORDS = {"techniques.py": ("experts", "batch-norm")}
+WORDS = {"techniques.py": ("experts", "batch-norm"), "own_plans.py": ("dp=2 tp=2 ep=2",)}
 """Arguments of examples of which one run would take long; `make parity` runs them without."""
 
 
@@ -54,6 +54,11 @@ def test_tables_are_fresh(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_runs(example: str, tmp_path: Path) -> None:
     assert "loss" in _run(tmp_path, f"examples/{example}", *WORDS.get(example, ()), status=STATUS.get(example, 0))
+
+
+@pytest.mark.nightly
+def test_own_plans_run_in_every_layout_of_the_example(tmp_path: Path) -> None:
+    assert "loss" in _run(tmp_path, "examples/own_plans.py")
 
 
 @pytest.mark.nightly

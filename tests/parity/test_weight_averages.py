@@ -231,7 +231,7 @@ def test_verbs_take_the_averages(tmp_path: Path) -> None:
     weights, averages = samestep.evaluate(run).loss, samestep.evaluate(run, ema=True).loss
     assert weights != averages
     other = tmp_path / "evaluated"
-    assert small.train("--layout", "dp=2 zero=3", "--out", other, **settings, **{"train.evaluate_ema": True}) == 0
+    assert small.train("--layout", "dp=2", "--out", other, **settings, **{"train.evaluate_ema": True}) == 0
     assert json.loads((other / "summary.json").read_text())["held_out_loss"] == pytest.approx(averages, rel=1e-5)
     assert samestep.evaluate(other).loss == pytest.approx(averages, rel=1e-5)
     assert samestep.sample(run, "a", tokens=4, temperature=0.0, ema=True) == samestep.sample(

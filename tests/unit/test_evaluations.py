@@ -106,7 +106,7 @@ def test_several_held_out_sets_are_evaluated_and_one_of_them_decides(
     assert small.train("--layout", "dp=1", "--out", alone, **settings) == 0
     said = capfd.readouterr().out
     words = {"train.judged_by": "words", "checkpoint.keep_best": True}
-    assert small.train("--layout", "dp=2 zero=3", "--out", run, **settings, **words) == 0
+    assert small.train("--layout", "dp=2", "--out", run, **settings, **words) == 0
     one, many = evaluations.read(alone, 10**9), evaluations.read(run, 10**9)
     assert [row.step for row in one] == [2, 4, 6]
     for ours, theirs in zip(one, many, strict=True):
