@@ -27,7 +27,7 @@ from tests.models import Block, Plain, Tokens
 JOB = Job(**{**clipped("float32").model_dump(), "run": {"compile": "blocks", "compile_backend": "aot_eager"}})
 
 
-def run_of(model: type[nn.Module], job: Job = JOB) -> Run:
+def run_of(model: Callable[[], nn.Module], job: Job = JOB) -> Run:
     source = Source(model, loss_of(job), optimizer_of(job))
     return Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
 
@@ -235,6 +235,14 @@ def test_what_a_model_compiles_itself_is_traced_uncompiled_and_runs_compiled():
     assert not CountsGraphs.graphs
     losses = [[run.step(batch).loss for batch in samestep.batches(Tokens(), job)] for run in runs]
     assert CountsGraphs.graphs
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_model_that_torch_compile_returned_is_the_model():
+    job = JOB.model_copy(update={"run": JOB.run.model_copy(update={"compile": "none"})})
+    runs = [run_of(build, job) for build in (lambda: torch.compile(Plain(), backend="eager"), Plain)]
+    losses = [[run.step(batch).loss for batch in samestep.batches(Tokens(), job)] for run in runs]
     assert losses[0] == losses[1]
 
 

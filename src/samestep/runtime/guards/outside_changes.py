@@ -69,7 +69,8 @@ class OutsideChanges:
         self._frozen = [(name, param) for name, param in self._params if name in frozen]
         modes = held.model.training_modes
         self._trained = [(path, part) for path, part in held.model.module.named_modules() if modes.get(part)]
-        self._modes = [vars(part) for _, part in self._trained]
+        # What torch.compile returns has no mode of its own: that of its module is looked at.
+        self._modes = [vars(part) for _, part in self._trained if "training" in vars(part)]
         self._evaluated = [
             (path, part)
             for path, part in held.model.module.named_modules()
