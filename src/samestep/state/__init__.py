@@ -6,5 +6,5 @@
 | take, compare, put back | `snapshot.py`: `Snapshot` without copies, `KeptValues` with copies of tensors | a walk over the attributes of all modules and what they reach |
 | run from an earlier state | `snapshot.py`: `ModelState.restored`, `preserve_modules`, `preserve_function`, `preserve_generators` | take twice, put back twice |
 | digest | `fingerprints.py`: `digest` of any value, `fingerprint` and `word_sums` of a tensor | every byte read once |
-| has it been written? | `fingerprints.py`: `versions_of`; `snapshot.py`: `weight_versions`, which sees writes through `.data` too | a number a tensor; a norm of each weight |
+| has it been written? | `writes.py`: `marks_of` tensors, compared with those of a moment before | a number a tensor; its norm where writes through `.data` count |
 """

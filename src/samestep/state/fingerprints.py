@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 import pickle
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,28 +102,6 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
 def _attributes_of_any_optimizer() -> frozenset[str]:
     """Return the names that torch gives every optimizer; the first optimizer of a process takes torch a second or two."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_step_count", "_opt_called", "step"}
-
-
-def marks_of(tensors: Sequence[Tensor], *, compares: bool = True) -> list[tuple[int, float]]:
-    """Return the version of each tensor and its norm, which differ from those of an earlier call where it was written since.
-
-    Writes through `.data` leave no version: where values are not compared, all norms are 0. Of a sharded tensor it is this rank's part.
-    """
-    parts = [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors] if compares else []
-    values = [part if part.is_floating_point() else part.new_zeros(1, dtype=torch.float32) for part in parts]
-    norms = [0.0] * len(tensors)
-    if values:
-        found = torch.stack(torch._foreach_norm(values, 2.0, torch.float64))
-        norms = found.nan_to_num(math.inf).tolist()  # what is no number equals itself here
-    return [(tensor._version, norm) for tensor, norm in zip(tensors, norms, strict=True)]
-
-
-def versions_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return each tensor's count of writes and its address, which a write through `.data` leaves as they are."""
-    return {
-        name: (0 if tensor.is_inference() else tensor._version, 0 if tensor.is_meta else tensor.data_ptr())
-        for name, tensor in tensors.items()
-    }
 
 
 def fingerprint(tensor: Tensor) -> int:

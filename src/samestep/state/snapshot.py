@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
-from samestep.state.fingerprints import marks_of
 from samestep.state.reachable import GENERATORS, Reached, Variable, built_in_kind, items_of
 from samestep.trees import have_same_values
 
@@ -342,11 +341,6 @@ class ModelState:
             yield
         finally:
             now.restore(generators=False)
-
-
-def weight_versions(model: nn.Module) -> list[Any]:
-    """Return the versions and the norms of the weights that this rank holds: writing through `.data` leaves no version."""
-    return marks_of([param for param in model.parameters() if not param.is_meta])  # those of other stages are
 
 
 @contextmanager

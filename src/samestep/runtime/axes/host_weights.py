@@ -26,6 +26,7 @@ from samestep.building.torch_seams import call_after_backward
 from samestep.program.program import Program
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.processes.mesh import Mesh
+from samestep.state.writes import marks_of
 from samestep.trees import tensors_in
 
 _Materialize = Callable[[str, torch.dtype], Tensor]
@@ -67,7 +68,7 @@ class _HostWeight:
         self._there = torch.empty_like(values, device=device)
         self._num_bytes = self._there.untyped_storage().nbytes()
         self._there.untyped_storage().resize_(0)
-        self._num_calls = self._version = 0
+        self._num_calls, self._before = 0, marks_of([param])
         param.data = values
 
     def bring(self) -> None:
@@ -80,14 +81,14 @@ class _HostWeight:
         self._there.untyped_storage().resize_(self._num_bytes)
         self._there.copy_(self._host, non_blocking=True)
         self._param.data = self._there
-        self._version = self._param._version
+        self._before = marks_of([self._param], addresses=True)
 
     def leave(self) -> None:
         """Free the values on the device after the last call that reads them."""
         self._num_calls -= 1
         if self._num_calls:
             return
-        if self._param._version != self._version or self._param.data_ptr() != self._there.data_ptr():
+        if marks_of([self._param], addresses=True).differ(self._before):
             self._host.copy_(self._param.data)
         self._param.data = self._host
         self._there.untyped_storage().resize_(0)

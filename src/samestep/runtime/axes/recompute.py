@@ -36,6 +36,7 @@ from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.recording import marks
+from samestep.state.writes import Marks, marks_of
 from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _takes_gradient, replaced_checkpoint
 from samestep.trees import map_tensors, tensors_in, tree_leaves
 
@@ -146,14 +147,15 @@ def _recompute_forward(
                 f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated: "
                 "recompute=none works"
             )
-        given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = marks_of(given)
         repeated = _with_arguments_as_given(forward, args, kwargs)
         if moved is not None:
             repeated, args, kwargs = moved(repeated, args, kwargs), (), {}
         output = checkpoint(
             repeated, *args, use_reentrant=False, preserve_rng_state=False, context_fn=made_here, **kwargs
         )
-        if any(tensor._version != version for tensor, version in given):
+        if marks_of(given).differ(before):
             raise ModelError(
                 f"{path} writes into its own input, which the recomputation of its forward needs: recompute=none works, "
                 "and so does a forward that writes nowhere (x = x + y for x += y)"
@@ -202,18 +204,18 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
     if not owners:
         return None
 
-    def versions(module: nn.Module) -> list[int]:
-        return [buffer._version for buffer in module._buffers.values() if buffer is not None]
+    def present(module: nn.Module) -> Marks:
+        return marks_of(buffer for buffer in module._buffers.values() if buffer is not None)
 
     def pair() -> Contexts:
         written: list[nn.Module] = []
 
         @contextmanager
         def first() -> Iterator[None]:
-            before = [versions(module) for module in owners]
+            before = [present(module) for module in owners]
             yield
             # All buffers of a module: batch norm's statistics change without a version, its batch counter with one.
-            written.extend(m for m, seen in zip(owners, before, strict=True) if versions(m) != seen)
+            written.extend(m for m, seen in zip(owners, before, strict=True) if present(m).differ(seen))
 
         @contextmanager
         def repeated() -> Iterator[None]:

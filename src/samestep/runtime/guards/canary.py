@@ -63,7 +63,8 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
-from samestep.state.snapshot import preserve_generators, weight_versions
+from samestep.state.snapshot import preserve_generators
+from samestep.state.writes import Marks, exact_norms, marks_of
 from samestep.trees import have_same_values, tensors_in, tree_leaves, tree_map_only
 
 LossOf = Callable[[Indices, Nudge | None], Tensor | None]
@@ -180,8 +181,8 @@ class WatchedStep(StepObserver):
         """The samples of the micro-batch."""
         self._row = -(turn // num_microbatches + 1) % len(self._indices)  # the last one first
         """The sample that is run again."""
-        self._written = weight_versions(assembly.model.module)
-        """Versions and norms of the weights, which a forward may write."""
+        self._weights = self._marks_of_weights()
+        """The marks of the weights, which a forward may write."""
         self._again = Repeat(assembly, batch, canary.loss, canary.job.train.seed, inner.dropout_mode)
         self._inputs: list[Tensor] = []
         self._outputs: list[tuple[torch.Size, list[Tensor]]] = []
@@ -328,8 +329,9 @@ class WatchedStep(StepObserver):
 
     def _repeat(self) -> Finding | None:
         """Run the sample again; return what that shows, which is the same on all ranks but for its text."""
-        is_written = weight_versions(self._assembly.model.module) != self._written
-        if self._again.largest(float(is_written)):  # which could not be put back
+        if self._again.largest(
+            float(any(self._marks_of_weights().since(self._weights)))
+        ):  # which could not be put back
             return Finding("state", _WRITES) if self._assembly.parallel.program.step.num_microbatches > 1 else None
         rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
         if finding := self._padding(rounding):
@@ -355,6 +357,10 @@ class WatchedStep(StepObserver):
         if deviation <= self._canary.allowance:
             return None
         return self._finding(deviation, is_random=False)
+
+    def _marks_of_weights(self) -> Marks:
+        weights = [param for param in self._assembly.model.module.parameters() if not param.is_meta]  # other stages'
+        return marks_of(weights, norms=exact_norms)
 
     def _finding(self, deviation: float, *, is_random: bool) -> Finding | None:
         """Find out by further forwards why a sample deviates; None if it may."""

@@ -26,7 +26,7 @@ from samestep.errors import ModelError
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers import given_optimizer
 from samestep.runtime.weights import parameter_hooks
-from samestep.state.fingerprints import versions_of
+from samestep.state.writes import Marks, marks_of, version_of
 
 _TRAINED = "trained"
 _NONE, _IN_TRAINING = frozenset[str](), operator.itemgetter("training")
@@ -78,7 +78,7 @@ class OutsideChanges:
         ]
         module = given if isinstance(given, nn.Module) else nn.Module()
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        self._versions = versions_of(self._tensors)
+        self._marks = self._present_marks()
         self._some = self._some_elements()
         self._num_steps = 0
         self._facts = [*_facts_of(module)] if isinstance(given, nn.Module) else []
@@ -132,15 +132,14 @@ class OutsideChanges:
         """Return which tensor of the instance was written since the last call, with other values than the run's weights or averages."""
         if not self._tensors:
             return ""
-        now, some = versions_of(self._tensors), self._some
+        now, some = self._present_marks(), self._some
         self._num_steps += 1
         if not self._num_steps & (self._num_steps - 1):  # steps 1, 2, 4, 8, ...
             some = self._some_elements()
-        names = [
-            name for name, version in now.items() if version != self._versions[name] or some[name] != self._some[name]
-        ]
+        written = zip(self._tensors, now.since(self._marks), strict=True)
+        names = [name for name, is_written in written if is_written or some[name] != self._some[name]]
         if names:
-            self._versions, self._some = now, self._some_elements()
+            self._marks, self._some = now, self._some_elements()
         if not names or held.weights.updater.averages is not None:
             return ""
         other = _other_value({name: self._tensors[name] for name in names}, held)
@@ -150,7 +149,10 @@ class OutsideChanges:
     @property
     def is_stale(self) -> bool:
         """Whether the instance has no values of the last step."""
-        return not self._is_copy and versions_of(self._tensors) == self._versions
+        return not self._is_copy and not self._present_marks().differ(self._marks)
+
+    def _present_marks(self) -> Marks:
+        return marks_of(self._tensors.values(), addresses=True)
 
     def _some_elements(self) -> dict[str, list[float]]:
         """Return a few elements of each tensor, in which writes through `.data` show, that no version counts."""
@@ -292,7 +294,7 @@ def _content(own: dict[str, Any], key: str) -> Any:
     """Return what may change in an attribute: of a tensor, a collection of numbers, or an object that holds some; else None."""
     value = own.get(key)
     if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
+        return id(value), version_of(value)
     if isinstance(value, list | tuple | set):
         return [one for one in value if type(one) in _SINGLE] if len(value) <= _MANY else None
     held = value if isinstance(value, dict) else getattr(value, "__dict__", None)

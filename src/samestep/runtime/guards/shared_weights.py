@@ -18,7 +18,7 @@ from torch import Tensor
 from samestep.errors import ModelError
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.step_report import StepReport
-from samestep.state.fingerprints import versions_of
+from samestep.state.writes import version_of
 
 _RUNS: weakref.WeakSet[SharedWeights] = weakref.WeakSet()
 """The runs of this process that were made by `parallelize` and are prepared."""
@@ -97,6 +97,4 @@ class SharedWeights:
 
     def _present_versions(self) -> dict[str, int]:
         given = {name: one for name, ref in self._given.items() if (one := ref()) is not None}
-        return {
-            name: version for name, (version, _) in versions_of(given).items()
-        }  # a weight that moves is not written
+        return {name: version_of(one) for name, one in given.items()}  # one that moves is not written

@@ -11,9 +11,8 @@ The gradients of the step's own backward are those of the first evaluation, unle
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from samestep.runtime.optimizers.optimizer_source import WholeWeights
 from samestep.runtime.optimizers.skeletons import over_small_weights, skeleton
 from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
 from samestep.runtime.weights.pieces import Piece
-from samestep.state.fingerprints import marks_of
+from samestep.state.writes import Marks, exact_norms, marks_of
 
 Evaluate = Callable[[], tuple[float, float]]
 """Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
@@ -42,12 +41,12 @@ class Closure:
     evaluate: Evaluate
     loss: float
     """The loss of the step's own backward."""
-    _first: list[Any] = field(default_factory=list)
-    """What tells the weights and the lent gradients at the beginning of the update from others."""
+    _first: tuple[list[int], Marks] | None = None
+    """The ids of the lent gradients at the beginning of the update, and the marks of the weights and of these."""
 
     def begin(self) -> None:
         """Note the weights and the gradients that the optimizer is lent, which the step's backward has computed."""
-        self._first = [*self._marks()]
+        self._first = self._present()
 
     @torch.enable_grad()
     def __call__(self) -> Tensor:
@@ -55,7 +54,7 @@ class Closure:
 
         Collective over the world, see [Note: collective calls].
         """
-        if not self._first or [*self._marks()] != self._first:
+        if self._first is None or self._has_changed(*self._first):
             with rejoined():
                 self.loss, factor = self.evaluate()
             for piece in self.pieces:
@@ -63,15 +62,18 @@ class Closure:
                 if factor != 1.0:
                     gradient.mul_(factor)
                 piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
-        self._first = []
+        self._first = None
         return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
 
-    def _marks(self) -> Iterator[Any]:
-        """Yield what tells the weights and their gradients from others, and from what is written into them."""
-        gradients = [piece.value.grad for piece in self.pieces]
-        yield [*map(id, gradients)]
-        yield marks_of([piece.value for piece in self.pieces])
-        yield marks_of([gradient for gradient in gradients if gradient is not None])
+    def _has_changed(self, gradients: list[int], before: Marks) -> bool:
+        """Return whether there are other gradients, or a weight or a gradient was written."""
+        now, marks = self._present()
+        return now != gradients or any(marks.since(before))
+
+    def _present(self) -> tuple[list[int], Marks]:
+        values, gradients = [piece.value for piece in self.pieces], [piece.value.grad for piece in self.pieces]
+        held = [*values, *(gradient for gradient in gradients if gradient is not None)]
+        return [*map(id, gradients)], marks_of(held, norms=exact_norms)
 
 
 def members_that_evaluate(source: OptimizerSource, whole: WholeWeights) -> frozenset[int]:

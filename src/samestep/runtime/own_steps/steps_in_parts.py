@@ -58,6 +58,7 @@ from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import given_instance
 from samestep.runtime.weights.pieces import gradients_of
 from samestep.state.fingerprints import digest
+from samestep.state.writes import version_of
 from samestep.trees import tree_leaves
 
 _OF_BATCH = 8
@@ -494,12 +495,7 @@ def _called(
 
 def _marks_of(leaves: Sequence[Any]) -> list[Any]:
     """Return what tells values from others: a tensor that was written meanwhile is another one."""
-    return [
-        (id(leaf), 0 if leaf.is_inference() else leaf._version)
-        if isinstance(leaf, Tensor)
-        else (id(leaf), digest(leaf))
-        for leaf in leaves
-    ]
+    return [(id(leaf), version_of(leaf) if isinstance(leaf, Tensor) else digest(leaf)) for leaf in leaves]
 
 
 def _key_of(loss: Loss) -> object:

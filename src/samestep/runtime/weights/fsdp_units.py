@@ -14,6 +14,7 @@ The file also knows which attributes of a rank's modules hold each weight, and w
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
@@ -34,7 +35,7 @@ from samestep.program.program import Program
 from samestep.program.units import Unit
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.precision import DTYPES
-from samestep.state.fingerprints import marks_of
+from samestep.state.writes import Marks, exact_norms, marks_of
 from samestep.trees import tensors_in, tree_leaves
 
 ParamSlots = list[tuple[nn.Module, str]]
@@ -142,7 +143,7 @@ class RunningUnit:
         """Names of the weights to which a micro-batch that counts has given a gradient."""
         self._counts = True
         self._left_out: Set[int] = frozenset()
-        self._known: list[Any] | None = None
+        self._known: Marks | None = None
         self._reduces = self._all_reduces = self._frees = False
 
     def compare_values(self, compares: bool) -> None:
@@ -247,9 +248,9 @@ class RunningUnit:
 
     def _compare(self) -> None:
         """Note the weights that were written since the step gathered them first; gathering them again does not count."""
-        now = marks_of([weight._unsharded_param for weight in self.group.fsdp_params], compares=self._compares)
-        pairs = zip(self.names, self._known or now, now, strict=True)
-        self.written.update(name for name, old, new in pairs if old != new)
+        whole = [weight._unsharded_param for weight in self.group.fsdp_params]
+        now = marks_of(whole, norms=exact_norms if self._compares else None)
+        self.written |= {*itertools.compress(self.names, now.since(self._known or now))}
         self._known = now
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
             if not all(param is weight._unsharded_param for param in _at(weight)):

@@ -14,6 +14,7 @@ from torch import Tensor
 from samestep.runtime import host_copies
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.weights.pieces import Piece
+from samestep.state.writes import Marks, marks_of
 
 
 def live_weights(pieces: Sequence[Piece]) -> UpdatedInPlace:
@@ -85,7 +86,9 @@ class CopiedWeights(UpdatedInPlace):
     @torch.no_grad()
     def take_over(self) -> None:
         """Set the elements of masters whose targets differ from what `publish` wrote."""
-        for piece, target, is_written in zip(self._pieces, self._targets, self._written(), strict=True):
+        for piece, target, is_written in zip(
+            self._pieces, self._targets, self._state().since(self._published), strict=True
+        ):
             was_split = piece.split is not None
             if was_split and not is_written:
                 continue
@@ -97,19 +100,10 @@ class CopiedWeights(UpdatedInPlace):
             value.copy_(torch.where(is_kept, value, live.to(value.dtype)))
         self._published = self._state()
 
-    def _written(self) -> list[bool]:
-        """Return, for each piece, whether its target was written since `publish`; the host waits for the device."""
-        (versions, norms), (new_versions, new_norms) = self._published, self._state()
-        differ = (norms != new_norms).tolist()
-        return [old != new or other for old, new, other in zip(versions, new_versions, differ, strict=True)]
-
     @torch.no_grad()
     def was_written(self, device: torch.device) -> Tensor:
         """Return 1 if a target was written since `publish`, else 0 (float64 []), which the host need not wait for."""
-        (versions, norms), (new_versions, new_norms) = self._published, self._state()
-        if versions != new_versions:
-            return torch.ones((), dtype=torch.float64, device=device)
-        return (norms != new_norms).any().double()
+        return self._state().any_since(self._published, device)
 
     def begin_step(self, device: torch.device) -> None:
         """Ask the device whether a target was written since `publish`, for `was_written_early`."""
@@ -133,18 +127,21 @@ class CopiedWeights(UpdatedInPlace):
 
     def _is_counted(self) -> bool:
         """Return whether torch has counted an operation that wrote a target since `publish`."""
-        return [target._version for target in self._targets] != self._published[0]
+        return marks_of(self._targets).differ(self._published)
 
-    def _state(self) -> tuple[list[int], Tensor]:
-        """Return the versions and the norms of the targets, of small ones on a CPU their squares: writing through `.data` leaves no version."""
+    def _state(self) -> Marks:
+        return marks_of(self._targets, norms=self._norms)
+
+    def _norms(self, targets: Sequence[Tensor]) -> Tensor:
+        """Return the norms of the targets, of small ones on a CPU their squares."""
         norms: list[Tensor] = []
         if self._small:
             squares = torch.cat(self._small).double().square_()
             norms.append(torch.segment_reduce(squares, "sum", lengths=self._numels, unsafe=True))
-        if others := self._targets[len(self._small) :]:
+        if others := targets[len(self._small) :]:
             wide = others[0].dtype if others[0].itemsize >= 4 else torch.float32
-            norms.append(torch.stack(torch._foreach_norm(others, 2.0, wide)))
-        return [target._version for target in self._targets], norms[0] if len(norms) == 1 else torch.cat(norms)
+            norms.append(torch.stack(torch._foreach_norm(list(others), 2.0, wide)))
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 _SMALL = 1024
