@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.datasets import process_states
-from samestep.datasets.process_states import marks_of_process, put_back, states_of_process
+from samestep.datasets.generators import plain_states, put_all_back, states_of, states_of_plain
 
 
 @pytest.fixture(autouse=True)
@@ -43,37 +42,31 @@ def test_states_differ_where_something_was_drawn_and_go_back_to_the_number(
     for number in range(2 * seed):  # an odd number of normal ones leaves one that no word shows
         (np.random.randn, random.gauss)[number % 2](*(() if number % 2 == 0 else (0.0, 1.0)))
     for _ in range(3):
-        before, marks = states_of_process(), marks_of_process()
-        assert states_of_process() == before
-        assert marks_of_process() == marks
+        before = states_of()
+        assert states_of() == before
         found = draw()
-        after, marks_after = states_of_process(), marks_of_process()
+        after = states_of()
         assert after != before
-        assert marks_after != marks
-        put_back(before)
-        assert states_of_process() == before
-        assert marks_of_process() == marks
+        put_all_back(before)
+        assert states_of() == before
         assert draw() == found
-        assert states_of_process() == after
-        assert marks_of_process() == marks_after
+        assert states_of() == after
 
 
 @pytest.mark.parametrize("draw", [torch.rand, lambda size: [random.random() for _ in range(size)], np.random.rand])
-def test_marks_differ_where_as_many_words_were_drawn_as_a_state_has(draw: Callable[[int], object]) -> None:
+def test_states_differ_too_where_as_many_words_were_drawn_as_a_state_has(draw: Callable[[int], object]) -> None:
     draw(1)
-    before = marks_of_process()
+    before = states_of()
     draw(624)
-    assert marks_of_process() != before
+    assert states_of() != before
 
 
-def test_what_the_libraries_say_is_what_the_words_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert process_states._PYTHON_WORDS is not None
-    monkeypatch.setattr(process_states, "_PYTHON_WORDS", None)
-    before = states_of_process()
-    found = random.random()
-    assert states_of_process() != before
-    put_back(before)
-    assert random.random() == found
+def test_states_go_through_a_file_as_plain_values() -> None:
+    for _ in range(2):  # the second time numpy holds a normal number
+        stored = plain_states(states_of())
+        found = torch.rand(3).tolist(), random.random(), np.random.randn(), np.random.rand()
+        put_all_back(states_of_plain(stored))
+        assert (torch.rand(3).tolist(), random.random(), np.random.randn(), np.random.rand()) == found
 
 
 def test_another_generator_in_the_place_of_numpys_is_followed() -> None:
@@ -82,10 +75,10 @@ def test_another_generator_in_the_place_of_numpys_is_followed() -> None:
     held = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(3))
-        before = states_of_process()
+        before = states_of()
         found = np.random.rand()
-        assert states_of_process() != before
-        put_back(before)
+        assert states_of() != before
+        put_all_back(before)
         assert np.random.rand() == found
     finally:
         np.random.set_bit_generator(held)

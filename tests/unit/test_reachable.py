@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from samestep.datasets.generators import put_back, state_of
 from samestep.state.reachable import Home, Reached, home_of
-from samestep.state.snapshot import preserve_modules, state_of_generator
+from samestep.state.snapshot import preserve_modules
 from samestep.state.step_code import StepCode
 
 
@@ -96,12 +97,12 @@ DRAWS = {
 def test_the_state_of_a_generator_shows_a_draw_and_is_put_back(name: str) -> None:
     make, draw = DRAWS[name]
     own = make()
-    before, put_back = state_of_generator(own)
-    assert state_of_generator(own)[0] == before
+    before = state_of(own)
+    assert state_of(own) == before
     drawn = draw(own)
-    assert state_of_generator(own)[0] != before
-    put_back()
-    assert state_of_generator(own)[0] == before
+    assert state_of(own) != before
+    put_back(own, before)
+    assert state_of(own) == before
     assert draw(own) == drawn
 
 

@@ -1,12 +1,18 @@
-"""The random generators that code draws from without being given one: torch's, numpy's and Python's, and those that an object holds.
+"""Generators of random numbers: the states of any of them, compared and put back; and code that draws from one seed.
 
-Code that runs while they are in place draws numbers that follow from one seed. Where they stood before, they stand afterwards.
+Code draws without being given a generator from torch's, Python's and numpy's of the process, and from those that an object holds.
+While code runs `in_place` or `drawing_from` a key, it draws numbers that follow from one seed; where the generators stood before, they
+stand afterwards.
+
+The states of the process are compared several times in every step. numpy takes 21 us to hand out its own, so the 625 words of its
+Mersenne twister are read at the address that it publishes (`BitGenerator.ctypes`), and it is asked where it holds another kind.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +20,121 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.datasets.process_states import note_changes
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Classes of generators, as a module or a variable may hold one."""
+_PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
+_NUMPY: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]
+_STATE = 624
+"""Words of the state of a Mersenne twister; one more says how many of them are used."""
+State = tuple[Any, ...]
 
-_State = tuple[Any, ...]
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator; two are equal if nothing was drawn between."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if generator is _NUMPY:
+        return _WORDS.state()
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def put_back(generator: Any, state: Any) -> None:
+    """Set a generator to a state that `state_of` gave."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(state, bytes):
+        generator.set_state(_legacy(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    else:
+        generator.bit_generator.state = _arrays(state)
+    if generator is _NUMPY:
+        _WORDS.known = None
+
+
+def of_process() -> tuple[Any, Any, Any]:
+    """Return the generators of the process on the host: torch's, Python's and numpy's."""
+    return torch.default_generator, _PYTHON, _NUMPY
+
+
+def states_of(held: Iterable[Any] = ()) -> State:
+    """Return the states of the generators of the process on the host, and of those that are `held`."""
+    return tuple(map(state_of, (*of_process(), *held)))
+
+
+def put_all_back(states: State, held: Iterable[Any] = ()) -> None:
+    """Set the generators to the states that `states_of` gave for the same ones."""
+    for generator, state in zip((*of_process(), *held), states, strict=True):
+        put_back(generator, state)
+
+
+class _Words:
+    """The words of numpy's generator, and the normal number that it has drawn and not given, which is in no word."""
+
+    def __init__(self) -> None:
+        self._owner: object = None
+        self._words: ctypes.Array[ctypes.c_uint32] | None = None
+        self.known: bytes | None = None
+        """Words with which it held no such number: a draw that makes one moves the words. None where numpy has to be asked, as
+        after a state was set."""
+
+    def state(self) -> Any:
+        """Return the state: words, or what numpy gives where it holds a number, or has a generator of another kind."""
+        owner = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if owner is not self._owner:
+            self._owner, self.known, self._words = owner, None, None
+            if type(owner) is np.random.MT19937:
+                self._words = (ctypes.c_uint32 * (_STATE + 1)).from_address(owner.ctypes.state_address)
+        now = None if self._words is None else bytes(self._words)
+        if now is None or self.known != now:
+            state = _NUMPY.get_state(legacy=False)
+            if now is None or state["has_gauss"]:
+                return _plain(state)
+            self.known = now
+        return now
+
+
+_WORDS = _Words()
+
+
+def _legacy(state: Any) -> tuple[Any, ...]:
+    """Return the tuple that numpy gives and takes as the state of a Mersenne twister."""
+    if isinstance(state, bytes):
+        words = np.frombuffer(state, np.uint32)
+        return "MT19937", words[:_STATE], int(words[_STATE]), 0, 0.0
+    held = _arrays(state)
+    return held["bit_generator"], held["state"]["key"], held["state"]["pos"], held["has_gauss"], held["gauss"]
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a generator of numpy's with its arrays as bytes and types, so that two can be compared."""
+    return {
+        name: (one.tobytes(), one.dtype.str)
+        if isinstance(one, np.ndarray)
+        else _plain(one)
+        if isinstance(one, dict)
+        else one
+        for name, one in state.items()
+    }
+
+
+def _arrays(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: np.frombuffer(*one) if isinstance(one, tuple) else _arrays(one) if isinstance(one, dict) else one
+        for name, one in state.items()
+    }
+
+
+# -- drawing from a seed ---------------------------------------------------------------------------
 
 
 def seeded(key: int) -> torch.Generator:
@@ -28,7 +146,7 @@ def seeded(key: int) -> torch.Generator:
 class Generators:
     """States of the generators of the process on the host, and of those that an object holds as attributes."""
 
-    state: _State
+    state: State
     held: tuple[Any, ...] = ()
     """The generators that the object holds."""
 
@@ -36,46 +154,49 @@ class Generators:
     def seeded_by(cls, key: int, held_by: Any = None) -> Generators:
         """Return the states that follow from a key of 64 bits."""
         held = tuple(_held_by(held_by)) if held_by is not None else ()
-        before = _states(held)
+        before = states_of(held)
         try:
             _seed(key, held)
-            return cls(_states(held), held)
+            return cls(states_of(held), held)
         finally:
-            _restore(before, held)
+            put_all_back(before, held)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Return a context in which the generators have these states, which move as they are drawn from."""
-        before = _states(self.held)
-        _restore(self.state, self.held)
+        before = states_of(self.held)
+        put_all_back(self.state, self.held)
         try:
             yield
         finally:
-            self.state = _states(self.held)
-            _restore(before, self.held)
+            self.state = states_of(self.held)
+            put_all_back(before, self.held)
 
 
 @contextmanager
 def drawing_from(key: int) -> Iterator[None]:
     """Return a context in which the generators of the process begin at a seed of 64 bits; afterwards they stand where they stood."""
-    before = _states(())
+    before = states_of()
     _seed(key, ())
     try:
         yield
     finally:
-        _restore(before, ())
+        put_all_back(before)
 
 
-def plain_states(states: _State) -> list[Any]:
+def plain_states(states: State) -> list[Any]:
     """Return the states of the generators of the process as numbers, text and tensors, which a file can hold."""
-    name, keys, *rest = states[2]
-    return [states[0], states[1], (name, keys.astype(np.int64), *rest)]
+    of_torch, of_python, of_numpy = states[:3]
+    name, keys, *rest = _legacy(of_numpy)
+    return [torch.frombuffer(bytearray(of_torch), dtype=torch.uint8), of_python, (name, keys.astype(np.int64), *rest)]
 
 
-def states_of_plain(stored: list[Any]) -> _State:
+def states_of_plain(stored: list[Any]) -> State:
     """Return the states that `plain_states` gave."""
-    name, keys, *rest = stored[2]
-    return stored[0], stored[1], (name, np.asarray(keys).astype(np.uint32), *rest)
+    of_torch, of_python, (name, keys, *rest) = stored
+    own = np.random.RandomState()
+    own.set_state((name, np.asarray(keys).astype(np.uint32), *rest))
+    return of_torch.numpy().tobytes(), of_python, _plain(own.get_state(legacy=False))
 
 
 def _seed(key: int, held: tuple[Any, ...]) -> None:
@@ -94,39 +215,10 @@ def _seed(key: int, held: tuple[Any, ...]) -> None:
             one.bit_generator.state = type(one.bit_generator)(own).state
 
 
-def _states(held: tuple[Any, ...]) -> _State:
-    process = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    return (*process, *(_state_of(one) for one in held))
-
-
-def _state_of(one: Any) -> Any:
-    if isinstance(one, torch.Generator):
-        return one.get_state()
-    if isinstance(one, random.Random):
-        return one.getstate()
-    return one.get_state() if isinstance(one, np.random.RandomState) else one.bit_generator.state
-
-
-def _restore(states: _State, held: tuple[Any, ...]) -> None:
-    torch.default_generator.set_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
-    note_changes()
-    for one, state in zip(held, states[3:], strict=True):
-        if isinstance(one, torch.Generator):
-            one.set_state(state)
-        elif isinstance(one, random.Random):
-            one.setstate(state)
-        elif isinstance(one, np.random.RandomState):
-            one.set_state(state)
-        else:
-            one.bit_generator.state = state
-
-
 def _held_by(owner: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the generators that an object holds as attributes, and those of the samplers that it holds."""
     for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
-        if isinstance(value, torch.Generator | random.Random | np.random.RandomState | np.random.Generator):
+        if isinstance(value, GENERATORS):
             yield value
         elif depth and isinstance(value, torch.utils.data.Sampler):
             yield from _held_by(value, depth - 1)

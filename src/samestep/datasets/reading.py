@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from samestep.datasets.generators import drawing_from
+from samestep.datasets.generators import drawing_from, put_all_back, states_of
 from samestep.datasets.order import Integers, draw_key
-from samestep.datasets.process_states import put_back, states_of_process
 from samestep.datasets.values import joined, num_samples, rows_of
 from samestep.errors import DataError, failures_of
 from samestep.trees import tree_leaves, tree_map_only
@@ -97,11 +96,11 @@ class SampleReader:
     def _together(self, read: Callable[[Integers], Any], rows: Integers, draw: SampleDraw | None) -> Any:
         """Return the batch that `read` collates; if it draws random numbers, they are keyed by the whole batch."""
         if not self.draws_together:
-            before = states_of_process()
+            before = states_of()
             values = read(rows)
-            if states_of_process() == before:
+            if states_of() == before:
                 return values
-            put_back(before)
+            put_all_back(before)
             _refuse_thread()
             if not self._looks_at_items:
                 self._looks_at_items = True
@@ -144,12 +143,12 @@ class SampleReader:
 
         wanted = [int(index) for index in (rows if rows.size else [0])]
         if not self.draws:
-            before = states_of_process() if self._looks_at_items else None
+            before = states_of() if self._looks_at_items else None
             at_once = getattr(self.dataset, "__getitems__", None) if changed is None else None
             items = at_once(wanted) if at_once else [item(index) for index in wanted]
-            if before is None or states_of_process() == before:
+            if before is None or states_of() == before:
                 return list(items)
-            put_back(before)
+            put_all_back(before)
             _refuse_thread()
             self.draws = True
         found = []

@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import random
 import sys
 import sysconfig
 import types
@@ -30,8 +29,9 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodT
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
+
+from samestep.datasets.generators import GENERATORS
 
 _LARGEST_NUMBER = 2**53
 _MOST = 20_000
@@ -42,8 +42,6 @@ _OF_PYTHON, _OF_PACKAGES = (
 )
 _LIBRARIES = ("torch", "numpy", __name__.partition(".")[0])
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, Tensor, np.ndarray)
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""Generators of random numbers, as a module or a variable may hold one."""
 _SINGLE = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (*_SINGLE, Tensor, np.ndarray)
 """Values that hold nothing to be followed."""

@@ -14,7 +14,6 @@ that it has now. So a forward inside leaves no trace but in the generators, whic
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
-from samestep.state.reachable import GENERATORS, Reached, Variable, built_in_kind, items_of
+from samestep.datasets.generators import GENERATORS, put_all_back, put_back, state_of, states_of
+from samestep.state.reachable import Reached, Variable, built_in_kind, items_of
 from samestep.trees import have_same_values
 
 _DEPTH = 5
@@ -177,8 +177,8 @@ class Snapshot:
             self._put_back.append(partial(_set_array, value, value.copy()))
             return (value.shape, value.tobytes())
         if isinstance(value, GENERATORS):
-            state, put = state_of_generator(value)
-            self.generators.append((value, put))
+            state = state_of(value)
+            self.generators.append((value, partial(put_back, value, state)))
             return state
         if id(value) in self._seen or depth == 0:
             return self._seen.get(id(value), type(value).__name__)
@@ -270,29 +270,6 @@ def preserve_function(function: Callable[..., Any]) -> Iterator[None]:
         before.restore()
 
 
-def state_of_generator(value: Any) -> tuple[Any, Callable[[], Any]]:
-    """Return the state of a generator in a form that can be compared, and a function that puts it back."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return state.numpy().tobytes(), partial(value.set_state, state)
-    if isinstance(value, random.Random):
-        kept = value.getstate()
-        return kept, partial(value.setstate, kept)
-    if isinstance(value, np.random.RandomState):
-        held: Any = value.get_state(legacy=False)
-        return _words_of(held), partial(value.set_state, held)
-    own = value.bit_generator.state
-    return _words_of(own), partial(setattr, value.bit_generator, "state", own)
-
-
-def _words_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of one of numpy's generators with bytes in the place of arrays, so that two can be compared."""
-    return {
-        name: one.tobytes() if isinstance(one, np.ndarray) else _words_of(one) if isinstance(one, dict) else one
-        for name, one in state.items()
-    }
-
-
 def copied_items(held: Any) -> Any:
     """Return the items of a mutable container, for `put_items`."""
     return items_of(held) if isinstance(held, dict) else set(held) if isinstance(held, set) else list(held)
@@ -346,24 +323,12 @@ class ModelState:
 @contextmanager
 def preserve_generators(held: Iterable[Any] = ()) -> Iterator[None]:
     """Put every random number generator back, afterwards: those of the process, and those among the objects `held`."""
-    put_back: list[Callable[[], Any]] = [
-        _defer_call(random.setstate, random.getstate()),
-        _defer_call(_set_numpy, np.random.get_state()),
-    ]
-    put_back.append(_defer_call(torch.set_rng_state, torch.get_rng_state()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        put_back.append(_defer_call(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
-    put_back += [state_of_generator(value)[1] for value in held if isinstance(value, GENERATORS)]
+    own = [value for value in held if isinstance(value, GENERATORS)]
+    of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    before = states_of(own)
     try:
         yield
     finally:
-        for act in put_back:
-            act()
-
-
-def _set_numpy(state: Any) -> None:
-    np.random.set_state(state)
-
-
-def _defer_call(function: Callable[..., Any], *values: Any) -> Callable[[], Any]:
-    return lambda: function(*values)
+        put_all_back(before, own)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu)

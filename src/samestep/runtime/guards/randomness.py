@@ -5,7 +5,7 @@ from a generator of the process (torch on the CPU or the GPU, numpy, Python's `r
 weights in every layout, and no checkpoint holds the generators. samestep's own dropout draws from none of them. So
 their states are compared before and after each of these calls, at every step; reading samples is left out.
 
-Reading marks of the states takes 2 us (`datasets/process_states.py`): up to four times a micro-batch and twice an update.
+Reading the states takes 10 us (`datasets/generators.py`): up to four times a micro-batch and twice an update.
 Generators that a module or a variable of the code holds are compared too, wherever there are any.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.datasets.process_states import marks_of_process
-from samestep.state.snapshot import Snapshot, state_of_generator
+from samestep.datasets.generators import states_of
+from samestep.state.snapshot import Snapshot
 
 
-def states_of(device: torch.device) -> tuple[object, ...]:
-    """Return marks of the states of the process-wide generators; equal if nothing was drawn between."""
-    states = marks_of_process()
+def _states(device: torch.device, own: Sequence[Any] = ()) -> tuple[object, ...]:
+    """Return marks of the states of the process-wide generators and of `own`; equal if nothing was drawn between."""
+    states = states_of(own)
     if device.type != "cuda":
         return states
     of_gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
@@ -56,33 +56,28 @@ class GeneratorWatch:
         is_blind = device.type == "cuda" and _attention_moves(device)
         self._device = torch.device("cpu") if is_blind else device
         self._own = tuple(generator for _, generator in own)
-        self._names = (*_NAMES[: 3 if self._device.type != "cuda" else 5], *(name for name, _ in own))
+        self._names = (*_NAMES[:3], *(name for name, _ in own), *_NAMES[3:])
         self._seen: tuple[object, ...] = ()
-        self._states = marks_of_process if self._device.type != "cuda" and not self._own else self._all_states
 
     def settle(self) -> None:
         """Take the present states as those before the next call."""
-        self._seen = self._states()
+        self._seen = _states(self._device, self._own)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Leave out samples that are read inside a call, as a pipeline's stage reads ahead."""
-        before = self._states()
+        before = _states(self._device, self._own)
         yield
         if before == self._seen:
             self.settle()
 
     def moved(self) -> str:
         """Return the name of a generator that has moved since the states were taken, or nothing; and take them anew."""
-        now = self._states()
+        now = _states(self._device, self._own)
         before, self._seen = self._seen, now
         if now == before:
             return ""
-        return next(name for name, old, new in zip(self._names, before, now, strict=True) if old != new)
-
-    def _all_states(self) -> tuple[object, ...]:
-        states = states_of(self._device)
-        return (*states, *(state_of_generator(own)[0] for own in self._own)) if self._own else states
+        return next(name for name, old, new in zip(self._names, before, now, strict=False) if old != new)
 
 
 def own_generators(*roots: nn.Module | Callable[..., Any]) -> list[tuple[str, Any]]:
@@ -101,10 +96,10 @@ def first_module_that_draws(model: nn.Module, run: Callable[[], object], device:
     handles = []
 
     def enter(module: nn.Module, args: object) -> None:
-        entered.append(states_of(device))
+        entered.append(_states(device))
 
     def leave(path: str, module: nn.Module, args: object, output: object) -> None:
-        if entered.pop() != states_of(device):
+        if entered.pop() != _states(device):
             found.append(path or "the model itself")
 
     try:
