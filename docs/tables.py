@@ -346,7 +346,7 @@ TECHNIQUES = (
         "proof of independence",
         "independence/dependence.py independence/dimension_maps.py independence/row_prover.py independence/cut_proof.py independence/operation_trial.py",
     ),
-    ("the canary", "runtime/guards/canary.py runtime/guards/repeat.py runtime/guards/deviation.py"),
+    ("the canary", "runtime/guards/canary.py runtime/guards/repeat.py independence/roundings.py"),
     ("the ledger", "runtime/ledger.py program/program.py"),
     (
         "checkpoints and resume",

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from samestep.independence.roundings import limit_of_values
 from samestep.trees import tree_flatten, tree_unflatten
 
 LARGEST = 2**22
@@ -297,7 +298,22 @@ def _compare_sums(
             return _with_gradients(run, given, whole, gradients, generator)[1]
         return [*run([one.clone() for one in gradients if one is not None])]
 
-    for scale in _SCALES:
+    return compare_sums_of(backward, above, dims, _tolerance(wide, whole), generator)
+
+
+def compare_sums_of(
+    backward: Callable[[list[Tensor | None]], Sequence[Tensor | None]],
+    above: Sequence[Tensor | None],
+    dims: Sequence[int | None],
+    tolerance: float,
+    generator: torch.Generator,
+    scales: Sequence[float] = _SCALES,
+) -> Outcome:
+    """Return whether what a function makes of gradients is the sum of what it makes of two parts of them, at each of the scales.
+
+    It is called once more on the same gradients: "fails" says that it gives something else then.
+    """
+    for scale in scales:
         sums = [None if one is None else scale * one for one in above]
         parts = [None if one is None else _part_of(one, dim, generator) for one, dim in zip(sums, dims, strict=True)]
         rest = [None if a is None or b is None else a - b for a, b in zip(sums, parts, strict=True)]
@@ -307,7 +323,7 @@ def _compare_sums(
                 continue
             if repeated is None or not _is_same(repeated, total, 0.0):
                 return "fails"
-            if first is None or second is None or not _is_same(first + second, total, _tolerance(wide, whole)):
+            if first is None or second is None or not _is_same(first + second, total, tolerance):
                 return "differs"
     return "same"
 
@@ -315,7 +331,7 @@ def _compare_sums(
 def _part_of(gradient: Tensor, dim: int | None, generator: torch.Generator) -> Tensor:
     """Return one of two gradients that add up to one: its first half along `dim`, or a share of every element."""
     if dim is None:
-        drawn = torch.randn(gradient.shape, dtype=torch.float64, generator=generator).to(gradient.dtype)
+        drawn = torch.randn(gradient.shape, dtype=torch.float64, generator=generator).to(gradient)
         return drawn * gradient.abs().mean()
     first, half = torch.zeros_like(gradient), gradient.shape[dim] // 2
     first.narrow(dim, 0, half).copy_(gradient.narrow(dim, 0, half))
@@ -323,7 +339,8 @@ def _part_of(gradient: Tensor, dim: int | None, generator: torch.Generator) -> T
 
 
 def _tolerance(wide: bool, operands: list[Tensor]) -> float:
-    return 1e-9 if wide else 1e-4 if all(one.dtype is not torch.bfloat16 for one in operands) else 3e-2
+    narrow = torch.bfloat16 if any(one.dtype is torch.bfloat16 for one in operands) else torch.float32
+    return limit_of_values(torch.float64 if wide else narrow)
 
 
 def _with_gradients(

@@ -30,6 +30,7 @@ from samestep.building.optimizer import OptimizerSource
 from samestep.datasets import Batch, Dataset, batches
 from samestep.errors import CheckpointError
 from samestep.examination.examine import Source
+from samestep.independence.roundings import EXACT, NUM_PERTURBED, allowance
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
@@ -45,14 +46,13 @@ from samestep.runtime.assembly import Assembly, trace_for_layout
 from samestep.runtime.axes import expert
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.guards.deviation import NUM_PERTURBED, allowance
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 
-FLOAT64_ALLOWANCE = 1e-9
+FLOAT64_ALLOWANCE = EXACT
 """The largest error that is allowed in float64."""
 
 

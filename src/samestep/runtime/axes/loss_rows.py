@@ -20,11 +20,10 @@ from samestep.building.loss import with_graph
 from samestep.building.loss_result import LossResult
 from samestep.building.loss_scope import of_rows
 from samestep.errors import JobError
+from samestep.independence.roundings import limit_of_values
 
 MOST_TRIED = 8
 """Rows on which a loss is tried."""
-_LIMIT = {torch.float64: 1e-9}
-"""Difference of the halves from the whole that rounding explains, by dtype; 1e-4 of others."""
 
 
 def computed(
@@ -79,7 +78,8 @@ def _compare(of_all: LossResult, loss: Callable[[], LossResult], rows: Tensor) -
             parts = [half[index].detach().double() for half in halves if half is not None]
             number = whole[index].detach().double()
             off = (sum(parts) - number).abs() if len(parts) == 2 else torch.ones(())
-            if off > _LIMIT.get(whole[index].dtype, 1e-4) * max(1.0, *(float(one.abs()) for one in (number, *parts))):
+            limit = min(map(limit_of_values, (whole[index].dtype, torch.float32)))
+            if off > limit * max(1.0, *(float(one.abs()) for one in (number, *parts))):
                 raise JobError(
                     f"samestep.whole_batch(rows=True) marks a sum over rows, and the {what}{f' of {name}' if name else ''} of {len(rows)} rows "
                     f"is {float(number):.6g}, and of their halves {' and '.join(f'{float(one):.6g}' for one in parts) or 'missing'}: (sum over "

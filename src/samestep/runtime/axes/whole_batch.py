@@ -34,6 +34,7 @@ from samestep.building.loss_result import Amount, Loss, LossResult, loss_result
 from samestep.building.loss_scope import OverBatch, of_rows
 from samestep.building.over_samples import within
 from samestep.errors import JobError
+from samestep.independence.roundings import limit_of_values
 from samestep.program.program import Program
 from samestep.runtime.axes import loss_rows, precision
 from samestep.runtime.axes.batch_values import order_of
@@ -363,7 +364,7 @@ class WholeBatch:
             mine = torch.stack([part.detach().to(torch.float64).flatten() for part in one.parts])
             with outside_step():
                 everything = self._ranks.gather(mine, f"loss.alike.{index}")
-            limit = 1e-9 if one.parts[0].dtype == torch.float64 else 1e-4
+            limit = min(map(limit_of_values, (one.parts[0].dtype, torch.float32)))
             off = (everything - everything[:1]).abs()
             if bool((off > limit * everything[:1].abs().clamp_min(1e-6)).any()):
                 raise JobError(

@@ -8,7 +8,7 @@ split batch and every `train.watch_every`-th (its head draws them).
 | does a sample run again give the same? | `canary.py`, by `repeat.py` | watched steps | a forward of one sample, its loss twice, about 5 all_reduces of 8 bytes; 9 forwards more after a deviation |
 | does padding count? | `canary.py`, by `repeat.py` | watched steps, samples of two sizes | 3 forwards of one or two samples |
 | is an update repeated alike? | `update_replay.py` | every `watch_every`-th step | the update of one weight of at most 4 Mi elements, copied |
-| how far may roundings go? | `deviation.py` | after a deviation | 8 forwards, whenever it exceeds what was measured before |
+| how far may roundings go? | `independence/roundings.py` | after a deviation | 8 forwards, whenever it exceeds what was measured before |
 | is the loss a sum over samples, over tokens? | `loss_trial.py`, on `loss_parts.py` | until a micro-batch shows it, and in regular watched steps | some calls of the loss on at most 4 Mi elements |
 | does it reach weights by the outputs alone? | `loss_paths.py` | when the loss is tried | a walk along the graph of one loss |
 | by what is a loss divided that the forward returns? | `model_loss_trial.py`, by `repeat.py` | before the first step | 3 to 10 forwards of up to three samples |

@@ -38,15 +38,7 @@ from torch import Tensor, nn
 
 from samestep.errors import RepeatError, UnprovenError
 from samestep.examination.examine import Loss
-from samestep.job import Job
-from samestep.job_tables import Waiver
-from samestep.program.ops import Task
-from samestep.randomness import mode as dropout
-from samestep.randomness.dropout_state import Dropout
-from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import precision
-from samestep.runtime.axes.expert import RouteMode, tokens_of_first
-from samestep.runtime.guards.deviation import (
+from samestep.independence.roundings import (
     NUM_PERTURBED,
     allowance,
     floating_tensors,
@@ -55,6 +47,14 @@ from samestep.runtime.guards.deviation import (
     rows_of,
     samples_dim,
 )
+from samestep.job import Job
+from samestep.job_tables import Waiver
+from samestep.program.ops import Task
+from samestep.randomness import mode as dropout
+from samestep.randomness.dropout_state import Dropout
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import precision
+from samestep.runtime.axes.expert import RouteMode, tokens_of_first
 from samestep.runtime.guards.repeat import FAILURES, Nudge, Repeat
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step

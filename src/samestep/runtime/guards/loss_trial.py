@@ -33,6 +33,7 @@ from samestep.building.loss_result import UNNAMED, VALUES, Loss, is_same_count, 
 from samestep.building.named_tensors import cast_floating
 from samestep.building.over_samples import within
 from samestep.building.torch_seams import disable_current_modes
+from samestep.independence.roundings import EXACT, LIMITS_OF_SUMS
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.guards.loss_parts import (
     MOVED,
@@ -49,9 +50,6 @@ from samestep.runtime.guards.loss_parts import (
 )
 from samestep.state.snapshot import preserve_function
 
-TOLERANCE = 1e-9
-_ROUNDED = 1e-5
-"""The tolerance for a loss that cannot be evaluated in float64, far below what a mean or a batch statistic differs by."""
 _ELEMENTS = 2**22
 """About so many elements of outputs and labels are tried, and at least two samples."""
 _SAMPLES = 8
@@ -150,7 +148,7 @@ def _try_sums(loss: Loss, trees: Trees, parts: Parts) -> LossTrial:
         if whole.went_back:
             return LossTrial(_GOES_BACK)
         for name, (total, _) in whole.amounts.items():
-            if math.isfinite(total) and abs(again.amounts[name][0] - total) > TOLERANCE * abs(total):
+            if math.isfinite(total) and abs(again.amounts[name][0] - total) > EXACT * abs(total):
                 return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0]))
         return _compare_halves(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
@@ -191,7 +189,7 @@ class _ValuesOfWhole:
 
 
 def _compare_halves(whole: _LossValue, halves: list[_LossValue], raised: bool) -> LossTrial:
-    tolerance = TOLERANCE if raised and whole.is_float64 else _ROUNDED
+    tolerance = LIMITS_OF_SUMS[torch.float64 if raised and whole.is_float64 else torch.float32]
     judged = {name: whole.amounts[name] for name in whole.amounts if whole.counts(name)}
     if not judged:
         return LossTrial(judged=False)
@@ -212,7 +210,7 @@ def _is_of_no_sample(name: str, whole: tuple[float, float], halves: Sequence[_Lo
     return (
         name != UNNAMED
         and all(one is not None and one[1] == whole[1] for one in alike)
-        and all(one is not None and abs(one[0] - whole[0]) <= TOLERANCE * abs(whole[0]) for one in alike)
+        and all(one is not None and abs(one[0] - whole[0]) <= EXACT * abs(whole[0]) for one in alike)
     )
 
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from samestep.building.model import loss_within
 from samestep.building.model_loss import Labels, ModelLoss, Rule, name_in, returned_loss
 from samestep.building.own_loss import moves_labels
+from samestep.independence.roundings import limit_of_values
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.guards import counted_labels
@@ -37,8 +37,6 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices
 from samestep.trees import tree_map_only
 
-_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
-"""The largest difference of the two sides, relative to the larger, by the dtype of the forward."""
 _FEW = 8
 """Samples among which those of a trial are chosen."""
 _Divisor = tuple[Rule, Labels]
@@ -123,7 +121,7 @@ class _Trial:
     @property
     def allowed(self) -> float:
         """Return the largest difference between two sides that counts as rounding, relative to the larger one."""
-        return _ALLOWED[precision.DTYPES[self.held.parallel.program.step.compute_dtype]]
+        return limit_of_values(precision.DTYPES[self.held.parallel.program.step.compute_dtype])
 
 
 def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.independence.roundings import LIMITS_OF_SUMS
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.guards.repeat import FAILURES, Repeat
@@ -26,8 +27,6 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices
 
-_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""The largest difference of two sums, relative to the larger, by the dtype of the forward."""
 _SAMPLES = 4
 
 
@@ -45,7 +44,7 @@ class PartsTrial:
         Collective over the world, see [Note: collective calls].
         """
         held, layout = self.held, self.held.parallel.program.step.layout
-        allowed = _ALLOWED.get(DTYPES[held.parallel.program.step.compute_dtype])
+        allowed = LIMITS_OF_SUMS.get(DTYPES[held.parallel.program.step.compute_dtype])
         mine = self.batch.shares(held.parallel.mesh.index("dp"), layout.dp, 1)[0]
         few = mine[:_SAMPLES] if len(mine) else self.batch.shares(0, 1, 1)[0][:1]
         few = few if len(few) > 1 else np.concatenate([few, few])

@@ -7,7 +7,7 @@ pairs or as a whole micro-batch, and how often, are arguments. Afterwards buffer
     forward of one sample alone, or of its micro-batch              against the step's own (`canary.py`)
     the loss twice on the same outputs                              against each other (`canary.py`)
     two samples padded to one size, and each of them alone          the sums (`canary.py`)
-    any of these with every module's output off by one rounding     how far roundings go (`deviation.py`)
+    any of these with every module's output off by one rounding     how far roundings go (`independence/roundings.py`)
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from samestep.building.loss_result import as_number, loss_result
 from samestep.building.model import call_model
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
+from samestep.independence.roundings import nudge_outputs
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import RouteMode, Routes, tokens_of_first
-from samestep.runtime.guards.deviation import nudge_outputs
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices, MakeMode
 from samestep.runtime.weights.unit_order import CalledAgainError

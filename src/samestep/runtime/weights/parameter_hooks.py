@@ -5,6 +5,8 @@ and under a tensor cut a part of it. Only a linear function gives the same step,
 Both are tested on real values before the first step:
 
     hook(a) + hook(b) == hook(a + b)          hook(part of a) == part of hook(a)
+
+The first is tried as that of a backward is (`independence/operation_trial.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from samestep.building.initial_values import Blueprint
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.errors import LayoutError, ModelError
+from samestep.independence.operation_trial import compare_sums_of
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
 from samestep.runtime.processes.mesh import Mesh
@@ -58,6 +61,10 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
     return found
 
 
+_ALLOWED, _SCALES = 1e-6, (1.0, 1e-4, 1e4)
+"""The largest relative difference of sums, which hooks may compute in float32, and the sizes of the gradients."""
+
+
 def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
     """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear.
 
@@ -65,18 +72,17 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
         ModelError: they are not, change the weight, or fail.
     """
     generator = torch.Generator().manual_seed(0)
-    first, second = (
-        torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.device) for _ in range(2)
-    )
+    drawn = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.device)
     before = value.clone()
     state = torch.get_rng_state()
+
+    def changed(gradients: list[Tensor | None]) -> list[Tensor | None]:
+        return [None if one is None else function(one.clone()) for one in gradients]
+
     try:
         with torch.no_grad():
-            one, two = function(first), function(second)
-            is_linear = all(
-                torch.allclose(function(a * first + b * second), a * one + b * two, rtol=1e-6, atol=1e-9)
-                for a, b in ((1.0, 1.0), (1e4, -1e4), (1e-4, 3e-4))
-            )
+            found = function(drawn)
+            outcome = compare_sums_of(changed, [drawn], [None], _ALLOWED, generator, _SCALES)
     except Exception as error:
         raise ModelError(
             f"a hook on the gradient of {name} fails on a gradient of its shape ({type(error).__name__}: {error}): "
@@ -84,13 +90,13 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
         ) from error
     if not torch.equal(before, value):
         raise ModelError(f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so")
-    if not is_linear or not torch.equal(state, torch.get_rng_state()):
+    if outcome != "same" or not torch.equal(state, torch.get_rng_state()):
         raise ModelError(
             f"a hook on the gradient of {name} is not linear, and gradients are added up over micro-batches and ranks after "
             "it, where a plain loop gives it their sum: a factor or a mask works, and so does clip_norm in the job, or a change "
             "of the gradient in the optimizer's step"
         )
-    return first, one
+    return drawn, found
 
 
 _ALL = -1
@@ -165,7 +171,7 @@ def _is_by_elements(function: Callable[[Tensor], Tensor], value: Tensor) -> bool
     kept = (torch.arange(value.numel(), device=value.device) % 2).view(value.shape).bool()
     with torch.no_grad():
         results = [function(gradient) for gradient in (one, torch.where(kept, one, other))]
-    return torch.allclose(results[0][kept], results[1][kept], rtol=1e-6, atol=1e-9)
+    return torch.allclose(results[0][kept], results[1][kept], rtol=_ALLOWED, atol=1e-9)
 
 
 def _own_hooks(param: Tensor) -> ParameterMarks:

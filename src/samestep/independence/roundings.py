@@ -1,7 +1,14 @@
-"""How far roundings may go: the distance of two forwards of the same samples, against that which one rounding causes.
+"""How far roundings may go, wherever two computations of the same numbers are compared.
 
-Two numbers are compared relative to the largest finite value expected. Kernels add up the elements of another shape in another
-order, so the allowance of a sample that is run alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`),
+| what is computed twice | float64 | float32 | 16 bits |
+| --- | --- | --- | --- |
+| sums of a loss over a few samples, and over parts of them (`LIMITS_OF_SUMS`) | 1e-9 | 1e-5 | none |
+| operations and forwards, on all samples and on parts of them (`limit_of_values`) | 1e-9 | 1e-4 | 3e-2 |
+| outputs of a sample in a batch and alone, weights of two layouts (`allowance`) | measured | measured | measured |
+
+Two orders of the same sums differ by about 1e-16 in float64, and a wrong sum by 1e-3 and more. Two numbers are compared relative to the
+largest finite value expected. Kernels add up the elements of another shape in another order, so the allowance of a sample that is run
+alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`),
 and what linear layers read too: where the terms of a product cancel, the sum is far smaller than the rounding of its terms.
 """
 
@@ -17,6 +24,11 @@ from torch import Tensor, nn
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in, tree_map_only
 
+EXACT = 1e-9
+"""The largest relative difference of two orders of the same sums in float64."""
+LIMITS_OF_SUMS = {torch.float64: EXACT, torch.float32: 1e-5}
+"""The largest relative difference of a few samples' sums; there is none for dtypes in which a wrong sum may differ by less than roundings."""
+_VALUES = {torch.float64: EXACT, torch.float32: 1e-4}
 NUM_PERTURBED = 8
 """The number of forwards, or of runs of `verify`, that measure what one rounding does."""
 
@@ -25,6 +37,11 @@ _ALLOWANCE_FACTOR = 8
 
 _BEYOND = 1e30
 """The deviation of outputs that are not finite in one of two forwards."""
+
+
+def limit_of_values(dtype: torch.dtype) -> float:
+    """Return the largest relative difference of what an operation or a forward gives on parts, in a dtype."""
+    return _VALUES.get(dtype, 3e-2)
 
 
 def allowance(rounding: float, measured: float = 0.0) -> float:
