@@ -81,10 +81,13 @@ BY_ELEMENTS: dict[str, Moves] = {
 WHOLE: dict[str, Moves] = {
     "products of each": lambda g: stacked(g, lambda x: x @ x.mT @ x),
     "norms of each": lambda g: stacked(g, lambda x: x / (1 + x.norm(dim=(-2, -1), keepdim=True))),
+    "shares of each row": lambda g: stacked(g, lambda x: x.softmax(-1)),
+    "running sums of each": lambda g: stacked(g, lambda x: x.cumsum(1)),
     "means of rows": lambda g: stacked(g, lambda x: x - x.mean(dim=2, keepdim=True)),
     "a matrix beside its transposed one": lambda g: stacked(g, lambda x: x + 0 * x.mT.reshape(x.shape)),
 }
 TOGETHER: dict[str, Moves] = {
+    "running sums of all": lambda g: stacked(g, lambda x: x.cumsum(0)),
     "the mean of all": lambda g: stacked(g, lambda x: x - x.mean(dim=0)),
     "one norm": lambda g: stacked(g, lambda x: x / (1 + x.norm())),
     "the next one": lambda g: stacked(g, lambda x: x.roll(1, 0)),

@@ -87,11 +87,8 @@ def _of_a_triangle(call: Computation) -> Iterator[list[Operand]]:
 
 def along(call: Computation) -> Iterator[list[Operand]]:
     """Map of sums, norms, sorts and scans along dimensions."""
-    arguments, (first, *others) = bind_arguments(call), call.given
-    size, dims = len(first.shape), arguments.get("dim")
-    if "normalized_shape" in arguments:
-        dims = range(-len(arguments["normalized_shape"]), 0)
-    chosen = {dim % max(size, 1) for dim in (range(size) if dims in (None, [], ()) else _as_sequence(dims))}
+    first, *others = call.given
+    size, chosen = len(first.shape), _dims_of_sum(call, first)
     for result in call.results:
         kept, mine = len(result.shape) == size, []
         for dim in range(size):
@@ -100,8 +97,13 @@ def along(call: Computation) -> Iterator[list[Operand]]:
         yield [(first, mine), *(broadcast(one, result) for one in others if len(one.shape) <= len(result.shape))]
 
 
-def _as_sequence(dims: Any) -> Sequence[int]:
-    return [dims] if isinstance(dims, int) else dims
+def _dims_of_sum(call: Computation, x: Any) -> set[int]:
+    arguments, size = bind_arguments(call), len(x.shape)
+    dims = arguments.get("dim")
+    if "normalized_shape" in arguments:
+        dims = range(-len(arguments["normalized_shape"]), 0)
+    chosen: Iterable[int] = [dims] if isinstance(dims, int) else dims or range(size)
+    return {dim % max(size, 1) for dim in chosen}
 
 
 def _within(call: Computation, last: int) -> Iterator[list[Operand]]:
@@ -377,9 +379,11 @@ def write_at_indices(call: Computation) -> Iterator[list[Operand]]:
 FILLS = {
     _aten.zeros, _aten.ones, _aten.full, _aten.empty, _aten.zeros_like, _aten.ones_like, _aten.full_like,
     _aten.empty_like, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.empty_strided,
-    _aten.new_empty_strided, _aten.scalar_tensor, _aten.zero_, _aten.fill_,
+    _aten.new_empty_strided, _aten.scalar_tensor, _aten.zero_, _aten.fill_, _aten.zero, _aten.fill,
 }  # fmt: skip
 """Operations that make a tensor of equal elements, or of uninitialised ones."""
+OVERWRITES = {_aten.copy_, _aten.zero_, _aten.fill_}
+"""Operations that write all of a tensor, whatever it was."""
 _ELEMENTWISE = {
     _aten.clone, _aten._to_copy, _aten.lift_fresh_copy, _aten.dropout, _aten.native_dropout, _aten.masked_fill,
     _aten.masked_fill_, _aten.contiguous, _aten.lerp, _aten.lerp_, _aten._prelu_kernel, _aten.log_sigmoid_forward,
@@ -459,6 +463,13 @@ _SPATIAL = ("pool", "upsample", "reflection_pad", "replication_pad", "im2col", "
 def is_elementwise(func: Any) -> bool:
     """Return whether an operation works element by element on aligned operands."""
     return torch.Tag.pointwise in func.tags or MAPS.get(func.overloadpacket) in (elementwise, copy_into)
+
+
+def keeps_first_dim(call: Computation) -> bool:
+    """Return whether a sum, norm, sort or scan, or a batched product, mixes no positions along the first dimension of its tensors."""
+    packet = call.func.overloadpacket
+    is_batched = packet in (_aten.bmm, _aten.baddbmm)
+    return is_batched or (MAPS.get(packet) is along and 0 not in _dims_of_sum(call, call.args[0]))
 
 
 def map_of(func: Any) -> Map | None:

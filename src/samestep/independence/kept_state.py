@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from samestep.building.named_tensors import address
 from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError
+from samestep.independence.dimension_maps import FILLS, OVERWRITES
 from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
 from samestep.state.reachable import Variable
@@ -101,20 +102,6 @@ def _changed_slots(before: Snapshot, after: Snapshot) -> set[Slot]:
 
 # -- dependence ------------------------------------------------------------------------------------
 
-_SHAPES_ALONE = (
-    torch.ops.aten.zeros_like,
-    torch.ops.aten.ones_like,
-    torch.ops.aten.full_like,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.new_zeros,
-    torch.ops.aten.new_ones,
-    torch.ops.aten.new_full,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-)
-"""Operations whose results depend on the shape of their operand, not on its values."""
-_OVERWRITING = (torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_)
-
 
 def _call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return an operation with all it is given, tensors by their shapes, and those of a few real numbers by these."""
@@ -168,7 +155,7 @@ class _StateTracer(ForwardTracer):
         keys = {self.key(tensor) for tensor in given}
         for tensor in written:
             is_whole = tensor.numel() == tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
-            if self.key(tensor) not in self.used and func.overloadpacket in _OVERWRITING and is_whole:
+            if self.key(tensor) not in self.used and func.overloadpacket in OVERWRITES and is_whole:
                 self.overwritten.add(self.key(tensor))
         labels = self._labels_of(keys)
         self.used |= keys
@@ -196,7 +183,7 @@ class _StateTracer(ForwardTracer):
         super().record(given, written, *cost)
         keys = {self.key(tensor) for tensor in given}
         self.used |= keys
-        if self._func is not None and self._func.overloadpacket in _SHAPES_ALONE:
+        if self._func is not None and self._func.overloadpacket in FILLS:
             return
         labels = self._labels_of(keys)
         for tensor in written:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import DispatchMode
-from samestep.independence.dimension_maps import FILLS, is_elementwise
+from samestep.independence.dimension_maps import FILLS, OVERWRITES, PRODUCTS, is_elementwise, keeps_first_dim
 from samestep.runtime.optimizers.stacked_labels import (
     StackedPart,
-    keeps_parts,
     label_joined_parts,
     parts_of_result,
     within,
@@ -55,8 +54,6 @@ class UpdateLabel(NamedTuple):
 
 
 Entry = tuple[str, tuple[Any, ...], tuple[UpdateLabel, ...]]
-_FILLS_IN_OTHER_FORMS = ("zero", "fill", "_foreach_zero_")
-_OVERWRITING = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 _NOT_BY_ELEMENT = ("_foreach_norm", "_foreach_max")
 
 
@@ -68,6 +65,8 @@ class _Facts(NamedTuple):
     draws: bool
     fills: bool
     """Whether it gives its result equal elements, or uninitialised ones."""
+    overwrites: bool
+    """Whether what its target was does not matter."""
     writes: tuple[int, ...]
     """Positions of the arguments that it writes."""
     writes_named: tuple[str, ...]
@@ -76,6 +75,7 @@ class _Facts(NamedTuple):
 @functools.cache
 def _facts_of(func: Any) -> _Facts:
     name = func._schema.name.split("::")[1]
+    packet = getattr(torch.ops.aten, name.removeprefix("_foreach_"), func.overloadpacket)  # for each tensor of a list
     draws = torch.Tag.nondeterministic_seeded in func.tags
     pointwise = (is_elementwise(func) and not draws) or (
         name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_BY_ELEMENT)
@@ -87,52 +87,22 @@ def _facts_of(func: Any) -> _Facts:
         name,
         pointwise,
         draws,
-        func.overloadpacket in FILLS or name in _FILLS_IN_OTHER_FORMS,
+        packet in FILLS,
+        packet in OVERWRITES,
         tuple(i for i, argument in written if not argument.kwarg_only),
         tuple(argument.name for _, argument in written),
     )
 
 
-_ARITHMETIC = frozenset(
-    [
-        "mul",
-        "add",
-        "sub",
-        "div",
-        "sqrt",
-        "square",
-        "neg",
-        "sign",
-        "abs",
-        "clone",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "pow",
-        "maximum",
-        "minimum",
-        "exp",
-        "log",
-        "rsqrt",
-        "reciprocal",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "tanh",
-        "sigmoid",
-    ]
-)
-
-
-_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
-"""Products of matrices, by the number of their positional arguments, of which the last two are the factors."""
+_KEEPS_FORM: dict[Any, bool] = {}
+"""Whether an operation element by element gives a tensor of the shape and dtype of its operands, as arithmetic does and comparisons do not."""
 
 
 def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
     """Run an operation; of arithmetic without values, return only where its result would be, in a tenth of the time."""
-    if facts.name in _PRODUCTS and all(tensor.is_meta for tensor in tensors):
+    if func.overloadpacket in PRODUCTS and all(tensor.is_meta for tensor in tensors):
         left, right = args[-2:]
-        if len(args) == _PRODUCTS[facts.name] and left.dtype == right.dtype and left.shape[-1] == right.shape[-2]:
+        if right.dim() > 1 and left.dtype == right.dtype and left.shape[-1] == right.shape[-2]:
             return left.new_empty(*left.shape[:-1], right.shape[-1])
     if not facts.pointwise or not args:
         return func(*args, **kwargs)
@@ -140,12 +110,17 @@ def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Te
         targets = operands(args[0])
         if targets and all(target.is_meta for target in targets):
             return args[0] if isinstance(args[0], Tensor) else None
-    if facts.name in _ARITHMETIC and not kwargs.keys() - {"alpha", "value"}:
-        large = [tensor for tensor in tensors if tensor.dim()]
-        alike = large and all(t.is_meta and t.shape == large[0].shape and t.dtype == large[0].dtype for t in large)
-        if alike and large[0].is_floating_point() and large[0].is_contiguous():
-            return torch.empty_like(large[0])
-    return func(*args, **kwargs)
+    like = next((tensor for tensor in tensors if tensor.dim()), None)
+    if like is None or not like.is_floating_point() or kwargs.keys() - {"alpha", "value"}:
+        return func(*args, **kwargs)
+    if any(t.dim() and not (t.is_meta and t.shape == like.shape and t.dtype == like.dtype) for t in tensors):
+        return func(*args, **kwargs)
+    if _KEEPS_FORM.get(func, False) and like.is_contiguous():
+        return torch.empty_like(like)
+    result = func(*args, **kwargs)
+    is_one = isinstance(result, Tensor) and result.shape == like.shape and result.dtype == like.dtype
+    _KEEPS_FORM.setdefault(func, is_one and not facts.writes)
+    return result
 
 
 def _is_masked(args: Any) -> bool:
@@ -219,7 +194,7 @@ class FollowedStep(DispatchMode):
                 self._write(facts._replace(pointwise=True), target, [(t, before[id(t)]) for t in tensors])
                 return target
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        keeps = keeps_parts(facts.name, args, kwargs, pointwise=facts.pointwise or facts.fills)
+        keeps = facts.pointwise or facts.fills or keeps_first_dim(SimpleNamespace(func=func, args=args, kwargs=kwargs))
         stacked = {id(t): parts for t in tensors if (parts := self._parts(t)) is not None} if keeps else {}
         result = _shortcut(facts, func, args, kwargs, tensors)
         written = [args[i] for i in facts.writes if i < len(args)] + [
@@ -252,7 +227,7 @@ class FollowedStep(DispatchMode):
     ) -> None:
         """Label what an operation has written, from the labels of what it read, and of the parts that it does not mix."""
         name = facts.name
-        if name in _OVERWRITING:
+        if facts.overwrites:
             read = [(t, label) for t, label in read if t is not target]
         if facts.fills:
             read = [(t, label) for t, label in read if t.numel() == 1 and name.startswith("fill")]

@@ -30,21 +30,6 @@ class StackedPart(NamedTuple):
 
 
 _JOINS = ("stack", "cat")
-_BATCHED = ("bmm", "baddbmm")
-_REDUCING = (
-    "linalg_vector_norm",
-    "norm",
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "prod",
-    "std",
-    "var",
-    "logsumexp",
-    "any",
-    "all",
-)
 
 
 def label_joined_parts(
@@ -79,20 +64,6 @@ def is_batch(tensor: Tensor, parts: Sequence[StackedPart]) -> bool:
         and all(part.stop - part.start == size for part in parts)
         and (tensor.stride(0) == size or len(parts) == 1)
     )
-
-
-def keeps_parts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pointwise: bool) -> bool:
-    """Return whether an operation computes each index of the first dimension of its tensors from the same index."""
-    if pointwise or name in _BATCHED:
-        return True
-    if name not in _REDUCING:
-        return False
-    place = 2 if name in ("linalg_vector_norm", "norm") else 1
-    dims = args[place] if len(args) > place else kwargs.get("dim")
-    if dims is None or (isinstance(dims, list | tuple) and not dims):
-        return False
-    rank = args[0].dim()
-    return all(dim % rank for dim in (dims if isinstance(dims, list | tuple) else [dims]))
 
 
 def parts_of_result(
