@@ -305,6 +305,10 @@ TECHNIQUES = (
         "strategies/host_inputs.py runtime/axes/host_inputs.py",
     ),
     (
+        "chunked MLP (parts of blocks, some tokens at a time)",
+        "strategies/chunked_mlp.py runtime/axes/chunked_mlp.py tracing/token_parts.py",
+    ),
+    (
         "chunked loss",
         "strategies/chunked_loss.py runtime/axes/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py",
     ),

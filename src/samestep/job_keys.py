@@ -351,6 +351,7 @@ class LayoutKeys(TypedDict, total=False):
     zero: Literal[0, 1, 2, 3]
     microbatch: int | None
     loss_chunk: int | None
+    mlp_chunk: int | None
     recompute: Literal["none", "selective", "full", "offload"]
     accumulate: Literal["sharded", "full"]
     reduce: Literal["ring", "hierarchical", "root"]

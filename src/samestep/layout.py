@@ -33,7 +33,7 @@ TokenExchange = Literal["auto", "heads", "ring", "hybrid"]
 MOST_RANKS = 2**20
 """The largest number of ranks: no machine has more, and the divisors of larger numbers take long to find."""
 MOST_TOKENS = 2**30
-"""The largest number of tokens of a chunk of the loss, more than any micro-batch has."""
+"""The largest number of tokens of a chunk, more than any micro-batch has."""
 MOST_SAMPLES = 2**24
 """The largest number of samples of a batch: their indices are an array on every rank."""
 
@@ -75,6 +75,8 @@ class Layout:
     microbatch: int | None = None
     loss_chunk: int | None = None
     """Tokens of a chunk in which logits and cross entropy are computed; None makes the logits of a micro-batch at once."""
+    mlp_chunk: int | None = None
+    """Tokens of a chunk in which the parts of blocks that act on each token by itself are computed; None computes all at once."""
     recompute: Recompute = "none"
     accumulate: Accumulate = "sharded"
     reduce: Reduce = "ring"
@@ -88,9 +90,8 @@ class Layout:
         if self.microbatch is not None and not 1 <= self.microbatch <= MOST_SAMPLES:
             bound = "at least 1 sample" if self.microbatch < 1 else f"at most {MOST_SAMPLES} samples"
             raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds {bound}")
-        if self.loss_chunk is not None and not 1 <= self.loss_chunk <= MOST_TOKENS:
-            bound = "at least 1 token" if self.loss_chunk < 1 else f"at most {MOST_TOKENS} tokens"
-            raise LayoutError(f"loss_chunk={self.loss_chunk}: a chunk of the loss holds {bound}")
+        _check_tokens("loss_chunk", self.loss_chunk, "a chunk of the loss")
+        _check_tokens("mlp_chunk", self.mlp_chunk, "a chunk of an MLP")
         if self.world_size > MOST_RANKS:
             raise LayoutError(f"the degrees multiply to {self.world_size} ranks; at most {MOST_RANKS} work")
         if self.zero not in (0, 1, 2, 3):
@@ -148,7 +149,8 @@ class Layout:
     @cached_property
     def cuts(self) -> tuple[int | str | None, ...]:
         """Degrees and switches that determine the part of a layer that a rank computes, and how the head computes it."""
-        return *self.model_axes.values(), self.sequence_parallel, self.cp, self.exchange, self.ep, self.loss_chunk
+        degrees = *self.model_axes.values(), self.sequence_parallel, self.cp, self.exchange, self.ep
+        return *degrees, self.loss_chunk, self.mlp_chunk
 
     @property
     def borrows_data_ranks(self) -> bool:
@@ -247,6 +249,13 @@ def check_degree(name: str, value: int) -> None:
     if not 1 <= value <= MOST_RANKS:
         bound = "at least 1" if value < 1 else f"at most {MOST_RANKS}"
         raise LayoutError(f"{name}={value}: a degree is {bound}")
+
+
+def _check_tokens(name: str, tokens: int | None, what: str) -> None:
+    """Refuse a number of tokens that no chunk can have; None is none."""
+    if tokens is not None and not 1 <= tokens <= MOST_TOKENS:
+        bound = "at least 1 token" if tokens < 1 else f"at most {MOST_TOKENS} tokens"
+        raise LayoutError(f"{name}={tokens}: {what} holds {bound}")
 
 
 @functools.cache

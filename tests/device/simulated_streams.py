@@ -185,7 +185,8 @@ def on_its_way(host: Tensor) -> Tensor:
         raise RuntimeError(
             "simulated device: what another stream copies to the host is read by one that has not waited for it"
         )
-    return values
+    found: Tensor = values
+    return found
 
 
 def range_of(tensor: Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.simulation.layer_memory import saved_bytes
-from samestep.simulation.memory import at_rest
+from samestep.simulation.memory import at_rest, over_step
 from samestep.strategies import program_of
 from samestep.strategies.context import num_sent_heads
 from tests.laws.models import LAW
@@ -122,3 +122,21 @@ def test_the_layout_is_one_line() -> None:
     assert (Layout.parse("dp=2 cp=4").num_replicas, Layout.parse("cp=4 zero=1").num_shards) == (8, 4)
     with pytest.raises(LayoutError, match="cp=0: a degree is at least 1"):
         Layout.parse("cp=0")
+
+
+@pytest.mark.parametrize(
+    "words", ["cp=2 microbatch=1", "cp=4 zero=3 microbatch=2 recompute=full", "recompute=offload microbatch=1"]
+)
+def test_what_stands_in_front_of_the_blocks_is_held_whole_until_they_have_run(words: str) -> None:
+    made = program(words)
+    step, layers = made.step, made.step.model.layers
+    whole = layers[0].output_elements * step.microbatch_samples * BYTES_OF["bfloat16"]
+    assert layers[0].output_elements == LENGTH * HEADS * WIDTH
+    found = {use.peak_at: use.activations for task, use in over_step(made) if task.microbatch == 0}
+    kept = [saved_bytes(step, layer, step.layout.recompute == "offload" and layer.is_block).kept for layer in layers]
+    leaving = layers[1].input_elements * step.microbatch_samples * BYTES_OF["bfloat16"]
+    moved = (
+        2 * leaving if step.layout.recompute == "offload" else 0
+    )  # the last input, which stays, and the one before it
+    assert found["forward:model.layers.2"] == sum(kept[:4]) + whole + moved - leaving * bool(moved)
+    assert found["forward:norm+lm_head"] == sum(kept) + leaving * bool(moved)

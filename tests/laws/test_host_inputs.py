@@ -15,7 +15,13 @@ from samestep.simulation.memory import during_step
 from samestep.strategies import programs_of
 from tests.laws.models import MODELS, blocks, case, machine
 
-SIZES = {"saved_elements": 1000, "saved_selective_elements": 300, "input_elements": 10, "forward_flops": 10**9}
+SIZES = {
+    "saved_elements": 1000,
+    "saved_selective_elements": 300,
+    "input_elements": 10,
+    "output_elements": 10,
+    "forward_flops": 10**9,
+}
 BYTES = 4 * 10
 
 

@@ -86,6 +86,15 @@ ON_HOST = [
     ("dp=2 ep=2 recompute=offload", "deep_mixtral"),
 ]
 """Inputs of blocks in the host's memory."""
+MLP_CHUNKS = [
+    ("dp=1 mlp_chunk=12 microbatch=3", "deep_llama"),
+    ("dp=2 zero=1 mlp_chunk=5 recompute=selective", "deep_gemma"),
+    ("dp=2 zero=3 mlp_chunk=12 recompute=offload microbatch=2", "deep_qwen3"),
+    ("cp=2 exchange=ring mlp_chunk=8 recompute=full", "deep_llama"),
+    ("pp=2 schedule=zero-bubble mlp_chunk=12 microbatch=2", "deep_tied"),
+    ("pp=2 schedule=interleaved virtual_stages=2 mlp_chunk=8 loss_chunk=5 microbatch=2", "deep_gpt2"),
+]
+"""MLPs in chunks of tokens, of which the last may be smaller."""
 IN_PIECES = ["dp=1 microbatch=1", "dp=1 microbatch=3", "dp=1 recompute=full", "dp=1 offload"]
 WITH_DROPOUT = ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 recompute=full microbatch=1"]
 
@@ -367,6 +376,7 @@ ROWS: dict[str, list[Any]] = {
         *nightly(sorted(OF_PAIRS), MODELS_HERE),
         *_by_default(combinations(IN_PIECES, MODELS_HERE)),
         *daily(ON_HOST),
+        *daily(MLP_CHUNKS),
         *_by_default(combinations(WITH_DROPOUT, ["plain_with_dropout", "gpt2_with_dropout"])),
     ],
     "tensors": [

@@ -15,7 +15,7 @@ from samestep.building.loss_result import Loss
 from samestep.errors import LayoutError
 from samestep.examination import plan_search
 from samestep.examination.traced_forward import BuiltModel
-from samestep.examination.traced_model import TracedModel
+from samestep.examination.traced_model import TracedModel, num_slices
 from samestep.independence import sequence_proof, token_slices
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
@@ -49,9 +49,15 @@ def examine_layout(traced: TracedModel, layout: Layout, loss: Loss, example: Any
         if not (analysis.parts_examined and spec.slice_refusal):
             with snapshot.preserve_modules(built.module):
                 spec = token_slices.prove(
-                    built.module, built.sample, spec, built.value_of, built.experts, layout.cp, analysis.cut_styles
+                    built.module,
+                    built.sample,
+                    spec,
+                    built.value_of,
+                    built.experts,
+                    num_slices(layout),
+                    analysis.cut_styles,
                 )
-        analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, layout.cp))
+        analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, num_slices(layout)))
     if "chunks" in lacks:
         analysis = replace(analysis, spec=with_chunks(built, analysis.spec, loss), chunks_examined=True)
     if "calls" in lacks:

@@ -68,7 +68,7 @@ class TracedModel:
             is_known = degree in analysis.slices_between or spec.sequence_refusal or spec.sequence % degree
             if layout.sequence_parallel and not is_known:
                 found.add("tokens")
-        if layout.cp not in (1, *analysis.parts_examined):
+        if num_slices(layout) not in (1, *analysis.parts_examined):
             found.add("slices")
         if layout.loss_chunk is not None and not analysis.chunks_examined:
             found.add("chunks")
@@ -76,3 +76,8 @@ class TracedModel:
         if is_gathered and num_samples > NUM_SAMPLES and num_samples not in analysis.samples_examined:
             found.add("calls")
         return frozenset(found)
+
+
+def num_slices(layout: Layout) -> int:
+    """Return into how many slices of the sequence a layout needs blocks to be cut; 1 where it needs none."""
+    return max(layout.cp, 1 if layout.mlp_chunk is None else 2)

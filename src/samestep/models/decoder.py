@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.models.layer_parts import Cutting, ExpertDispatch, Product
+from samestep.models.layer_parts import Cutting, ExpertDispatch, Product, TokenPart
 from samestep.models.param_spec import Cut, Partial
 
 
@@ -126,6 +126,7 @@ class Counts:
     """Largest number of elements alive in its backward besides those saved."""
     working_cut: float = 0.0
     kernels: int = 0
+    token_parts: tuple[TokenPart, ...] = ()
 
     def weight(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, partial: Partial = "", experts: int = 0
@@ -318,6 +319,20 @@ def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int 
     # Alive are the gradients of the input and of the activation's inputs and output, one of them in freed memory.
     made.work(s * h, (1 + decoder.gated) * s * f)
     _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
+    if not made.dispatches:
+        queries, keys = decoder.heads * decoder.dim, decoder.kv * decoder.dim
+        whole = TokenPart(
+            owner=name,
+            tokens=s,
+            boundary_elements=2 * s * h,
+            saved_elements=(4 if separate else 3 if decoder.gated else 2) * s * f,
+            results=(1 + decoder.gated) * s * f + s * h,
+            working_elements=2 * s * h + (1 + decoder.gated) * s * f,
+            other_working_elements=s
+            * (h + 2 * queries + 2 * keys),  # the gradients of an attention's inputs and output
+            weights=(2 + decoder.gated) * h * f * (not decoder.adapter_rank),
+        )
+        made.token_parts = (whole,)
 
 
 def _experts(decoder: Decoder, made: Counts) -> None:

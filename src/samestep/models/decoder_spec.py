@@ -80,6 +80,7 @@ def _prefix_names(layer: LayerSpec, path: str) -> LayerSpec:
         backward_sums=placed(layer.backward_sums),
         sequence_boundaries=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_boundaries),
         dispatches=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.dispatches),
+        token_parts=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.token_parts),
     )
 
 
@@ -159,6 +160,7 @@ def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], 
         kernels=made.kernels + len(made.products),
         exchanges=tuple(_exchanges(decoder)) if is_block else (),
         dispatches=made.dispatches,
+        token_parts=made.token_parts,
     )
 
 

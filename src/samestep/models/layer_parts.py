@@ -79,6 +79,41 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPart:
+    """A module of a block that acts on each token by itself, such as its MLP, and so may be given some of the tokens at a time."""
+
+    owner: str
+    """Path of the module."""
+    tokens: int
+    boundary_elements: int
+    """Elements of its input and its output."""
+    saved_elements: int
+    """Elements that it keeps for its backward, besides its input."""
+    saved_norm_elements: int = 0
+    """Additional elements of norms within it under bf16 and fp16."""
+    results: int = 0
+    """Elements of the results of its products, which recompute=selective keeps."""
+    working_elements: int = 0
+    """Largest number of elements alive in its backward besides those that its layer keeps, with the gradients of input and output."""
+    other_working_elements: int = 0
+    """The same of the rest of its layer's backward."""
+    weights: int = 0
+    """Elements of its weights that take a gradient."""
+
+    @property
+    def elements_of_token(self) -> int:
+        """Elements that are alive for each token of a chunk while the chunk goes backward, input and output aside."""
+        alive = self.saved_elements + self.saved_norm_elements + self.working_elements - self.boundary_elements
+        return -(-max(alive, 0) // self.tokens)
+
+    def sliced_by(self, degree: int) -> TokenPart:
+        """Return one rank's part under context parallelism."""
+        names = ("tokens", "boundary_elements", "saved_elements", "saved_norm_elements", "results", "working_elements")
+        sizes = {name: -(-getattr(self, name) // degree) for name in (*names, "other_working_elements")}
+        return replace(self, **sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSum:
     """A tensor that each rank of a tensor cut has a summand of; `elements` are those of one sample."""
 

@@ -23,6 +23,7 @@ from samestep.models.layer_parts import (
     PartialSum,
     Product,
     TokenMove,
+    TokenPart,
 )
 from samestep.models.written_attention import WrittenAttention
 
@@ -106,6 +107,10 @@ class LayerSpec:
     """Boundaries of a block under sequence parallelism, in order of the forward; empty if it cannot be used."""
     dispatches: tuple[ExpertDispatch, ...] = ()
     """Rows that it dispatches to experts, in order of the forward."""
+    token_parts: tuple[TokenPart, ...] = ()
+    """Its modules that act on each token by itself; under `chunk_tokens` those that are computed in chunks."""
+    chunk_tokens: int = 0
+    """Tokens of such a chunk; 0 where all are computed at once."""
     batch_norms: tuple[BatchNormCall, ...] = ()
     """Its calls of batch norm that take the statistics of samples, in order of the forward."""
     batch_values: tuple[BatchValueCall, ...] = ()
@@ -123,6 +128,11 @@ class LayerSpec:
     def called(self) -> tuple[str, ...]:
         """Paths of all modules that it calls."""
         return *self.modules, *self.again
+
+    @property
+    def moved_input_elements(self) -> int:
+        """Elements of its input that recompute=offload moves: what the layer before has made, not angles and masks of all blocks."""
+        return min(self.input_elements, self.output_elements)
 
     @property
     def whole_parts(self) -> tuple[str, ...]:
@@ -263,6 +273,7 @@ class LayerSpec:
             sequence_boundaries=tuple(replace(one, elements=part(one.elements)) for one in self.sequence_boundaries),
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
             head=self.head.sliced_by(degree) if self.head else None,
+            token_parts=tuple(one.sliced_by(degree) for one in self.token_parts),
         )
 
     def _sliced_but_parts(
@@ -287,4 +298,5 @@ class LayerSpec:
             backward_sums=sums(self.backward_sums),
             dispatches=dispatches,
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
+            token_parts=tuple(one.sliced_by(degree) for one in self.token_parts),
         )

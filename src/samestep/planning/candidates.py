@@ -17,12 +17,13 @@ whatever the rest is. Thinning leaves out what cannot be faster than something t
     accumulate   full, where there is one micro-batch: there is nothing to add up
     loss_chunk   where the layout fits without: chunks save memory alone (the search finds that out)
 
-`tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Five things are left
+`tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Six things are left
 out although they may be faster, or fit where nothing else does:
 
     loss_chunk   of vocabularies below `LARGE_VOCABULARY`, and other sizes than `LOSS_CHUNKS`
     offload      its update is slower than any other; `plan` tries it where nothing fits
     recompute    offload of samples below `LONG_SAMPLE` tokens, whose blocks' inputs take little memory
+    mlp_chunk    of such samples, and other sizes than `MLP_CHUNK`
     micro-batch  sizes other than `MICROBATCHES` and the whole share
     chunks       more than 2 virtual stages on more than `FEW_DEVICES` devices, or of more than `FEW_BLOCKS` blocks
 """
@@ -54,7 +55,9 @@ LARGE_VOCABULARY = 2**15
 LOSS_CHUNKS = (4096, 1024)
 """Tokens of a chunk of the loss that a thinned list has, for micro-batches of more tokens."""
 LONG_SAMPLE = 2**15
-"""Tokens from which on a thinned list has inputs of blocks on the host."""
+"""Tokens from which on a thinned list has inputs of blocks on the host, and MLPs in chunks."""
+MLP_CHUNK = 8192
+"""Tokens of such a chunk, with which products still fill a device."""
 FEW_DEVICES, FEW_BLOCKS = 16, 8
 """Devices, and blocks of a stage, up to which a thinned list has every number of virtual stages; beyond them it has 2."""
 
@@ -203,6 +206,12 @@ def loss_chunks(split: Layout, model: ModelSpec) -> tuple[int | None, ...]:
     return None, *(chunk for chunk in LOSS_CHUNKS if chunk < most)
 
 
+def mlp_chunks(split: Layout, model: ModelSpec) -> tuple[int | None, ...]:
+    """Return the chunks of MLPs of the thinned list: none, and of long samples one."""
+    is_legal = split.tp == 1 and not model.slice_refusal and any(layer.token_parts for layer in model.layers)
+    return (None, MLP_CHUNK) if is_legal and model.length >= LONG_SAMPLE else (None,)
+
+
 def recomputations(model: ModelSpec) -> tuple[Recompute, ...]:
     """Return the values of `recompute` of the thinned list, the quickest first."""
     every: tuple[Recompute, ...] = get_args(Recompute)
@@ -214,8 +223,15 @@ def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
 
     Those that differ in recomputation alone follow each other, the quickest first.
     """
-    every = itertools.product(_schedules(split, model), loss_chunks(split, model), recomputations(model))
-    return tuple({**words, "loss_chunk": chunk, "recompute": recompute} for words, chunk, recompute in every)
+    chunks = chunk_words(split, model)
+    every = itertools.product(_schedules(split, model), chunks, recomputations(model))
+    return tuple({**words, **chunk, "recompute": recompute} for words, chunk, recompute in every)
+
+
+def chunk_words(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
+    """Return the words of chunks of the thinned list, the first without any."""
+    every = itertools.product(loss_chunks(split, model), mlp_chunks(split, model))
+    return tuple({"loss_chunk": of_loss, "mlp_chunk": of_mlp} for of_loss, of_mlp in every)
 
 
 def vary_schedules(split: Layout, model: ModelSpec) -> Iterator[Layout]:
@@ -229,6 +245,8 @@ def _choices(split: Layout, model: ModelSpec) -> Iterator[tuple[Words, ...]]:
     if (head := model.layers[-1].head) is not None and not model.chunk_refusal:
         every = {head.rows, *(one for one in loss_chunks(split, model) if one is not None)}
         yield tuple({"loss_chunk": one} for one in sorted(every))
+    if found_chunks := [{"mlp_chunk": one} for one in mlp_chunks(split, model) if one is not None]:
+        yield tuple(found_chunks)
     if split.zero >= 2:
         yield ({"accumulate": "full"},)
     yield tuple({"recompute": one} for one in get_args(Recompute) if one != _DEFAULT.recompute)

@@ -91,9 +91,8 @@ def _schedule_of(group: CandidateGroup) -> tuple[str, int]:
     return group.words["schedule"], group.words.get("virtual_stages", 1)
 
 
-def _chunk_of(group: CandidateGroup) -> int | None:
-    chunk: int | None = group.words["loss_chunk"]
-    return chunk
+def _chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
+    return group.words["loss_chunk"], group.words["mlp_chunk"]
 
 
 def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
@@ -235,8 +234,8 @@ class _Search:
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
     def _open_family(self, family: _Family) -> None:
-        chunks = candidates.loss_chunks(family.sized, self.model)
-        steps = [self.builder.step(family.sized.but(loss_chunk=chunk)) for chunk in chunks]
+        chunks = candidates.chunk_words(family.sized, self.model)
+        steps = [self.builder.step(family.sized.but(**words)) for words in chunks]
         if self._fits(min(map(self.needs.least_bytes, steps)), *family.groups):
             self._put(min(map(self.bounds.least_s, steps)), family)
 

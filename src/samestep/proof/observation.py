@@ -48,6 +48,7 @@ from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.weights.pieces import Piece
 from samestep.schedules import TaskKind
+from samestep.strategies.chunked_mlp import chunked_owners
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import keystr, tree_flatten_with_path, tree_leaves
 
@@ -222,15 +223,17 @@ class ObservedRun(StepObserver):
     def _hook_modules(self) -> None:
         """Register forward hooks on every module that this rank computes: in a pipeline, those of this rank's layers.
 
-        Modules within experts see the tokens that chose them, and no samples: the outputs of the experts are recorded.
+        Modules within experts see the tokens that chose them, and no samples, and those within a part that is computed in chunks some
+        of the tokens: the outputs of the experts and of the part are recorded.
         Modules within a graph have no hooks: the output of the graph is recorded.
         """
         program, model = self.run.program, self.run.model
-        experts = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
+        apart = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
+        apart += chunked_owners(program.step.model)
         mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].called]
         in_graph = self.run.assembly.model.compiled.in_graph
         for path, module in model.named_modules():
-            if module in in_graph or any(path.startswith(f"{holder}.") for holder in experts):
+            if module in in_graph or any(path.startswith(f"{holder}.") for holder in apart):
                 continue
             if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
                 module.register_forward_hook(functools.partial(self._note, path))

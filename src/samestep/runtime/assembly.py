@@ -46,6 +46,7 @@ from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
     batch_norm,
     chunked_loss,
+    chunked_mlp,
     context,
     exchanging_calls,
     expert,
@@ -317,6 +318,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
         cut.slicing.recompute_contexts,
         cut.batch_norms.recompute_contexts,
     )
+    chunked_mlp.apply(traced.module, program, functools.partial(recompute.nest_each, repeated))
     norms = cut.batch_norms
     return Parallel(
         program=program,

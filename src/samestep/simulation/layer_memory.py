@@ -28,6 +28,8 @@ class Saved(NamedTuple):
     """Working memory of the backward of the loss."""
     loss_fixed: int = 0
     """The part of that which a larger micro-batch does not need more of."""
+    working_fixed: int = 0
+    """The part of `working` which a larger micro-batch does not need more of: that of a chunk of tokens."""
 
 
 def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> Saved:
@@ -38,15 +40,32 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
-    given = 0 if is_on_host else layer.input_elements
+    given = layer.input_elements - (layer.moved_input_elements if is_on_host else 0)
     kept = {"none": whole, "selective": layer.saved_selective_elements}.get(recompute, given)
+    working = layer.working_elements * one
+    most = max((working, *_in_chunks(step, layer, one)))
     return Saved(
         kept=kept * one,
         whole=max(kept, whole) * one,
-        working=layer.working_elements * one,
+        working=most,
+        working_fixed=most - working,
         boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
         **_with_pairs(step, layer, _of_loss(step, layer)),
     )
+
+
+def _in_chunks(step: StepSpec, layer: LayerSpec, one: int) -> list[int]:
+    """Return the working memory of each part of a layer that is computed in chunks of tokens: the gradients of its input and output,
+    what a chunk makes, and the gradients of its weights, which are added up over the chunks in master precision."""
+    if not layer.chunk_tokens:
+        return []
+    size = BYTES_OF[step.compute_dtype]
+    return [
+        part.boundary_elements * one
+        + min(layer.chunk_tokens, part.tokens * step.microbatch_samples) * part.elements_of_token * size
+        + part.weights * BYTES_OF[step.master_dtype]
+        for part in layer.token_parts
+    ]
 
 
 def _with_pairs(step: StepSpec, layer: LayerSpec, sizes: dict[str, int]) -> dict[str, int]:

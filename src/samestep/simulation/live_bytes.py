@@ -110,6 +110,9 @@ class _OpSizes:
     """Saved bytes and working memory of each layer."""
     on_host: dict[int, int]
     """Bytes of the inputs that are on the host between forward and backward, by layer."""
+    whole_input: dict[int, int]
+    """Bytes of what stands in front of the first block, of all tokens of the sequence, where that block keeps another tensor: the
+    model's code holds it until its blocks have run. By the layer in front; less than 0 by the layer behind the blocks."""
     largest_gradient: list[int]
     """Bytes of the largest gradient among the weights of each layer."""
     unpacked: list[int]
@@ -138,6 +141,7 @@ class _OpSizes:
         return cls(
             saved=[saved_bytes(step, layer, index in on_host) for index, layer in enumerate(step.model.layers)],
             on_host=on_host,
+            whole_input=_whole_input(step),
             largest_gradient=[max(gradient_bytes(step, i), default=0) for i in range(len(step.model.layers))],
             unpacked=[_unpacked_bytes(step, i) for i in range(len(step.model.layers))],
             arriving=arriving,
@@ -178,7 +182,12 @@ class _LiveBytes:
             if op.kind is OpKind.BACKWARD and op.layer is not None and self.sizes.saved[op.layer].loss:
                 # The loss's backward comes before what it brings about: gathers, and gradients of weights.
                 self._look(op, logits=self.sizes.saved[op.layer].loss_working)
+        held = 0
         for op in ops:
+            if op.kind is OpKind.FORWARD and op.layer is not None:
+                change = self.sizes.whole_input.get(op.layer, 0)
+                change = change if change > 0 or held else 0
+                held, self.activations = held + change, self.activations + change
             self._free(op.frees_before)
             if op.kind in COPIES:
                 self.host += op.size_bytes * (op.kind is OpKind.OFFLOAD)
@@ -197,6 +206,7 @@ class _LiveBytes:
             self._free(op.frees)
             if op.name in self.sizes.arriving:
                 self._allocate((Buffer(op.name, "gradients", self.sizes.arriving[op.name]),))
+        self.activations -= held
         if not goes_forward:
             back = {OpKind.RECV: OpKind.SEND, OpKind.SEND: OpKind.RECV}
             freed = {back[kind] for kind in self.sizes.kept_boundaries}
@@ -255,6 +265,17 @@ class _LiveBytes:
         for name in names:
             if buffer := self.buffers.pop(name, None):
                 self.buffer_bytes[buffer.part] -= buffer.size_bytes
+
+
+def _whole_input(step: StepSpec) -> dict[int, int]:
+    """Return the bytes of the output of the layer in front of the first block, where blocks keep a slice or a copy of it."""
+    layers, layout = step.model.layers, step.layout
+    blocks = [index for index, layer in enumerate(layers) if layer.is_block]
+    if not blocks or not blocks[0] or not (layout.cp > 1 or layout.sequence_parallel or layout.recompute == "offload"):
+        return {}
+    before = layers[blocks[0] - 1]
+    size = before.output_elements * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    return {blocks[0] - 1: size, blocks[-1] + 1: -size}
 
 
 def _unpacked_bytes(step: StepSpec, layer: int) -> int:

@@ -24,6 +24,7 @@ from samestep.strategies import (
     batch_norm,
     batch_values,
     chunked_loss,
+    chunked_mlp,
     compress,
     context,
     coupled_samples,
@@ -42,7 +43,7 @@ from samestep.strategies import (
     whole_update,
 )
 
-# The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
+# The order matters. `chunked_loss` leaves the last layer a chunk of its logits, `chunked_mlp` blocks a chunk of their MLPs; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
 # sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated, `coupled_samples` only refuses,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
@@ -51,6 +52,7 @@ from samestep.strategies import (
 STACK: tuple[ModuleType, ...] = (
     precision,
     chunked_loss,
+    chunked_mlp,
     context,
     tensor,
     sequence,
@@ -84,6 +86,7 @@ def _updates_whole(model: ModelSpec) -> bool:
 _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     precision: lambda step: step.product_dtype != "float32",
     chunked_loss: lambda step: step.layout.loss_chunk is not None,
+    chunked_mlp: lambda step: step.layout.mlp_chunk is not None,
     context: lambda step: step.layout.cp > 1,
     tensor: lambda step: step.layout.tp > 1,
     sequence: lambda step: step.layout.sequence_parallel,

@@ -68,7 +68,7 @@ def _moved_bytes(program: Program) -> Mapping[int, int]:
     stay = {roots[blocks[-1]] for blocks in _blocks(program) if blocks}
     stay |= {roots[index] for index in every if index in received or not layers[index].backward_reads_weights}
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    return {index: layers[index].input_elements * one for index in every if roots[index] not in stay}
+    return {index: layers[index].moved_input_elements * one for index in every if roots[index] not in stay}
 
 
 def _to_host(ops: Ops, sizes: Mapping[int, int]) -> Iterator[Op]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -201,10 +201,24 @@ def _record_weights(
 
 
 def working_sets(
-    backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer, without: int = 0
+    backward: Backward,
+    layer_of: Mapping[str, int],
+    watch: ForwardTracer,
+    without: int = 0,
+    ignored: frozenset[int] = frozenset(),
+    counts: Callable[[int], bool] | None = None,
 ) -> dict[int, WorkingSet]:
     """Return by layer the peak of its backward, without tensors that its forward kept and tensors of `without`
-    elements."""
+    elements.
+
+    Args:
+        backward: its operations.
+        layer_of: the layer of each region.
+        watch: the forward.
+        without: number of elements of tensors that are left out.
+        ignored: kept tensors that are left out too: nothing is free when they are.
+        counts: whether a node of autograd, by its sequence number, counts; without it all do.
+    """
     kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
     # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
     cut_sizes = {watch.sizes[key] for key in watch.cut} - {watch.sizes[key] for key in kept.keys() - watch.cut}
@@ -227,11 +241,12 @@ def working_sets(
             add(held, key, 1)
         elements, cut = held[0] - freed[layer][0], held[1] - freed[layer][1]
         now = WorkingSet(elements, min(max(cut, 0), elements))
-        most[layer] = max(most.get(layer, now), now)
+        if counts is None or counts(one.node):
+            most[layer] = max(most.get(layer, now), now)
         for key in ending.get(at, ()):
             if key in alive:
                 add(held, key, -1)
-            elif key in kept:
+            elif key in kept and key not in ignored:
                 add(freed[kept[key]], key, 1)
     return most
 

@@ -42,7 +42,7 @@ from samestep.tracing.meta_tensors import (
     storage_elements,
     values_of,
 )
-from samestep.tracing.module_inputs import EmbeddingInputs, WeightSlots
+from samestep.tracing.module_inputs import CallNotes, EmbeddingInputs, WeightSlots
 from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
 from samestep.tracing.products import Products
@@ -108,6 +108,7 @@ class ForwardTracer(DispatchMode):
         self.values = values_of(module, keeps_all=keeps_all)
         self.slots = WeightSlots(module)
         """Weights in whose place a module had another tensor when it was entered."""
+        self.notes = CallNotes(self.key)
         self._open_notes()
         self._learn_weights(module)
 
@@ -395,6 +396,7 @@ class ForwardTracer(DispatchMode):
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
             saved.setdefault(key, self.region)
             self.saves[key] += 1
+            self.notes.kept.setdefault(key, self.where)
         return tensor if self.has_backward else None
 
     def given(self, batch: Any) -> Any:
@@ -436,6 +438,7 @@ class ForwardTracer(DispatchMode):
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
         """Record that a module's forward starts."""
         self.innermost = path
+        self.notes.enter(path, given)
         visits = self.visits.setdefault(path, [])
         self._running.append(path)
         self._events += 1
@@ -472,6 +475,7 @@ class ForwardTracer(DispatchMode):
     def leave(self, outside: bool, part: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         """Record that a module's forward ends."""
         report_module_hooks(part, given, output, self.hooked)
+        self.notes.leave(output)
         self._events += 1
         self._running.pop()
         self._open.pop().left = self._events

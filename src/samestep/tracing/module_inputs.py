@@ -1,13 +1,17 @@
-"""The inputs of modules at which a traced forward looks: what embeddings look up, and weights in whose place code put others."""
+"""The inputs of modules at which a traced forward looks: what embeddings look up, weights in whose place code put others, and what calls
+are given and return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from samestep.building.torch_seams import autograd_sequence_number
 from samestep.tracing.meta_tensors import KnownValues, is_whole
+from samestep.trees import tree_leaves
 
 LookedUp = Literal["tokens", "positions"]
 
@@ -48,3 +52,40 @@ class WeightSlots:
             for leaf, own in self._held.get(id(inner), {}).items():
                 if id(inner._parameters.get(leaf)) != own:
                     self.replaced.add(f"{name}.{leaf}".lstrip("."))
+
+
+@dataclass(slots=True)
+class NotedCall:
+    """One call of a module: what it is given and returns, and the nodes of autograd that are made in it."""
+
+    given: list[tuple[int, tuple[int, ...]]]
+    """Storage and shape of each tensor of its arguments."""
+    first: int
+    """Autograd's sequence number at its beginning."""
+    last: int = 0
+    """The same at its end."""
+    returned: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+
+
+class CallNotes:
+    """The calls of the modules of a forward, and the modules whose code ran when autograd kept something first."""
+
+    def __init__(self, key: Callable[[Tensor], int]) -> None:
+        self.calls: dict[str, list[NotedCall]] = {}
+        self.kept: dict[int, str] = {}
+        """Path of that module, by storage."""
+        self._key, self._open = key, list[NotedCall]()
+
+    def enter(self, path: str, given: Any) -> None:
+        """Note that a module's forward starts."""
+        call = NotedCall(self._seen(given), autograd_sequence_number())
+        self.calls.setdefault(path, []).append(call)
+        self._open.append(call)
+
+    def leave(self, output: Any) -> None:
+        """Note that the forward that started last ends."""
+        call = self._open.pop()
+        call.last, call.returned = autograd_sequence_number(), self._seen(output)
+
+    def _seen(self, values: Any) -> list[tuple[int, tuple[int, ...]]]:
+        return [(self._key(one), tuple(one.shape)) for one in tree_leaves(values) if isinstance(one, Tensor)]

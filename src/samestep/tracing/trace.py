@@ -59,6 +59,7 @@ from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder
+from samestep.tracing.token_parts import of_one_sample, token_parts_of
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
 
@@ -271,6 +272,9 @@ def _layer_specs(
             kernels=sum(region.kernels for region in regions),
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, num_samples),
+            token_parts=tuple(
+                of_one_sample(one, num_samples) for one in token_parts_of(module, layer, layer_of, watch, backward)
+            ),
             batch_values=tuple(
                 dataclasses.replace(call, is_only_kept=watch.keeps_all_values)
                 for region, call in watch.batch_values

@@ -217,7 +217,13 @@ class Prices:
             saved = (saved_bytes(one, layer, may_leave and layer.is_block) for layer in cut.step.model.layers)
             self._known_sizes[key] = tuple(
                 Sizes._make(
-                    (one.kept, one.whole - one.kept, one.working, one.loss + one.loss_working - one.loss_fixed, *held)
+                    (
+                        one.kept,
+                        one.whole - one.kept,
+                        one.working - one.working_fixed,
+                        one.loss + one.loss_working - one.loss_fixed,
+                        *held,
+                    )
                 )
                 for one, held in zip(saved, cut.weights, strict=True)
             )

@@ -210,12 +210,13 @@ def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
 
     return (
         replace(
-            layer, name="", modules=(), again=(), repeats="", forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=(),
+            layer, name="", modules=(), again=(), repeats="", forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=(), token_parts=(),
             crossings=(), crossing_refusal="", batch_norms=(), batch_values=(),
         ),
         *(named(parts) for parts in (layer.forward_sums, layer.sequence_boundaries, layer.dispatches)),
         summed(layer.backward_sums),
         named(layer.products),
+        named(layer.token_parts),
         tuple(
             replace(
                 param, name=param.name.removeprefix(root), layer=0, called=(0, 0), uses=(),

@@ -77,6 +77,8 @@ def _repeats(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatche
         return f"recompute={layout.recompute}" if layout.recompute != "none" else f"pp={layout.pp}" * (layout.pp > 1)
     if layout.recompute != "none" and _is_in_block(state, model):
         return f"recompute={layout.recompute}"
+    if layout.mlp_chunk is not None and _is_in_block(state, model):
+        return f"mlp_chunk={layout.mlp_chunk}"
     if layout.pp > 1 and any(path == state.owner for layer in model.layers for path, _ in layer.entered):
         return f"pp={layout.pp}"  # several stages would keep it
     in_layer = any(is_below(state.owner, path) for layer in model.layers for path in layer.modules if path)

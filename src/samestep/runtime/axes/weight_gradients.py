@@ -23,8 +23,10 @@ from samestep.building.families import FamilyFacts
 from samestep.building.torch_seams import run_backward
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_linear
+from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
+from samestep.strategies.chunked_mlp import chunked_owners
 
 
 class _PostponedGradient(NamedTuple):
@@ -71,8 +73,10 @@ class Deferred:
             program.step.layout.loss_chunk is not None and head is not None
         ):  # whose gradient comes with that of the loss
             shared.add(f"{head.owner}.weight")
+        apart = chunked_owners(program.step.model)  # whose backward makes all gradients of a chunk at once
         for path, module in traced.module.named_modules():
-            if is_linear(module, facts) and f"{path}.weight" not in shared:
+            is_apart = any(is_below(path, one) for one in apart)
+            if is_linear(module, facts) and f"{path}.weight" not in shared and not is_apart:
                 postpone_weights(module, lambda _: self, facts)
                 setattr(module.forward, _MARK, True)
 

@@ -1,0 +1,123 @@
+"""Parts of blocks that act on each token by itself, in chunks of tokens (twin of `strategies/chunked_mlp.py`, which has the mathematics).
+
+The forward of such a module is replaced by one node of autograd, which keeps the module's input:
+
+```
+forward    for each chunk     module(chunk), whose result is written into the output
+backward   for each chunk     module(chunk) again, its gradients; those of weights are added up in master precision
+```
+The repeated forward of a chunk runs in the contexts in which checkpoints repeat theirs (float32 islands, slices of the sequence). A
+module that is called otherwise than in the trace runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from samestep.building.torch_seams import disable_current_modes, is_transformed
+from samestep.program.program import Program
+from samestep.runtime.axes.precision import DTYPES
+from samestep.strategies.chunked_mlp import chunked_owners
+from samestep.tracing.checkpointed import ContextFn
+
+_DIMS, _TOKENS = 3, 1
+num_chunks = 0
+"""Chunks computed by forwards of this process, which tests count."""
+
+
+def apply(model: nn.Module, program: Program, contexts: ContextFn) -> None:
+    """Let the parts of blocks that this rank has be computed in chunks, where the layout says so."""
+    chunk, sums = program.step.layout.mlp_chunk, DTYPES[program.step.master_dtype]
+    if chunk is None:
+        return
+    for path in chunked_owners(program.step.model):
+        module = model.get_submodule(path)
+        module.forward = _Part(module, chunk, sums, contexts).call
+
+
+class _Part:
+    """One module that is computed in chunks."""
+
+    def __init__(self, module: nn.Module, tokens: int, sums: torch.dtype, contexts: ContextFn) -> None:
+        self.module, self.forward, self.contexts = module, module.forward, contexts
+        self._tokens, self.sums = tokens, sums
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, in chunks where there is more than one."""
+        given = (*args, *kwargs.values())
+        is_usual = len(given) == 1 and isinstance(given[0], Tensor) and given[0].dim() == _DIMS
+        if not is_usual or self._size(given[0]) >= given[0].shape[_TOKENS] or is_transformed():
+            return self.forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.computed(given[0])
+        return _InChunks.apply(given[0], self, *self.weights())
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return the weights that take a gradient, as the module has them now."""
+        return [param for param in self.module.parameters() if param.requires_grad]
+
+    def computed(self, x: Tensor) -> Tensor:
+        """Return the module's output, chunk by chunk."""
+        global num_chunks
+        output: Tensor | None = None
+        for place in self.places(x):
+            num_chunks += 1
+            part = self.forward(x[place].contiguous())  # which code may view otherwise
+            output = part.new_empty(*x.shape[:-1], part.shape[-1]) if output is None else output
+            output[place] = part
+        assert output is not None
+        return output
+
+    def places(self, x: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Yield the place of each chunk in a tensor [samples, tokens, features]."""
+        size = self._size(x)
+        for start in range(0, x.shape[_TOKENS], size):
+            yield slice(None), slice(start, start + size)
+
+    def _size(self, x: Tensor) -> int:
+        """Return the tokens of each sample in a chunk."""
+        return max(1, self._tokens // max(1, x.shape[0]))
+
+
+class _InChunks(torch.autograd.Function):
+    """A module's forward in chunks, whose backward computes each chunk again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: _Part, *weights: Tensor) -> Tensor:
+        first, ctx.repeated = part.contexts()
+        ctx.part = part
+        ctx.save_for_backward(x)
+        with first, disable_current_modes():  # selective recompute would keep the products of all chunks
+            return part.computed(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,), part = ctx.saved_tensors, ctx.part
+        weights = part.weights()
+        of_input = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor | None] = [None] * len(weights)
+        for place in part.places(x):
+            with torch.enable_grad(), ctx.repeated:
+                given = x[place].detach().contiguous().requires_grad_(of_input is not None)
+                output = part.forward(given)
+            wanted = [*([given] if of_input is not None else []), *weights]
+            found = list(torch.autograd.grad(output, wanted, gradient[place].contiguous(), allow_unused=True))
+            del output
+            if of_input is not None:
+                of_input[place] = found.pop(0)
+            sums = [_added(one, more, part.sums) for one, more in zip(sums, found, strict=True)]
+        made = (one if one is None else one.to(weight.dtype) for one, weight in zip(sums, weights, strict=True))
+        return of_input, None, *made
+
+
+def _added(total: Tensor | None, more: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the sum of the gradients of a weight, in the dtype of sums."""
+    if total is None or more is None:
+        return total if more is None else more.to(dtype, copy=True)
+    return total.add_(more)
