@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from samestep.models.param_spec import ParamSpec
-from samestep.program.codecs import PLAIN, CodedPart, Matrix
+from samestep.program.codecs import PLAIN, CodedPart, Matrix, exchange
 from samestep.program.exchange_times import Contributions
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
@@ -310,3 +310,20 @@ def finish_reductions(
 def _is_filled_by(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
     """Return whether a layer's backward leaves the last gradient of a bucket."""
     return op.layer is not None and min(layer_of[member.name] for member in bucket.members) >= op.layer
+
+
+def coded_reductions(
+    step: StepSpec, made: Contributions, bucket: Bucket, op: Callable[[OpKind, str, int], Op]
+) -> Iterator[Op]:
+    """Yield the collectives that sum a bucket within a contribution in full, and then those that sum the codes.
+
+    `op` returns a collective of the bucket over an axis, of so many elements.
+    """
+    holding, part = bucket.holding, bucket.coded(made)
+    if part.numel < bucket.padded_numel:
+        yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
+    for axis in (*made.inside, *holding.tied_over, *holding.partial_over):
+        yield op(OpKind.ALL_REDUCE, axis, part.numel)
+    if made.ranks > 1 and not step.sharing.trains_apart:
+        gathers, dtype = bucket.gathers_codes(made), step.master_dtype
+        yield from exchange(bucket.name, bucket.codec, made.axis, (part,), made.each, dtype, gathers=gathers)

@@ -17,13 +17,13 @@ few scalars ends the step: loss, count, gradient norm and flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.program import reduce_ways
-from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
-from samestep.program.codecs import PLAIN, exchange
-from samestep.program.exchange_times import Contributions
+from samestep.program.buckets import Bucket, coded_reductions, finish_reductions, make_buckets, start_reductions
+from samestep.program.codecs import PLAIN
 from samestep.program.holding import REPLICAS
 from samestep.program.ops import REDUCING, UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
@@ -72,10 +72,7 @@ def apply(program: Program) -> Program:
 def _add_reductions(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ...]) -> Ops:
     """Return the ops of a body with the reductions of the gradients that the step's last backward leaves."""
     step, chunks, units = program.step, program.chunks, program.units
-
-    def reduction(bucket: Bucket) -> tuple[Op, ...]:
-        return _reductions(step, bucket)
-
+    reduction = functools.partial(_reductions, step)
     if units and is_backward(key):
         is_last = step.ends_gradients(key)
         if not is_last and all(unit.num_shards > 1 for unit in units):
@@ -130,7 +127,7 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
         return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype, codec=PLAIN).sized(numel)
 
     if step.contributions is not None:
-        return tuple(_coded_reductions(step, step.contributions, bucket, op))
+        return tuple(coded_reductions(step, step.contributions, bucket, op))
     chunk = numel // holding.num_shards
     over_ties = tuple(op(OpKind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
     if step.zero == 1:
@@ -139,20 +136,6 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
         return (*first, *over_replicas, *over_ties)
     ranks = step.ranks.size(holding.data_axis)
     return (*reduce_ways.over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
-
-
-def _coded_reductions(
-    step: StepSpec, made: Contributions, bucket: Bucket, op: Callable[[OpKind, str, int], Op]
-) -> Iterator[Op]:
-    """Yield the collectives that sum a bucket within a contribution in full, and then those that sum the codes."""
-    holding, part = bucket.holding, bucket.coded(made)
-    if part.numel < bucket.padded_numel:
-        yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
-    for axis in (*made.inside, *holding.tied_over, *holding.partial_over):
-        yield op(OpKind.ALL_REDUCE, axis, part.numel)
-    if made.ranks > 1 and not step.sharing.trains_apart:
-        gathers, dtype = bucket.gathers_codes(made), step.master_dtype
-        yield from exchange(bucket.name, bucket.codec, made.axis, (part,), made.each, dtype, gathers=gathers)
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
@@ -167,11 +150,7 @@ def _add_scalars(ops: Ops, waits: tuple[str, ...], num_scalars: int) -> Ops:
     It waits for every reduction, because the gradient norm is that of the reduced gradients.
     """
     scalars = Op(kind=OpKind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
-    scalars = scalars.sized(num_scalars)
-    written: list[Op] = []
-    for op in ops:
-        if op.kind is OpKind.UPDATE:
-            written.append(scalars)
-            op = replace(op, after=(*op.after, scalars.name))
-        written.append(op)
-    return tuple(written)
+    return tuple(
+        replace(op, after=(*op.after, scalars.name)) if op.kind is OpKind.UPDATE else op
+        for op in _before_update(ops, (scalars.sized(num_scalars),))
+    )

@@ -36,6 +36,8 @@ class SharedWeights:
 
     def begin(self, held: Assembly) -> str:
         """Note what a run was given once it is prepared; return what the user should know of runs before, as text."""
+        if not held.model.given:
+            return ""
         self._given, self._trained = held.model.given, frozenset(p.name for p in held.model.spec.params if p.trainable)
         self._versions = self._present_versions()
         earlier = next((other for other, _ in self._others() if other._is_stale), None)
