@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -20,6 +21,20 @@ def nodes_from(begin: Iterable[Node | None], known: Container[Node] = ()) -> dic
         found[node] = None
         rest += [after for after, _ in node.next_functions if after is not None]
     return found
+
+
+def reaches_all(begin: Node | None, wanted: Iterable[Node]) -> bool:
+    """Return whether all wanted nodes are reached from one, which a search finds soon where they are near."""
+    missing, seen = set(wanted), set[Node]()
+    rest = deque([] if begin is None else [begin])
+    while missing and rest:
+        node = rest.popleft()
+        if node in seen:
+            continue
+        seen.add(node)
+        missing.discard(node)
+        rest.extend(after for after, _ in node.next_functions if after is not None)
+    return not missing
 
 
 def is_end(node: Node) -> bool:
