@@ -35,7 +35,6 @@ from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.one_group_norm import (
-    Constants,
     Exchange,
     GroupStatistics,
     KeptStatistics,
@@ -168,9 +167,9 @@ class BatchNorms(SharedSamples):
         self._summed = {call.owner for call in calls if call.takes_gradient}
         """The modules whose backward sums over ranks."""
         self._views = {call.owner: call.views for call in calls}
-        constants = Constants()
+        buffers: dict[Any, Tensor] = {}
         sending = step.model.batch_norm_owners if self._ranks.send else ()
-        self.exchanges = {path: Exchange(self._ranks, path, constants) for path in sending}
+        self.exchanges = {path: Exchange(self._ranks, path, buffers) for path in sending}
         """What norms over one group exchange, where there are ranks to exchange it with."""
         for path in step.model.batch_norm_owners:
             self._replace_forward(model.get_submodule(path), path)
@@ -339,9 +338,7 @@ class BatchNorms(SharedSamples):
             )
         wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
         if is_sent and groups.num_groups == slots == 1:
-            exchange = self.exchanges[owner]
-            rows, like = x.to(wide) if part.counts else None, exchange.held.filled(0.0, 1, x, wide)
-            return exchange.statistics(rows, channels, like)
+            return self.exchanges[owner].statistics(x, counts=part.counts)
         mine = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
         for row, (_, rows) in zip(mine, part.rows(x, owner, self._views[owner]), strict=False):
             if part.counts:
@@ -403,13 +400,12 @@ class _BatchNormMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if keeps and not is_repeated:
             self._keep(found.statistics, call["running_mean"], call["running_var"], call["momentum"])
-        given = call["weight"], call["bias"], call["eps"]
         x = self._norms.with_gradient(call["input"], self._path)
         if isinstance(found.statistics, GroupStatistics):
             exchange = self._norms.exchanges[found.owner]
-            how = exchange, found.ranks is not None, found.part.counts, found.statistics
-            return NormalisedGroup.apply(x, *given, how)
-        return _Normalised.apply(x, *given, found)
+            how = exchange, found.ranks is not None, found.part.counts, found.statistics, call["eps"]
+            return NormalisedGroup.apply(x, call["weight"], call["bias"], how)
+        return _Normalised.apply(x, call["weight"], call["bias"], call["eps"], found)
 
     @torch.no_grad()
     def _keep(
@@ -422,7 +418,7 @@ class _BatchNormMode(TorchFunctionMode):
         if isinstance(found, GroupStatistics):
             is_own = type(norm).__module__.startswith("torch.nn.") and counter is not None
             if is_own and variance is not None and norm.momentum is not None:
-                self._norms.kept.add(norm, mean, variance, momentum, found)
+                self._norms.kept.add(norm, norm._buffers, momentum, found)
                 return
             found = _Statistics(found.count[None], found.mean[None], found.variance[None])
         for index, (count, of_group, squared) in enumerate(zip(*found, strict=True)):

@@ -11,7 +11,7 @@ several runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,73 +36,90 @@ class GroupStatistics:
     """The mean squared deviation [C]."""
 
 
-class _Gathered(NamedTuple):
-    """A buffer for the counts, means and variances of all ranks, and views of it."""
+class _Shape(NamedTuple):
+    """The small tensors that norms need for inputs of one shape, which none but a gather writes."""
 
-    everything: Tensor
-    """[R (1 + 2 C)], the ranks one after the other."""
+    wide: torch.dtype
+    """The dtype in which statistics are merged."""
+    elements: Tensor
+    """The number of elements of a channel on this rank [1]."""
+    ones: Tensor
+    """[C]."""
+    nothing: Tensor
+    """The count, mean and variance of a rank without samples: zeros [1 + 2 C]."""
+    gathered: Tensor
+    """What a gather writes, until the next with as many channels: [R (1 + 2 C)], the ranks one after the other."""
     counts: Tensor
-    """[R, 1]."""
+    """A view of it [R, 1]."""
     means: Tensor
-    """[R, C]."""
+    """A view of it [R, C]."""
     variances: Tensor
-    """[R, C]."""
+    """A view of it [R, C]."""
+
+    @classmethod
+    def of(cls, x: Tensor, num_ranks: int, buffers: dict[Any, Tensor]) -> _Shape:
+        """Return those for inputs like x; norms share the `buffers` that gathers write."""
+        wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+        channels, like = x.shape[1], torch.empty(0, dtype=wide, device=x.device)
+        key = channels, wide, x.device
+        if key not in buffers:
+            buffers[key] = like.new_empty(num_ranks, 1 + 2 * channels)
+        rows = buffers[key]
+        count = like.new_full((1,), x.numel() // channels)
+        nothing = like.new_zeros(1 + 2 * channels)
+        parts = rows.split_with_sizes([1, channels, channels], dim=1)
+        return cls(wide, count, like.new_ones(channels), nothing, rows.view(-1), *parts)
 
 
-class Constants:
-    """Small tensors that many norms read and none writes: counts and ones; and the buffers that gathers write."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Tensor] = {}
-        self._buffers: dict[tuple[Any, ...], _Gathered] = {}
-
-    def filled(self, value: float, number: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return `number` equal values on the device of another tensor, and in its dtype if no other one is given."""
-        key = value, number, dtype or like.dtype, like.device
-        if key not in self._held:
-            self._held[key] = torch.full((number,), value, dtype=dtype or like.dtype, device=like.device)
-        return self._held[key]
-
-    def buffer(self, num_ranks: int, channels: int, like: Tensor) -> _Gathered:
-        """Return a buffer that keeps its values until the next call with these numbers."""
-        key = num_ranks, channels, like.dtype, like.device
-        if key not in self._buffers:
-            rows = torch.empty(num_ranks, 1 + 2 * channels, dtype=like.dtype, device=like.device)
-            self._buffers[key] = _Gathered(rows.view(-1), *rows.split_with_sizes([1, channels, channels], dim=1))
-        return self._buffers[key]
+_MOST_SHAPES = 64
+"""Shapes that a norm keeps tensors for; where images have any size, they are made anew from time to time."""
 
 
 class Exchange:
     """How a norm exchanges something with the ranks that have other samples of its group; made once, used in every call."""
 
-    __slots__ = ("_gathering", "_ranks", "_summing", "held")
+    __slots__ = ("_buffers", "_gathering", "_ranks", "_shapes", "_summing")
 
-    def __init__(self, ranks: DataRanks, owner: str, held: Constants) -> None:
-        self._ranks, self.held = ranks, held
+    def __init__(self, ranks: DataRanks, owner: str, buffers: dict[Any, Tensor]) -> None:
+        """All norms of a model share the `buffers` that gathers write."""
+        self._ranks, self._buffers = ranks, buffers
+        self._shapes: dict[Any, _Shape] = {}
         self._gathering, self._summing = owned(owner), owned(owner)
 
-    def statistics(self, x: Tensor | None, channels: int, like: Tensor) -> GroupStatistics:
-        """Return the statistics of the runs x [B, C, ...] of all ranks; None is the run of a rank without samples.
+    def shape_of(self, x: Tensor) -> _Shape:
+        """Return what the norm needs for inputs like x."""
+        key = x.shape, x.dtype, x.device
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) == _MOST_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[key] = _Shape.of(x, self._ranks.num_ranks, self._buffers)
+        return shape
+
+    def statistics(self, x: Tensor, *, counts: bool) -> GroupStatistics:
+        """Return the statistics of the runs x [B, C, ...] of all ranks; that of a rank without samples does not count.
 
         Collective over `dp`, see [Note: collective calls].
         """
-        held = self.held
-        if x is None:
-            mine = held.filled(0.0, 1 + 2 * channels, like)
+        shape = self.shape_of(x)
+        if counts:
+            values = x if x.dtype is shape.wide else x.to(shape.wide)
+            mine = torch.cat([shape.elements, *torch.batch_norm_update_stats(values, None, None, 0.0)])
         else:
-            mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-            mine = torch.cat([held.filled(float(x.numel() // channels), 1, like), mean, variance])
-        everything, counts, means, variances = held.buffer(self._ranks.num_ranks, channels, like)
-        self._ranks.gather_into(everything, mine, self._gathering)
-        count = counts.sum(0)
-        weights = counts / count
+            mine = shape.nothing
+        self._ranks.gather_into(shape.gathered, mine, self._gathering)
+        count, means = shape.counts.sum(0), shape.means
+        weights = shape.counts / count
         mean = (weights * means).sum(0)
         apart = means - mean
-        return GroupStatistics(count, mean, (weights * torch.addcmul(variances, apart, apart)).sum(0))
+        return GroupStatistics(count, mean, (weights * torch.addcmul(shape.variances, apart, apart)).sum(0))
 
     def sum(self, sums: Tensor) -> None:
         """Sum what the backward of each rank has found, in its place; collective over `dp`, see [Note: collective calls]."""
         self._ranks.sum_under(sums, self._summing)
+
+
+_sums_of_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
 class NormalisedGroup(torch.autograd.Function):
@@ -114,57 +131,48 @@ class NormalisedGroup(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-        how: tuple[Exchange, bool, bool, GroupStatistics],
+        how: tuple[Exchange, bool, bool, GroupStatistics, float],
     ) -> Tensor:
-        """`how` is the exchange, whether the backward sums over ranks, whether samples count, and the statistics: one argument, since
-        torch looks through each in Python.
+        """`how` is the exchange, whether the backward sums over ranks, whether samples count, the statistics, and eps: one argument,
+        since torch looks through each in Python.
         """
-        ctx.exchange, ctx.is_summed, ctx.counts, found = how
-        ctx.found, ctx.eps = found, eps
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        return _affine(x, weight, bias, found, eps)
+        *_, found, eps = how
+        wide = found.mean.dtype
+        if x.dtype is wide and (weight is None or weight.dtype is wide):
+            return torch.batch_norm(x, weight, bias, found.mean, found.variance, False, 0.0, eps, False)
+        w, b = (None if one is None else one.to(wide) for one in (weight, bias))
+        return torch.batch_norm(x.to(wide), w, b, found.mean, found.variance, False, 0.0, eps, False).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return the gradients of x, weight and bias; collective over `dp` where other ranks have samples of the group."""
         x, weight = ctx.saved_tensors
-        found, exchange, eps = ctx.found, ctx.exchange, ctx.eps
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        wide = found.mean.dtype
-        given, values = _in(wide, gradients[0]), _in(wide, x)
-        inverse = (found.variance + eps).rsqrt()
+        exchange, is_summed, counts, found, eps = ctx.how
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        mean, variance, given, values = found.mean, found.variance, gradients[0], x
+        if x.dtype is not mean.dtype:
+            given, values = given.to(mean.dtype), x.to(mean.dtype)
+        inverse = (variance + eps).rsqrt()
         # With weights of ones the kernel returns the sums of g and of g x' over these rows.
-        ones = exchange.held.filled(1.0, x.shape[1], inverse)
-        _, of_product, of_g = torch.ops.aten.native_batch_norm_backward(
-            given, values, ones, None, None, found.mean, inverse, True, eps, [False, True, True]
+        ones = exchange.shape_of(x).ones
+        _, of_product, of_g = _sums_of_backward(
+            given, values, ones, None, None, mean, inverse, True, eps, [False, True, True]
         )
         of_x = None
         if needs_x:
             sums = torch.stack([of_g, of_product])
-            if ctx.is_summed:
+            if is_summed:
                 exchange.sum(sums)
-            if not ctx.counts:  # no statistic depends on what it runs
+            if not counts:  # no statistic depends on what it runs
                 sums.zero_()
-            scale = inverse if weight is None else inverse * _in(wide, weight)
+            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
             s, t = (scale * (sums / found.count)).unbind()
-            through = torch.batch_norm(values, t, s, found.mean, found.variance, False, 0.0, eps, False)
-            of_x = _in(x.dtype, (given * scale.view(-1, *[1] * (x.dim() - 2))).sub_(through))
-        of_weight = _in(weight.dtype, of_product) if needs_weight else None
-        return of_x, of_weight, _in(ctx.bias_dtype, of_g) if needs_bias else None, None, None
-
-
-def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, found: GroupStatistics, eps: float) -> Tensor:
-    """Return w (x - m) r + b, computed in the dtype of the statistics."""
-    wide = found.mean.dtype
-    w = None if weight is None else _in(wide, weight)
-    b = None if bias is None else _in(wide, bias)
-    return _in(x.dtype, torch.batch_norm(_in(wide, x), w, b, found.mean, found.variance, False, 0.0, eps, False))
+            through = torch.batch_norm(values, t, s, mean, variance, False, 0.0, eps, False)
+            of_x = (given * scale.view(-1, *[1] * (x.dim() - 2))).sub_(through).to(x.dtype)
+        of_weight = of_product.to(weight.dtype) if needs_weight else None
+        return of_x, of_weight, of_g.to(ctx.bias_dtype) if needs_bias else None, None
 
 
 _OWN_CLASSES = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
@@ -190,31 +198,21 @@ class OneGroupNorm:
 
     def can_run(self) -> bool:
         """Return whether the norm is as its class has it, and takes statistics that it keeps by a momentum."""
-        norm = self._norm
-        kept = norm._buffers
-        return (
-            norm.training
-            and norm.momentum is not None
-            and kept.get("running_mean") is not None
-            and kept.get("running_var") is not None
-            and type(norm) in _OWN_CLASSES
-        )
+        norm, kept = self._norm, self._norm._buffers
+        keeps = kept.get("running_mean") is not None and kept.get("running_var") is not None
+        return norm.training and keeps and norm.momentum is not None and type(norm) in _OWN_CLASSES
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normalised input; collective over `dp`, see [Note: collective calls]."""
         norm, exchange = self._norm, self._exchange
         norm._check_input_dim(x)
-        kept, weights = norm._buffers, norm._parameters
         if self._takes_gradient and not x.requires_grad and has_backward():
             x = x.detach().requires_grad_()
-        wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
-        channels = x.shape[1]
-        found = exchange.statistics(_in(wide, x.detach()), channels, exchange.held.filled(0.0, 1, x, wide))
-        self._kept.add(
-            norm, kept["running_mean"], kept["running_var"], norm.momentum, found, kept["num_batches_tracked"]
-        )
-        how = exchange, True, True, found
-        normalised: Tensor = NormalisedGroup.apply(x, weights["weight"], weights["bias"], norm.eps, how)
+        found = exchange.statistics(x.detach(), counts=True)
+        self._kept.add(norm, norm._buffers, norm.momentum, found, counts_batches=True)
+        weights = norm._parameters
+        how = exchange, True, True, found, norm.eps
+        normalised: Tensor = NormalisedGroup.apply(x, weights["weight"], weights["bias"], how)
         return normalised
 
 
@@ -241,17 +239,20 @@ class KeptStatistics:
     def add(
         self,
         norm: nn.Module,
-        mean: Any,
-        variance: Any,
+        buffers: Mapping[str, Any],
         momentum: Any,
         found: GroupStatistics,
-        counter: Tensor | None = None,
+        *,
+        counts_batches: bool = False,
     ) -> None:
-        """Add what one call has found; a norm that is called again first takes what its call before has found."""
+        """Add what one call has found for a norm's buffers, and raise its number of batches where that `counts_batches`; a norm that is
+        called again first takes what its call before has found.
+        """
         if id(norm) in self._owners:
             self.write()
         self._owners.add(id(norm))
-        self._kept.append(_Kept(mean, variance, momentum, found, counter))
+        counter = buffers["num_batches_tracked"] if counts_batches else None
+        self._kept.append(_Kept(buffers["running_mean"], buffers["running_var"], momentum, found, counter))
 
     @torch.no_grad()
     def write(self) -> None:
@@ -277,7 +278,7 @@ class KeptStatistics:
         running = [one.mean for one in kept] + [one.variance for one in kept]
         torch._foreach_mul_(running, 1.0 - momentum)
         parts = new.mul_(momentum).split(sizes * 2)
-        torch._foreach_add_(running, [_in(held.dtype, part) for part, held in zip(parts, running, strict=True)])
+        torch._foreach_add_(running, [part.to(held.dtype) for part, held in zip(parts, running, strict=True)])
 
     def _norm_of_each_channel(self, sizes: list[int], device: torch.device) -> Tensor:
         key = (*sizes, device)
