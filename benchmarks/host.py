@@ -81,6 +81,7 @@ ROWS = (
     Row(name="zero=3, bf16", aim=1.15, layout="dp=2 zero=3", peer="fully_shard", options=_TWO, precision="bf16"),
     Row(name="tp=2", aim=1.30, layout="tp=2", peer="two autograd functions", options=_TWO),
     Row(name="pp=2, 1f1b", aim=1.20, layout="pp=2", peer="torch's Schedule1F1B", options=_TWO, microbatches=8),
+    Row(name="ResNet-50, dp=2", aim=1.10, model="resnet", layout="dp=2", peer="DDP and an autograd function", samples=2),
     Row(name="ResNet-50, dp=2, beside local statistics", aim=2.0, model="resnet", layout="dp=2", peer="DDP", samples=2),
 )  # fmt: skip
 

@@ -86,6 +86,58 @@ def ddp(case: Case) -> Iterator[float]:
     return _loop(case, wrap(model, gradient_as_bucket_view=True, broadcast_buffers=False), masters)
 
 
+class _NormOverRanks(torch.autograd.Function):
+    """Batch norm with the statistics of all ranks, as SyncBatchNorm has it on GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, bias: Tensor) -> Tensor:
+        channels, momentum = x.shape[1], norm.momentum
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        mine = torch.cat([mean.new_full((1,), x.numel() // channels), mean, variance])
+        rows = mine.new_empty(dist.get_world_size(), 1 + 2 * channels)
+        dist.all_gather_into_tensor(rows.view(-1), mine)
+        counts, means, variances = rows.split([1, channels, channels], dim=1)
+        count = counts.sum(0)
+        shares = counts / count
+        mean = (shares * means).sum(0)
+        variance = (shares * (variances + (means - mean).square())).sum(0)
+        norm.running_mean.mul_(1 - momentum).add_(mean * momentum)  # type: ignore[union-attr,operator]
+        norm.running_var.mul_(1 - momentum).add_(variance * (count / (count - 1)) * momentum)  # type: ignore[union-attr,operator]
+        ctx.save_for_backward(x, weight, mean, variance, count)
+        ctx.eps = norm.eps
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, norm.eps, False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight, mean, variance, count = ctx.saved_tensors
+        inverse = (variance + ctx.eps).rsqrt()
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, torch.ones_like(inverse), None, None, mean, inverse, True, ctx.eps, [False, True, True]
+        )
+        sums = torch.stack([of_bias, of_weight])
+        dist.all_reduce(sums)
+        scale = inverse * weight
+        s, t = (scale * (sums / count)).unbind()
+        through = torch.batch_norm(x, t, s, mean, variance, False, 0.0, ctx.eps, False)
+        return (gradient * scale.view(-1, 1, 1)).sub_(through), None, of_weight, of_bias
+
+
+def ddp_with_norms_over_ranks(case: Case) -> Iterator[float]:
+    """DistributedDataParallel, with batch norms over all ranks in one function of autograd."""
+    model = host_models.build(case.model, **case.options)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        normalised: Tensor = _NormOverRanks.apply(x, self, self.weight, self.bias)
+        return normalised
+
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.forward = forward.__get__(module)  # type: ignore[method-assign]
+    wrap = nn.parallel.DistributedDataParallel
+    return _loop(case, wrap(model, gradient_as_bucket_view=True, broadcast_buffers=False))
+
+
 def sharded(case: Case) -> Iterator[float]:
     """FSDP2, one unit a block."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -198,6 +250,7 @@ def pipeline(case: Case) -> Iterator[float]:
 PEERS = {
     "a loop by hand": plain,
     "DDP": ddp,
+    "DDP and an autograd function": ddp_with_norms_over_ranks,
     "fully_shard": sharded,
     "two autograd functions": tensor_parallel,
     "torch's Schedule1F1B": pipeline,

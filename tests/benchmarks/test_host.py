@@ -79,7 +79,7 @@ def python_calls_on_ranks(rank: int, world: int, row: Row) -> int:
     ("row", "most"),
     [
         (replace(LLAMA, layout="dp=2"), 12),
-        (replace(LLAMA, layout="tp=2", peer="two autograd functions"), 260),
+        (replace(LLAMA, layout="tp=2", peer="two autograd functions"), 210),
         (replace(LLAMA, model="gpt"), 76),
     ],
     ids=["dp=2", "tp=2", "dropout"],

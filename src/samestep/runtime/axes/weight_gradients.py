@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
@@ -95,12 +96,20 @@ def postpone_weights(
     """Make a linear module's backward compute the gradient of its input alone, and postpone that of its weight to
     the list that `until` returns for the input; where that is None, the backward is autograd's."""
     forward, is_transposed = module.forward, facts.is_transposed(module)
+    is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    held = module._parameters
+    computes = F.linear if is_plain else (lambda x, weight, bias: forward(x))
 
     def call(*args: Tensor, **named: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # one backward of a graph makes all gradients
             compiled: Tensor = forward(*args, **named)
             return compiled
-        weight, bias = module.weight, module.bias
+        weight: Any
+        bias: Any
+        try:
+            weight, bias = held["weight"], held["bias"]
+        except KeyError:  # computed in each forward, from others
+            weight, bias = module.weight, module.bias
         (x,) = (*args, *named.values())
         assert isinstance(weight, Tensor)
         is_trained = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
@@ -109,7 +118,7 @@ def postpone_weights(
             result: Tensor = forward(x)
             return result
         # Inside a tuple autograd does not see the weight, and so computes no gradient for it.
-        return _SplitBackward.apply(x, bias, (weight, forward, postponed, is_transposed))
+        return _SplitBackward.apply(x, bias, (weight, computes, postponed, is_transposed))
 
     module.forward = call
 
@@ -129,13 +138,13 @@ class _SplitBackward(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
-        boxed: tuple[Tensor, Callable[[Tensor], Tensor], Postponed | Deferred, bool],
+        boxed: tuple[Tensor, Callable[[Tensor, Tensor, Any], Tensor], Postponed | Deferred, bool],
     ) -> Tensor:
-        weight, forward, ctx.deferred, ctx.is_transposed = boxed
-        ctx.save_for_backward(x, weight.detach())
+        weight, computes, ctx.deferred, ctx.is_transposed = boxed
+        ctx.save_for_backward(x, weight if weight.is_leaf else weight.detach())
         ctx.weight = weight
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return forward(x)
+        return computes(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
