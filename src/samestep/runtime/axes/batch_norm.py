@@ -35,11 +35,11 @@ from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.one_group_norm import (
-    Exchange,
     GroupStatistics,
     KeptStatistics,
     NormalisedGroup,
     OneGroupNorm,
+    StatisticsExchange,
 )
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.shared_samples import SharedSamples
@@ -169,7 +169,7 @@ class BatchNorms(SharedSamples):
         self._views = {call.owner: call.views for call in calls}
         buffers: dict[Any, Tensor] = {}
         sending = step.model.batch_norm_owners if self._ranks.send else ()
-        self.exchanges = {path: Exchange(self._ranks, path, buffers) for path in sending}
+        self.exchanges = {path: StatisticsExchange(self._ranks, path, buffers) for path in sending}
         """What norms over one group exchange, where there are ranks to exchange it with."""
         for path in step.model.batch_norm_owners:
             self._replace_forward(model.get_submodule(path), path)

@@ -75,7 +75,7 @@ _MOST_SHAPES = 64
 """Shapes that a norm keeps tensors for; where images have any size, they are made anew from time to time."""
 
 
-class Exchange:
+class StatisticsExchange:
     """How a norm exchanges something with the ranks that have other samples of its group; made once, used in every call."""
 
     __slots__ = ("_buffers", "_gathering", "_ranks", "_shapes", "_summing")
@@ -131,7 +131,7 @@ class NormalisedGroup(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        how: tuple[Exchange, bool, bool, GroupStatistics, float],
+        how: tuple[StatisticsExchange, bool, bool, GroupStatistics, float],
     ) -> Tensor:
         """`how` is the exchange, whether the backward sums over ranks, whether samples count, the statistics, and eps: one argument,
         since torch looks through each in Python.
@@ -186,7 +186,9 @@ class OneGroupNorm:
 
     __slots__ = ("_exchange", "_kept", "_norm", "_takes_gradient")
 
-    def __init__(self, norm: nn.Module, exchange: Exchange, kept: KeptStatistics, *, takes_gradient: bool) -> None:
+    def __init__(
+        self, norm: nn.Module, exchange: StatisticsExchange, kept: KeptStatistics, *, takes_gradient: bool
+    ) -> None:
         """`takes_gradient` says whether the norm's input takes one on other ranks, if not on this one."""
         assert isinstance(norm, _BatchNorm)
         self._norm, self._exchange, self._kept, self._takes_gradient = norm, exchange, kept, takes_gradient
@@ -216,7 +218,7 @@ class OneGroupNorm:
         return normalised
 
 
-class _Kept(NamedTuple):
+class _KeptCall(NamedTuple):
     """The running statistics of a norm, and what one call has found."""
 
     mean: Tensor
@@ -231,7 +233,7 @@ class _Kept(NamedTuple):
 class KeptStatistics:
     """The running statistics that a forward has to update: they are written at its end, all together."""
 
-    _kept: list[_Kept] = field(default_factory=list)
+    _kept: list[_KeptCall] = field(default_factory=list)
     _owners: set[int] = field(default_factory=set)
     _places: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
     """The number of the norm of each channel, by the channels of the norms."""
@@ -252,14 +254,14 @@ class KeptStatistics:
             self.write()
         self._owners.add(id(norm))
         counter = buffers["num_batches_tracked"] if counts_batches else None
-        self._kept.append(_Kept(buffers["running_mean"], buffers["running_var"], momentum, found, counter))
+        self._kept.append(_KeptCall(buffers["running_mean"], buffers["running_var"], momentum, found, counter))
 
     @torch.no_grad()
     def write(self) -> None:
         """Write what was added, and forget it."""
         kept, self._kept = self._kept, []
         self._owners.clear()
-        alike: dict[tuple[Any, ...], list[_Kept]] = {}
+        alike: dict[tuple[Any, ...], list[_KeptCall]] = {}
         for one in kept:
             alike.setdefault((one.momentum, one.found.mean.dtype, one.found.mean.device), []).append(one)
         for (momentum, *_), together in alike.items():
@@ -268,7 +270,7 @@ class KeptStatistics:
         if counters:
             torch._foreach_add_(counters, 1)
 
-    def _write(self, kept: Sequence[_Kept], momentum: float) -> None:
+    def _write(self, kept: Sequence[_KeptCall], momentum: float) -> None:
         """Write the running statistics of norms with one momentum, as torch does: r (1 - momentum) + new momentum."""
         sizes = [len(one.found.mean) for one in kept]
         counts = torch.cat([one.found.count for one in kept])
