@@ -41,10 +41,10 @@ from samestep.runtime.axes.one_group_norm import (
     OneGroupNorm,
     StatisticsExchange,
 )
-from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.shared_samples import SharedSamples
 from samestep.runtime.axes.stage_buffers import StageBuffers
 from samestep.runtime.axes.step_part import ShapesOf, SharedBatch
+from samestep.runtime.contexts import Anew
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts

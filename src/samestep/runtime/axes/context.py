@@ -43,8 +43,8 @@ from samestep.runtime.axes import whole_parts
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.neighbour_tokens import NeighbourTokens
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.axes.ring_attention import Ring
+from samestep.runtime.contexts import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import GIVEN, KEYS_VALUES, attention_ranks, num_sent_heads, placement_of

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from samestep.errors import ModelError
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
+from samestep.state.writes import marks_of
 
 _Forward = Callable[..., Any]
 Repeatable = Callable[[_Forward, tuple[Any, ...], Mapping[str, Any]], Callable[[], Any]]
@@ -75,7 +76,7 @@ class _InputOnHost:
         self.given = weakref.ref(tensor)
         self._lanes, self._path = lanes, path
         self._leaving: Tensor | None = tensor.detach()
-        self._version = tensor._version
+        self._before = marks_of([tensor])
         self._host, self._left = lanes.to_host(self._leaving)
         self._coming: tuple[Tensor, Any] | None = None
 
@@ -83,7 +84,7 @@ class _InputOnHost:
         """Let go of the tensor on the device, whose memory is used again only behind the copy."""
         if self._leaving is None:
             return
-        if self._leaving._version != self._version:
+        if marks_of([self._leaving]).differ(self._before):
             raise ModelError(
                 f"the model writes into the input of {self._path} behind its forward, and recompute=offload copies it to the host "
                 "meanwhile: recompute=none works, and so does a forward that writes nowhere (x = x + y for x += y)"

@@ -35,6 +35,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
+from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
 from samestep.state.writes import Marks, marks_of
 from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _takes_gradient, replaced_checkpoint
@@ -278,20 +279,6 @@ def _replaced_weights_of(module: nn.Module, held: Mapping[str, Any]) -> dict[str
         and not isinstance(weight, DTensor)
         and not isinstance(now[name], DTensor)
     }
-
-
-class Anew(AbstractContextManager[None]):
-    """A context that can be entered again, as that of a recomputation is where a backward keeps its graph."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make, self._entered = make, list[AbstractContextManager[None]]()
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
 
 
 def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from samestep.building.model import loss_within
@@ -131,10 +130,9 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     """
     mesh = held.parallel.mesh
     mine = batch.shares(mesh.index("dp"), held.parallel.program.step.layout.dp, 1)[0]
-    few = mine[:_FEW] if len(mine) else batch.shares(0, 1, 1)[0][:1]  # what an empty rank runs counts nothing
-    indices = few if len(few) > 1 else np.concatenate([few, few])
+    again = Repeat(held, batch, loss, seed, lambda: None)
     with outside_step():
-        found = _findings(_Trial(loss, held, Repeat(held, batch, loss, seed, lambda: None), indices, []))
+        found = _findings(_Trial(loss, held, again, again.few(_FEW), []))
         everyone = gather_values(found if len(mine) else None, mesh.size("world"))
     held.weights.store.calls.end_forward_only()
     known = [one for one in everyone if one is not None]

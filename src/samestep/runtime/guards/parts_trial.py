@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,13 +42,11 @@ class PartsTrial:
 
         Collective over the world, see [Note: collective calls].
         """
-        held, layout = self.held, self.held.parallel.program.step.layout
+        held = self.held
         allowed = LIMITS_OF_SUMS.get(DTYPES[held.parallel.program.step.compute_dtype])
-        mine = self.batch.shares(held.parallel.mesh.index("dp"), layout.dp, 1)[0]
-        few = mine[:_SAMPLES] if len(mine) else self.batch.shares(0, 1, 1)[0][:1]
-        few = few if len(few) > 1 else np.concatenate([few, few])
-        half = len(few) // 2
         again = Repeat(held, self.batch, held.objective.loss, self.seed, lambda: None)
+        few = again.few(_SAMPLES)
+        half = len(few) // 2
         with outside_step():
             found = [self._amounts(again, part) for part in (few, few[:half], few[half:])]
         held.weights.store.calls.end_forward_only()

@@ -70,6 +70,13 @@ class Repeat:
         """Return samples, read together."""
         return microbatches.read(self._assembly, self._batch, np.asarray(indices, dtype=np.int64))[0]
 
+    def few(self, number: int) -> Indices:
+        """Return the first samples of this rank's share, at least two: one is taken twice, and a rank without runs the batch's first."""
+        everyone, dp = self._batch.shares(0, 1, 1)[0], self._assembly.parallel.program.step.layout.dp
+        mine = self._batch.shares(self._assembly.parallel.mesh.index("dp"), dp, 1)[0]
+        found = mine[:number] if len(mine) else everyone[:1]
+        return found if len(found) > 1 else np.concatenate([found, found])
+
     def shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
         return [leaf.shape[1:] for leaf in tree_leaves(self.read(indices)) if isinstance(leaf, Tensor)]

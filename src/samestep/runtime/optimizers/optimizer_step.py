@@ -12,10 +12,11 @@ gradients * factor ─► for each chunk: lend them to the values, optimizer.ste
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from samestep.building.optimizer import OptimizerSource
 from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
+from samestep.runtime.contexts import AtEnd
 from samestep.runtime.optimizers.closures import check_scale
 from samestep.runtime.optimizers.group_rates import GroupRates
 from samestep.runtime.optimizers.loss_scale import LossScale
@@ -53,22 +55,7 @@ from samestep.state.fingerprints import optimizer_digests
 from samestep.state.step_code import optimizers_with_states
 
 _NO_CODES = GradientCodes()
-
-
-class _Lent:
-    """The context in which tensors have gradients that they did not have: at its end they are dropped, since they would stay allocated in the next step."""
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: list[Tensor]) -> None:
-        self._values = values
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        for value in self._values:
-            value.grad = None
+_NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
@@ -227,12 +214,12 @@ class Updater:
         assert self.optimizer is not None
         return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
 
-    def lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> _Lent:
+    def lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> AbstractContextManager[None]:
         """Let the values of some pieces have their gradients, unless the step gave them none, until the end of the context."""
         lent: list[Tensor] = []
         given = [*map(of_piece.__getitem__, map(id, chunk))]
         if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], given)):
-            return _Lent(lent)  # they are where autograd has put them
+            return _NOTHING  # they are where autograd has put them
         for piece, gradient in zip(chunk, given, strict=True):
             value = piece.value
             before = value.grad
@@ -242,7 +229,7 @@ class Updater:
                 value.grad = None
             elif before is not gradient:
                 value.grad = gradient if gradient.shape == value.shape else gradient.view_as(value)
-        return _Lent(lent)
+        return AtEnd(functools.partial(_drop_gradients, lent))  # which would stay allocated in the next step
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """Return the optimizer's state of a piece, with its tensors as the optimizer computes with them."""
@@ -270,3 +257,8 @@ def clip_factor(norm: float, limit: float | None) -> float:
     if limit is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, limit / (norm + 1e-6))
+
+
+def _drop_gradients(values: list[Tensor]) -> None:
+    for value in values:
+        value.grad = None

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from samestep.runtime.contexts import AtEnd
+
 
 class Listener(Protocol):
     """Hears the marks of one process."""
@@ -56,25 +58,10 @@ def listen(one: Listener | None) -> None:
 def region(name: str) -> AbstractContextManager[None]:
     """Return a context of what the host does outside of tasks, such as `data` or `checkpoint`; it begins with the call."""
     one = _Listeners.current()
-    return _UNHEARD if one is None else _Region(one.begin(name))
+    return _UNHEARD if one is None else AtEnd(one.begin(name))
 
 
 _UNHEARD = nullcontext()
-
-
-class _Region:
-    """The context of a region, which has begun."""
-
-    __slots__ = ("_end",)
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
 
 
 class TimedWork:

@@ -29,6 +29,7 @@ from samestep.program.ops import Op, OpKind, Task, ends_step, is_forward
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
+from samestep.runtime.contexts import AtEnd
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot
@@ -172,13 +173,13 @@ class Replicated(WeightStore):
         body = task.body
         if is_forward(body):
             self._is_weight_task = self._last = self._starts = False
-            return AfterTask(self, task, completes=False)
+            return AtEnd(functools.partial(self.end_task, task, completes=False), always=False)
         self.settle()
         self._is_weight_task = body.kind is TaskKind.WEIGHT
         self._last = body.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(body)
         completes = self._last and self.program.step.ends_gradients(body) and not self._waits
         self._starts = completes and body not in self._sending
-        return AfterTask(self, task, completes=completes)
+        return AtEnd(functools.partial(self.end_task, task, completes=completes), always=False)
 
     def end_task(self, task: Task, *, completes: bool) -> None:
         """Take in the gradients of a task, and start the buckets that it completes.
@@ -244,22 +245,6 @@ class Replicated(WeightStore):
         """Wait for the weights that are still gathered."""
         if self._late.under_way:
             self._late.settle_all()
-
-
-class AfterTask:
-    """The context of a task, whose end the store takes notice of; a class, since a generator takes twice as many calls."""
-
-    __slots__ = ("_completes", "_store", "_task")
-
-    def __init__(self, store: Replicated, task: Task, *, completes: bool) -> None:
-        self._store, self._task, self._completes = store, task, completes
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self._store.end_task(self._task, completes=self._completes)
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Tensor) -> None:

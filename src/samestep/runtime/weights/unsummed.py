@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from samestep.program.ops import Task, is_forward
 from samestep.program.program import Program
+from samestep.runtime.contexts import AtEnd
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.encoded_buckets import EncodedBuckets
 from samestep.runtime.weights.gradient_norms import norm_of_pieces
 from samestep.runtime.weights.local_gradients import GradientsInPlace, gradient_or_zero
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.replicated import AfterTask, Place, Replicated
+from samestep.runtime.weights.replicated import Place, Replicated
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 
 
@@ -37,7 +38,7 @@ class Unsummed(Replicated):
     ) -> AbstractContextManager[None]:
         """Note, after a backward, which weights have a gradient; a micro-batch that does not count adds only zeros."""
         self._counts = counts
-        return AfterTask(self, task, completes=False)
+        return AtEnd(functools.partial(self.end_task, task, completes=False), always=False)
 
     def end_task(self, task: Task, *, completes: bool) -> None:
         """Note which weights have a gradient after a backward."""
