@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from cells import Row, SkippedError
 from published import Case, case_of, repeated
@@ -89,7 +89,7 @@ class _PlainStep(StepSpec):
 
 
 def _without_masters(step: StepSpec) -> StepSpec:
-    return _PlainStep(**{field.name: getattr(step, field.name) for field in fields(step)})
+    return _PlainStep(**{one.name: getattr(step, one.name) for one in fields(step)})
 
 
 def _in_its_numerics(op: Op, case: Case) -> Op:
@@ -124,13 +124,17 @@ class TimedStep:
     more: float = 0.0
     """How many times the difference of the two comes on top of the longer one."""
 
+    scores: dict[tuple[bool, str], tuple[clock.Score, ...]] = field(default_factory=dict, compare=False)
+    """What is played at the speeds of several machines, by whether they overlap communication, and their library."""
+
     def step_s(self, machine: Hardware) -> float:
         """Return the predicted seconds of the whole step."""
-        short_s = clock.play(self.programs, machine).step_s
-        if not self.longer:
-            return short_s
-        long_s = clock.play(self.longer, machine).step_s
-        return long_s + self.more * (long_s - short_s)
+        key = machine.overlap, machine.library
+        if key not in self.scores:
+            steps = [programs for programs in (self.programs, self.longer) if programs]
+            self.scores[key] = tuple(clock.Score(programs, machine) for programs in steps)
+        short_s, *longer_s = (score.play(machine).step_s for score in self.scores[key])
+        return longer_s[0] + self.more * (longer_s[0] - short_s) if longer_s else short_s
 
 
 def timed(case: Case, programs: tuple[Program, ...]) -> TimedStep:

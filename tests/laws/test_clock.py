@@ -21,8 +21,8 @@ from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.program.between_steps import amid_steps
 from samestep.program.ops import UPDATE_BODY, Op, OpKind
-from samestep.simulation.clock import play
-from samestep.simulation.cost import seconds
+from samestep.simulation.clock import Score, play
+from samestep.simulation.cost import price_key, seconds
 from samestep.simulation.spans import COMPUTE, Span
 from samestep.simulation.timeline import LETTERS, Timeline
 from tests.laws.models import LAW, Case, blocks, case, cases, data_cases, machine
@@ -416,3 +416,18 @@ def test_without_overlap_a_stage_waits_for_what_it_sends_by_nccl(schedule: str) 
 
     assert overlapping(timelines["gloo"])
     assert not overlapping(timelines["nccl"])
+
+
+@LAW
+@given(cases(), st.floats(1.0, 3.0))
+def test_a_score_is_played_at_other_speeds_as_if_it_were_new(case: Case, c: float) -> None:
+    """Ops that share a price are those that take the same time on any machine."""
+    score = Score(case.programs, SLOW)
+    other = replace(load("h100x8"), name="other", contention=c, kernel_launch_s=1e-4)
+    for hardware in (SLOW, other, load("a100-80x8")):
+        assert score.play(hardware).spans == play(case.programs, hardware).spans
+        for program in case.programs:
+            times = {
+                (op.name, id(op)): (price_key(op, program), seconds(op, program, hardware)) for _, op in program.ops()
+            }
+            assert len({key for key, _ in times.values()}) == len({*times.values()})

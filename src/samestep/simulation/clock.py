@@ -46,7 +46,7 @@ from samestep.program.between_steps import amid_steps
 from samestep.program.ops import COPY_STREAMS, BodyKey, Op, OpKind, Task, is_backward
 from samestep.program.program import Program
 from samestep.program.ranks import stages_of
-from samestep.simulation.cost import seconds
+from samestep.simulation.cost import PriceKey, price_key, seconds
 from samestep.simulation.spans import COMPUTE, Line, LineSpan
 from samestep.simulation.timeline import Timeline
 
@@ -59,21 +59,38 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
         LayoutError: the stages deadlock; the op at which each waits is named.
         InputError: the hardware has no speed for the program's dtype.
     """
-    rendezvous = _StageMeeting()
-    programs = [amid_steps(program) for program in programs]
-    stages = [
-        _PlayedStage(index, program, hardware, rendezvous, len(programs)) for index, program in enumerate(programs)
-    ]
-    waiting = list(stages)
-    while waiting:
-        moved = False
-        for stage in waiting:
-            moved |= stage.advance()
-        waiting = [stage for stage in waiting if not stage.done]
-        if waiting and not moved:
-            stuck = "; ".join(f"stage {stage.index} at {stage.at}" for stage in waiting)
-            raise LayoutError(f"the stages wait for each other forever: {stuck}")
-    return Timeline(tuple(run for stage in stages for run in stage.runs))
+    return Score(programs, hardware).play(hardware)
+
+
+class Score:
+    """The programs of all pipeline stages divided into lines, to be played at several speeds.
+
+    The lines are those of any machine that overlaps communication as `hardware` does, with the same library.
+    """
+
+    def __init__(self, programs: Sequence[Program], hardware: Hardware) -> None:
+        self._programs = [amid_steps(program) for program in programs]
+        self._lines = [
+            _LinesOfStage(program, hardware, index, len(programs) > 1) for index, program in enumerate(self._programs)
+        ]
+
+    def play(self, hardware: Hardware) -> Timeline:
+        """Return the timeline of the step at the speeds of `hardware`; it raises what `play` does."""
+        rendezvous = _StageMeeting()
+        stages = [
+            _PlayedStage(index, program, hardware, rendezvous, lines, len(self._programs))
+            for index, (program, lines) in enumerate(zip(self._programs, self._lines, strict=True))
+        ]
+        waiting = list(stages)
+        while waiting:
+            moved = False
+            for stage in waiting:
+                moved |= stage.advance()
+            waiting = [stage for stage in waiting if not stage.done]
+            if waiting and not moved:
+                stuck = "; ".join(f"stage {stage.index} at {stage.at}" for stage in waiting)
+                raise LayoutError(f"the stages wait for each other forever: {stuck}")
+        return Timeline(tuple(run for stage in stages for run in stage.runs))
 
 
 @dataclass(slots=True)
@@ -151,13 +168,20 @@ class _Contention:
 class _PlayedStage:
     """One stage while its program is played."""
 
-    def __init__(self, index: int, program: Program, hardware: Hardware, rendezvous: _StageMeeting, count: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        program: Program,
+        hardware: Hardware,
+        rendezvous: _StageMeeting,
+        lines: _LinesOfStage,
+        count: int,
+    ) -> None:
         self.index, self.at, self.done = index, "", False
         self.runs: list[LineSpan] = []
         self._program = program
         self._rendezvous, self._count = rendezvous, count
         self._contention = hardware.contention
-        lines = _PricedLines(program, hardware, index, count > 1)
         self._computes = {lines.queues.get(name) for name in (COMPUTE, "")}
         self._slows_none = self._computes | {lines.queues.get(name) for name in COPY_STREAMS.values()}
         self._ended = [0.0] * len(lines.names)
@@ -165,7 +189,7 @@ class _PlayedStage:
         self._joined: dict[str, int] = {}
         self._pending: list[_Pending] = []
         self._played = 0
-        self._steps = self._play(lines.parts)
+        self._steps = self._play(lines.priced(program, hardware))
 
     def advance(self) -> bool:
         """Play until the program ends or another stage has to come first; return whether anything was played."""
@@ -256,27 +280,40 @@ class _PlayedStage:
         return times
 
 
-class _Priced(NamedTuple):
-    """An op with its seconds and its queue."""
+class _PlacedOp(NamedTuple):
+    """An op with its queue and the number of its price."""
 
     op: Op
-    took_s: float
+    price: int
     queue: str
     shared: bool
     """Whether another stage takes part in it."""
 
 
-class _PricedLines:
-    """The bodies of a program, each priced and divided into lines once."""
+class _UnpricedLine(NamedTuple):
+    """A line without its times: what `_Segment` has, and for each op its stream and name, and the number of its price."""
+
+    queue: int
+    waits: tuple[int, ...]
+    awaited: tuple[tuple[int, int], ...]
+    shared: Op | None
+    ops: tuple[tuple[str, str], ...]
+    prices: tuple[int, ...]
+
+
+class _LinesOfStage:
+    """The bodies of a program, each divided into lines once."""
 
     def __init__(self, program: Program, hardware: Hardware, stage: int, has_others: bool) -> None:
-        self._program, self._hardware, self._has_others = program, hardware, has_others
+        self._has_others = has_others
         self.queues: dict[str, int] = {}
         self.names: dict[str, int] = {}
-        known: dict[int, _Priced] = {}  # by the op's identity: bodies share most of theirs
+        self._prices: dict[PriceKey, tuple[int, Op]] = {}
+        """Number of each price, and an op that has it."""
+        known: dict[int, _PlacedOp] = {}  # by the op's identity: bodies share most of theirs
         queued: dict[str, set[str]] = {}
         # By the identity of a body's ops too, because bodies at several positions in the step share them.
-        bodies = {id(ops): [self._price(op, known) for op in ops] for ops in program.bodies.values()}
+        bodies = {id(ops): [self._place(op, program, hardware, known) for op in ops] for ops in program.bodies.values()}
         for one in known.values():
             self.names.setdefault(one.op.name, len(self.names))
             queued.setdefault(one.op.name, set()).add(one.queue)
@@ -288,20 +325,25 @@ class _PricedLines:
             if one.op.after
         }
         needed = {name for names in waits.values() for name in names}
-        parts = {key: tuple(self._cut(ops, waits, needed)) for key, ops in bodies.items()}
-        self.parts = {body: parts[id(ops)] for body, ops in program.bodies.items()}
+        self._parts = {key: tuple(self._cut(ops, waits, needed)) for key, ops in bodies.items()}
 
-    def _price(self, op: Op, known: dict[int, _Priced]) -> _Priced:
+    def priced(self, program: Program, hardware: Hardware) -> dict[BodyKey, tuple[_Segment, ...]]:
+        """Return the lines of each body with their times on `hardware`."""
+        prices = [seconds(op, program, hardware) for _, op in self._prices.values()]
+        parts = {key: tuple(_at_prices(line, prices) for line in lines) for key, lines in self._parts.items()}
+        return {body: parts[id(ops)] for body, ops in program.bodies.items()}
+
+    def _place(self, op: Op, program: Program, hardware: Hardware, known: dict[int, _PlacedOp]) -> _PlacedOp:
         if id(op) not in known:
             is_message = op.kind in (OpKind.SEND, OpKind.RECV)
             shared = self._has_others and (is_message or _spans_stages(op.axis))
-            took_s = seconds(op, self._program, self._hardware)
-            known[id(op)] = _Priced(op, took_s, queue_of(op, self._hardware), shared)
+            price, _ = self._prices.setdefault(price_key(op, program), (len(self._prices), op))
+            known[id(op)] = _PlacedOp(op, price, queue_of(op, hardware), shared)
         return known[id(op)]
 
     def _cut(
-        self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]
-    ) -> Iterator[_Segment]:
+        self, ops: Sequence[_PlacedOp], waits: Mapping[int, tuple[str, ...]], needed: set[str]
+    ) -> Iterator[_UnpricedLine]:
         """Yield the lines of a body; a new one begins with each change of queue, wait, or op shared with a stage."""
         start = 0
         for index, one in enumerate(ops):
@@ -312,27 +354,30 @@ class _PricedLines:
         if ops:
             yield self._part(ops[start:], waits.get(id(ops[start].op), ()), needed)
 
-    def _part(self, ops: Sequence[_Priced], waits: tuple[str, ...], needed: set[str]) -> _Segment:
+    def _part(self, ops: Sequence[_PlacedOp], waits: tuple[str, ...], needed: set[str]) -> _UnpricedLine:
         """Return the line of consecutive ops."""
-        names, ends_s, awaited = [], [], []
-        busy_s: dict[str, float] = {}
-        took_s = 0.0
-        for op, op_s, _, shared in ops:
-            stream = op.stream
-            busy_s[stream] = busy_s.get(stream, 0.0) + op_s
-            took_s += op_s
-            names.append((stream, op.name))
-            ends_s.append(took_s)
-            if shared or op.name in needed:
-                awaited.append((self.names[op.name], len(names) - 1))
-        return _Segment(
+        return _UnpricedLine(
             self.queues.setdefault(ops[0].queue, len(self.queues)),
-            took_s,
             tuple(self.names[name] for name in waits),
-            tuple(awaited),
+            tuple(
+                (self.names[one.op.name], place) for place, one in enumerate(ops) if one.shared or one.op.name in needed
+            ),
             ops[0].op if ops[0].shared else None,
-            Line(tuple(names), tuple(ends_s), busy_s),
+            tuple((one.op.stream, one.op.name) for one in ops),
+            tuple(one.price for one in ops),
         )
+
+
+def _at_prices(line: _UnpricedLine, prices: Sequence[float]) -> _Segment:
+    """Return a line with its times."""
+    ends_s, busy_s, took_s = list[float](), dict[str, float](), 0.0
+    for (stream, _), price in zip(line.ops, line.prices, strict=True):
+        op_s = prices[price]
+        busy_s[stream] = busy_s.get(stream, 0.0) + op_s
+        took_s += op_s
+        ends_s.append(took_s)
+    times = Line(line.ops, tuple(ends_s), busy_s)
+    return _Segment(line.queue, took_s, line.waits, line.awaited, line.shared, times)
 
 
 def _check_waits(program: Program, stage: int) -> None:

@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import InputError
 from samestep.hardware import Hardware
 from samestep.models.layer_parts import Product
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import SHARDS
@@ -101,7 +102,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     layer = step.model.layers[op.layer]
     if not layer.products and not layer.moved_elements:
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
-    work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward)
+    work = _work_of(layer)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute != "selective"
@@ -109,6 +110,25 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if is_whole and part != "weights" else 0
     unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)
     return unpacking_s + _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
+
+
+PriceKey = tuple[object, ...]
+
+
+def price_key(op: Op, program: Program) -> PriceKey:
+    """Return a key that is the same for ops of one program that take the same seconds, such as those of equal layers."""
+    layer = None if op.layer is None else _kinds_of_work(program.step.model)[op.layer]
+    return op.kind, op.axis, op.dtype, op.flops, op.size_bytes, op.codec, op.beside, layer
+
+
+@cache_by_model
+def _kinds_of_work(model: ModelSpec) -> tuple[int, ...]:
+    """Return the number of each layer's kind: layers of one kind have the same work."""
+    packed, known, kinds = _packed_numel_by_layer(model), dict[object, int](), list[int]()
+    for index, layer in enumerate(model.layers):
+        key = _work_of(layer), layer.forward_flops, packed.get(index, 0)
+        kinds.append(known.setdefault(key, len(known)))
+    return tuple(kinds)
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -132,6 +152,10 @@ class _Work(NamedTuple):
     kernels: int
     has_input_gradient: bool
     has_backward: bool
+
+
+def _work_of(layer: LayerSpec) -> _Work:
+    return _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward)
 
 
 BackwardPart = Literal["all", "inputs", "weights"]
