@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def _by_default(kinds: Iterable[str], daily: Collection[str]) -> list[Any]:
+    return [pytest.param(kind, marks=() if kind in daily else pytest.mark.nightly) for kind in kinds]
+
+
 # -- samples that are changed at random ------------------------------------------------------------
 
 
@@ -326,20 +330,34 @@ IN_PLAIN_LOOP = ("in order", "in order, dropped")
 LAYOUTS = (("dp=2", "dp=1 microbatch=2"), ("dp=2 zero=3", "dp=2 microbatch=1"), ("dp=1", "dp=2 zero=3 microbatch=1"))
 
 
+def _order_of(kind: str) -> tuple[list[list[int]], list[Any]]:
+    """Return the indices of each batch of a loader, and the batches."""
+    loader, seen = LOADERS[kind](), [batch.indices.tolist() for batch in samestep.batches(LOADERS[kind](), JOB)]
+    return seen, [loader.collate_fn([loader.dataset[index] for index in indices]) for indices in seen]
+
+
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_loader_has_one_order_and_the_losses_of_a_plain_loop(kind: str, tmp_path: Any) -> None:
+def test_a_loader_has_one_order(kind: str) -> None:
     source = LOADERS[kind]
-    seen = [batch.indices.tolist() for batch in samestep.batches(source(), JOB)]
+    seen, batches = _order_of(kind)
     assert len(seen) == STEPS
     again = [batch.indices.tolist() for first in (0, 4) for batch in samestep.batches(source(), JOB, first_step=first)]
     assert again == [*seen, *seen[4:]]
     loader = source()
-    batches = [loader.collate_fn([loader.dataset[index] for index in indices]) for indices in seen]
     if kind in IN_PLAIN_LOOP:
         assert seen[0] == [0, 1, 2, 3]
         plainly = [*loader, *loader][:STEPS]
         assert all(torch.equal(one[0], other[0]) for one, other in zip(batches, plainly, strict=True))
-    check(LAYOUTS[len(kind) % 3], kind, plain(batches), str(tmp_path))
+
+
+TRAINED = ("in order, dropped", "shuffled", "batch sampler", "workers", "forever", "distributed")
+"""Loaders that train by default: samples with and without a `collate_fn`, batches of indices, workers, no end, and a rank of its own;
+the others differ from them in their order alone."""
+
+
+@pytest.mark.parametrize("kind", _by_default(LOADERS, TRAINED))
+def test_a_loader_has_the_losses_of_a_plain_loop(kind: str, tmp_path: Any) -> None:
+    check(LAYOUTS[len(kind) % 3], kind, plain(_order_of(kind)[1]), str(tmp_path))
 
 
 def test_an_epoch_of_a_loader_ends_as_the_loaders_does() -> None:
@@ -471,7 +489,7 @@ def _of_stream(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_stream_has_one_order_and_its_end_is_that_of_the_loop(kind: str, tmp_path: Any) -> None:
+def test_a_stream_has_one_order(kind: str) -> None:
     before = torch.get_rng_state(), random.getstate()
     found = [_of_stream(batch) for batch in samestep.batches(STREAMS[kind](), JOB)]
     assert torch.equal(before[0], torch.get_rng_state())
@@ -480,8 +498,23 @@ def test_a_stream_has_one_order_and_its_end_is_that_of_the_loop(kind: str, tmp_p
     assert sorted(sizes, reverse=True) == ([4] * 5 if kind == "stream, dropped" else [4, 4, 4, 4, 4, 2])
     if kind == "iterable":
         assert torch.equal(torch.cat([batch[0] for batch in found]), torch.stack([Points()[i][0] for i in range(22)]))
-    losses, weights = plain(found)
-    check(LAYOUTS[len(kind) % 3], kind, (losses, weights), str(tmp_path))
+
+
+TRAINED_STREAMS = (
+    "shuffled iterable",
+    "stateful",
+    "generator once",
+    "list of batches",
+    "stream, collated",
+    "batches, data set",
+)
+"""Streams that train by default: of samples, with a place, of which there is one, of whole batches, through a loader, and as a data set."""
+
+
+@pytest.mark.parametrize("kind", _by_default(STREAMS, TRAINED_STREAMS))
+def test_a_stream_has_the_losses_of_a_plain_loop(kind: str, tmp_path: Any) -> None:
+    found = [_of_stream(batch) for batch in samestep.batches(STREAMS[kind](), JOB)]
+    check(LAYOUTS[len(kind) % 3], kind, plain(found), str(tmp_path))
 
 
 def test_a_stream_that_knows_its_place_is_not_read_from_its_beginning(tmp_path: Any) -> None:
