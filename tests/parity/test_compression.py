@@ -117,7 +117,7 @@ def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str,
         pytest.param("int8", 2, "dp=1", "dp=2 zero=2", MODEL, marks=NIGHTLY),
         pytest.param("int8", 2, "dp=2 zero=3 tp=2", "dp=1", MODEL, marks=NIGHTLY),
         ("powersgd", 4, "dp=4", "dp=2 zero=1", MODEL),
-        ("powersgd", 4, "dp=2", "dp=4 zero=1", MODEL),
+        pytest.param("powersgd", 4, "dp=2", "dp=4 zero=1", MODEL, marks=NIGHTLY),
         pytest.param("powersgd", 2, "dp=2 pp=2 microbatch=1", "dp=1", MODEL, marks=NIGHTLY),
         pytest.param("int8", 2, "dp=2 tp=2", "dp=2 pp=2 microbatch=1", MODEL, marks=NIGHTLY),
         pytest.param(
