@@ -1,6 +1,6 @@
 # make train   train the default job, with two worker processes       make check   format, lint, types, import rules
 # make test    the test suite                                         make bench   step time and memory beside peers
-# make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash
+# make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
 # make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
@@ -26,7 +26,7 @@ parity: $(READY)
 	$(BIN)/python -m pytest -q --every-layout
 
 shard: $(READY)
-	$(BIN)/python -m tests.side_by_side --shard
+	$(BIN)/python -m tests.side_by_side --shard=$(SHARD)
 
 matrix: HERE = $(or $(wildcard $(BIN)/python),$(PYTHON))
 matrix:

@@ -35,9 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and config.get_verbosity() < 0:
         config.pluginmanager.register(Progress(reporter))
-    if config.getoption("--shard"):
+    if (given := config.getoption("--shard")) is not None:
         config.option.every_layout = True
-        config.pluginmanager.register(shard.Limit())
+        if not given:  # who asks for one by its number wants all of it
+            config.pluginmanager.register(shard.Limit())
     if count := config.getoption("--costs"):
         config.pluginmanager.register(processor_time.Costs(count))
 
@@ -47,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="fail tests that skip")
     parser.addoption("--costs", type=int, default=0, help="print so many of the tests that use most processor time")
     parser.addoption(
-        "--shard", action="store_true", help="run a part of the nightly combinations alone: tests/shard.py"
+        "--shard",
+        metavar="NUMBER",
+        help="run a part of the nightly combinations alone, that of the commit where the number is empty: tests/shard.py",
     )
 
 
@@ -70,9 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in covering.needless(items):
             item.add_marker(pytest.mark.nightly)
     left = [item for item in items if _runs(config, item)]
-    if config.getoption("--shard"):
+    if (given := config.getoption("--shard")) is not None:
         nightly = [item for item in left if item.get_closest_marker("nightly")]
-        left = [nightly[index] for index in shard.selected([item.nodeid for item in nightly], shard.commit())]
+        left = [nightly[index] for index in shard.selected([item.nodeid for item in nightly], shard.number_of(given))]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
     items[:] = left
 

@@ -1,4 +1,4 @@
-"""`make shard`: a twelfth of what `make parity` runs beyond `make test`, another one for each commit.
+"""`make shard`: a twelfth of what `make parity` runs beyond `make test`, another one for each commit; `make shard SHARD=3` is the fourth.
 
 A commit's hash chooses the shard, and a combination belongs to the shard that the checksum of its name gives; so one commit always runs
 the same ones, and a few dozen commits run all. Files begin in another order for each commit too: where the time
@@ -27,6 +27,11 @@ def commit() -> int:
         return int(said, 16)
     except (OSError, ValueError):  # no git, or no history
         return 0
+
+
+def number_of(given: str) -> int:
+    """Return the number of a shard as `--shard` has it: the commit's where it is empty."""
+    return int(given) if given else commit()
 
 
 def selected(nodeids: list[str], number: int) -> list[int]:

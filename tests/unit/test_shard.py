@@ -44,6 +44,11 @@ def test_the_commit_chooses_and_without_history_it_is_always_the_first(monkeypat
         assert shard.commit() == 0
 
 
+def test_a_number_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "commit", lambda: 255)
+    assert (shard.number_of("3"), shard.number_of("")) == (3, 255)
+
+
 def test_what_has_not_begun_in_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard, "WITHIN_S", 600.0)
     shard.Limit().pytest_runtest_setup()
