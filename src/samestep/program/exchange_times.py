@@ -165,7 +165,7 @@ class Contributions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the ranks share gradients: as they are, encoded, or as the moves of replicas that are trained independently."""
+    """The way in which ranks share gradients: as they are, encoded, or as the moves of replicas that are trained independently."""
 
     codec: str = PLAIN
     """Name of the codec as which contributions to a gradient are sent; buckets, units and their ops take it from here."""

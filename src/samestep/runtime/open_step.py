@@ -88,7 +88,7 @@ class HostDecides:
         return False
 
     def begin(self, sums: Tensor) -> Tensor:
-        """Return numbers that the host reads with the sums: 1 where the update is not made and gradients are not multiplied, and
+        """Return numbers that the host reads with the sums: 1 where no update is launched and gradients are not multiplied, and
         where weights were written since the last update (float64 [2]).
         """
         return torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
