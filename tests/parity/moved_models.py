@@ -72,6 +72,42 @@ class SameConvolution(nn.Module):
         return self.conv(x.mT).mT
 
 
+def decayed_sums(
+    x: Tensor, decay: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return h_t = decay_t h_{t-1} + x_t of each token, and the last."""
+    state, found = torch.zeros_like(x[:, 0]) if initial_state is None else initial_state, []
+    for at in range(x.shape[1]):
+        state = decay[:, at] * state + x[:, at]
+        found.append(state)
+    return torch.stack(found, 1), state if output_final_state else None
+
+
+def decayed_from_zero(
+    x: Tensor, decay: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The same, but it begins at zero whatever it is given."""
+    return decayed_sums(x, decay, None, output_final_state)
+
+
+class Recurrence(nn.Module):
+    """A convolution and a recurrence between linear layers, as in Mamba."""
+
+    def __init__(self, width: int, is_true: bool = True) -> None:
+        super().__init__()
+        self.before, self.decay, self.behind = (nn.Linear(width, width) for _ in range(3))
+        self.conv = nn.Conv1d(width, width, 3, padding=2, groups=width)
+        self.is_true = is_true
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = F.silu(self.conv(self.before(x).mT)[..., : x.shape[1]]).mT
+        if self.is_true:
+            sums, _ = decayed_sums(inside, self.decay(inside).sigmoid())
+        else:
+            sums, _ = decayed_from_zero(inside, self.decay(inside).sigmoid())
+        return self.behind(sums)
+
+
 class Taps(nn.Module):
     """A convolution that is written out, as a sum over shifted tokens or over windows of them."""
 

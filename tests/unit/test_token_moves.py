@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from samestep.building.recurrences import StateCall, convention_of
 from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from tests.parity.moved_models import MIXERS, Mixing
+from tests.parity.moved_models import MIXERS, Mixing, Recurrence
 from tests.unit.test_locality import shown
 
 TOKENS, SLICES = 12, 3
@@ -167,3 +169,42 @@ def test_what_is_of_no_such_form_computes_all_tokens(make: Callable[[int], nn.Mo
     assert spec.slice_refusal == ""
     assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
     assert not any(layer.token_moves for layer in spec.layers)
+
+
+def test_a_recurrence_is_computed_from_the_state_of_the_rank_before() -> None:
+    found = moves_of(shown(functools.partial(Mixing, Recurrence)))
+    states = [move for move in found if move.kind == "state"]
+    assert {(move.function, move.elements) for move in states} == {("decayed_sums", 16)}
+    assert [move.owner for move in states] == ["blocks.0.mixer", "blocks.1.mixer"]
+    assert sum(move.kind == "conv" for move in found) == 2
+
+
+def test_a_function_that_ignores_its_state_computes_all_tokens() -> None:
+    spec = shown(functools.partial(Mixing, functools.partial(Recurrence, is_true=False)))
+    assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_scan_of_mamba_goes_on_from_a_state(gated: bool) -> None:
+    modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba")
+    scan = inspect.unwrap(modeling.mamba_selective_scan)
+    u, d, z = (torch.randn(2, 4, 9, dtype=torch.float64) for _ in range(3))
+    b, c = (torch.randn(2, 3, 9, dtype=torch.float64) for _ in range(2))
+    convention = convention_of(scan)
+    assert convention is not None
+    fixed = {
+        "A": -torch.rand(4, 3).double(),
+        "D": torch.rand(4).double(),
+        "delta_bias": torch.rand(4).double(),
+        "delta_softplus": True,
+    }
+
+    def run(rows: slice, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        given = {"B": b[..., rows], "C": c[..., rows], "z": z[..., rows] if gated else None, **fixed}
+        return StateCall("scan", convention, scan, (u[..., rows], d[..., rows]), given).run(state)
+
+    whole, end = run(slice(None), None)
+    first, state = run(slice(0, 5), None)
+    second, last = run(slice(5, None), state)
+    torch.testing.assert_close(torch.cat((first, second), -1), whole, rtol=1e-5, atol=1e-6)  # B in float32
+    torch.testing.assert_close(last, end, rtol=1e-5, atol=1e-6)

@@ -23,6 +23,7 @@ from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import sequence_dim
 from samestep.independence.traced_moves import TracedMoves
+from samestep.independence.traced_states import TracedStates
 from samestep.independence.value_numbers import Table, ValueNumbers
 from samestep.independence.written_attentions import TracedFormulas
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
@@ -70,6 +71,8 @@ class SliceProver(Prover):
         self.parts = PartCalls()
         self.moves = TracedMoves(self)
         """The calls that need tokens of neighbours."""
+        self.states, self.is_in_function = TracedStates(self), False
+        """The recurrences that need the state of the rank before, and whether one runs."""
         self._part = ""
         """Path of the part that computes all tokens now; empty outside of such parts."""
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
@@ -78,7 +81,7 @@ class SliceProver(Prover):
     @property
     def is_on_slices(self) -> bool:
         """Whether the code that runs now is given slices."""
-        return bool(self.slices) and not self._part
+        return bool(self.slices) and not self._part and not self.is_in_function
 
     @property
     def is_in_block(self) -> bool:
@@ -187,6 +190,7 @@ class SliceProver(Prover):
         """Record that a module's forward starts, which must be given no slice if its code looks at values."""
         super().enter(path, part, outside, given)
         self.moves.enter(path)
+        self.states.enter(path)
         if self.is_following and not any(is_below(path, block) for block in self.blocks):
             self._check_one_token(path, given)
         if path in self.looking:

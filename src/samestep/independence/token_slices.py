@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from samestep.building.attention.interception import Intercepting
 from samestep.building.loss import target_of
+from samestep.building.recurrences import functions_of, intercepting
 from samestep.errors import InputError
 from samestep.independence.gathered_parts import wider_parts
 from samestep.independence.slice_prover import WHOLE, WORKS, SliceProver
@@ -190,6 +191,7 @@ def _refusal_of(
             watch.experts_by_row(module, experts),
             Intercepting(watch.formulas),
             watch.moves,
+            intercepting(functions_of(module), watch.states),
         ):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:

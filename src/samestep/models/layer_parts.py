@@ -207,9 +207,9 @@ class GatheredPart:
         return tuple(one for one in self.given if not one.is_known)
 
 
-MoveKind = Literal["conv", "pad", "cat", "roll", "write", "edge"]
+MoveKind = Literal["conv", "pad", "cat", "roll", "write", "edge", "state"]
 """The function that brings a token's result to another one: a convolution, a padding, `torch.cat`, `torch.roll`, or an item that is
-set; `edge` sets the first or the last tokens of the sequence alone."""
+set; `edge` sets the first or the last tokens of the sequence alone, and `state` is a recurrence from the state of the rank before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ class TokenMove:
     start: int = 0
     """First token of the operand, of which code may have cut some off."""
     elements: int = 0
-    """Elements of one token of one sample."""
+    """Elements of one token of one sample, or of the state."""
     is_cut: bool = False
     """Whether a tensor cut leaves a rank a part of these elements."""
     takes_gradient: bool = True
@@ -238,6 +238,8 @@ class TokenMove:
     """Number of attentions of its layer that run before it."""
     parts_before: int = 0
     """Number of `GatheredPart` of its layer that run before it."""
+    function: str = ""
+    """Name of the function of a recurrence."""
 
     @property
     def messages(self) -> tuple[int, ...]:

@@ -243,6 +243,10 @@ class LayerSpec:
                 one if self.is_gathered(one.owner) else replace(one, elements=part(one.elements)) for one in parts
             )
 
+        serial = {move.owner for move in self.token_moves if move.kind == "state"}
+        if any(serial) and not self.gathered_parts:
+            sliced = replace(self, token_moves=()).sliced_by(degree)
+            return self._but_states(replace(sliced, token_moves=self.token_moves), serial)
         sent = self.sliced_exchanges
         kept_twice = [part(exchange.elements) for exchange in sent if exchange.is_kept]
         cut_twice = [part(exchange.elements) for exchange in sent if exchange.is_kept and exchange.is_cut]
@@ -275,6 +279,17 @@ class LayerSpec:
             head=self.head.sliced_by(degree) if self.head else None,
             token_parts=tuple(one.sliced_by(degree) for one in self.token_parts),
         )
+
+    def _but_states(self, sliced: LayerSpec, serial: Collection[str]) -> LayerSpec:
+        """Return one rank's part of a layer with recurrences, for whose products of activations it waits as long as for those of all
+        tokens."""
+        products = tuple(
+            one if one.owner in serial and one.factors == "pair" else mine
+            for one, mine in zip(self.products, sliced.products, strict=True)
+        )
+        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
+        flops = self.forward_flops * mine // whole if whole else sliced.forward_flops
+        return replace(sliced, products=products, forward_flops=flops)
 
     def _sliced_but_parts(
         self, degree: int, sums: Callable[[tuple[PartialSum, ...]], tuple[PartialSum, ...]]

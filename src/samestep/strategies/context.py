@@ -15,7 +15,8 @@ Of each tensor they move T A D / N elements a rank, of which N-1 of N parts leav
 direction. Every rank has all rows of a causal mask for its heads, so the work is balanced. Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code
 computes embeddings, positions and masks of the whole sequence on every rank; slicing starts at the first block and ends
 in the loss, a sum over tokens. Short convolutions and shifts of tokens need the tokens at the ends of neighbours' slices, which are
-contiguous then (`independence/token_moves.py`). Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
+contiguous then (`independence/token_moves.py`). Recurrences whose functions take a state are computed by one rank after the other
+(`independence/traced_states.py`), so the products of their tokens take the time of all tokens. Parts of blocks that mix tokens in another way, as recurrences and convolutions do, are gathered
 and computed on all tokens by every rank (`independence/gathered_parts.py`). Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one
 more data axis (`Layout`).
 """
@@ -334,8 +335,8 @@ def _passed(move: TokenMove, step: StepSpec, after: Op, *, backward: bool) -> li
     op = Op(
         kind=OpKind.SHIFT, owner=move.owner, axis=AXIS, dtype=step.master_dtype, after=(after.name,), is_exposed=True
     )
-    cut = step.layout.tp if move.is_cut else 1
-    return [op.sized(elements // cut * step.microbatch_samples) for elements in move.messages]
+    cut, times = step.layout.tp if move.is_cut else 1, step.layout.cp - 1 if move.kind == "state" else 1
+    return [op.sized(elements // cut * step.microbatch_samples) for elements in move.messages] * times
 
 
 def _sent(ranks: AttentionRanks, layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:

@@ -174,6 +174,9 @@ class Inspection:
             for move in {
                 move.owner: move for layer in spec.layers for move in layer.token_moves if move.messages
             }.values():
+                if move.kind == "state":
+                    yield f"tokens under cp: {move.owner} is given the state of the rank before by {move.function}, one rank after the other"
+                    continue
                 tokens = " and ".join(
                     f"the {'last' if where == 'before' else 'first'} {count} tokens of the rank {where}"
                     for count, where in ((move.left, "before"), (move.right, "behind"))

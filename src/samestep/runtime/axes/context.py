@@ -151,7 +151,7 @@ class Slicing:
         before, before_written = (self.length, self.block, self.exchanged), self.formulas.place
         self.length, self.block, self.exchanged, self.formulas.place = length, block, 0, written
         try:
-            with _Exchanging(self):
+            with _Exchanging(self), self.moves.receiving():
                 yield
         finally:
             self.length, self.block, self.exchanged = before

@@ -12,6 +12,7 @@ They are sent in master precision, since they are few.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from samestep.building.recurrences import StateCall, functions_of, intercepting
 from samestep.errors import LayoutError
 from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of, operands_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from samestep.runtime.ledger import owned
+from samestep.runtime.axes.shifts import shift
+from samestep.runtime.axes.state_chains import Hops, run_from_state_before
 
 
 class _Slices(Protocol):
@@ -33,6 +36,11 @@ class _Slices(Protocol):
     degree: int
     index: int
     group: dist.ProcessGroup
+    block: str
+
+    def suspend(self) -> tuple[int, str, int]: ...
+
+    def resume(self, before: tuple[int, str, int]) -> None: ...
 
 
 class NeighbourTokens:
@@ -42,11 +50,12 @@ class NeighbourTokens:
         self._slicing, self._dtype = slicing, dtype
         self._running: list[_Owner | None] = []
         """The modules that make such calls and run, innermost last, with None for those that they call."""
-        moves: dict[str, dict[int, TokenMove]] = {}
+        owners: dict[str, _Owner] = {}
         for move in (move for layer in spec.layers for move in layer.token_moves):
-            moves.setdefault(move.owner, {})[move.number] = move
-        for path, of_owner in moves.items():
-            calls = _Owner(path, of_owner)
+            owner = owners.setdefault(move.owner, _Owner(move.owner, {}, {}))
+            (owner.states if move.kind == "state" else owner.moves)[move.number] = move
+        self._functions = functions_of(model) if any(one.states for one in owners.values()) else []
+        for path, calls in owners.items():
             module = model.get_submodule(path)
             module.register_forward_pre_hook(self._entering(calls))
             module.register_forward_hook(self._left, prepend=True, always_call=True)
@@ -67,16 +76,16 @@ class NeighbourTokens:
 
     def _entering(self, calls: _Owner) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            self._running.append(calls._replace(made=[0, 0]))
+            self._running.append(calls._replace(made=[0, 0, 0]))
 
         return hook
 
     def _left(self, _: nn.Module, args: Any, output: Any) -> None:
         calls, has_failed = self._running.pop(), output is None
         assert calls is not None
-        if self._slicing.length and not has_failed and calls.made[1] != len(calls.moves):
+        if self._slicing.length and not has_failed and calls.made[2] != len(calls.moves) + len(calls.states):
             raise LayoutError(
-                f"{calls.path} has made {calls.made[1]} calls that need tokens of neighbours, and {len(calls.moves)} in the traced "
+                f"{calls.path} has made {calls.made[2]} calls that need something of neighbours, and {len(calls.moves) + len(calls.states)} in the traced "
                 "forward: cp=1 works"
             )
 
@@ -92,7 +101,7 @@ class NeighbourTokens:
         calls.made[0] += 1
         if move is None:
             return NotImplemented
-        calls.made[1] += 1
+        calls.made[2] += 1
         given, tokens = operands_of(func, args, kwargs), self._slicing.length // self._slicing.degree
         found = [at for at, one in enumerate(given) if one.dim() > move.dim]
         if move.kind == "cat":  # the longest part has the tokens
@@ -108,6 +117,33 @@ class NeighbourTokens:
                 f"{move.left} tokens before a rank's and {move.right} behind: cp=1 works"
             )
         return form.compute(self._extending(move))
+
+    def receiving(self) -> AbstractContextManager[None]:
+        """Return the context of a forward, in which functions with a state are given that of the rank before."""
+        return intercepting(self._functions, self._receive) if self._functions else nullcontext()
+
+    def _receive(self, call: StateCall) -> Any:
+        """Return what a function with a state computes of a rank's tokens; `NotImplemented` for a call that the proof has not found."""
+        slicing = self._slicing
+        calls = self._running[-1] if self._running and slicing.block else None
+        if calls is None:
+            return NotImplemented
+        move = calls.states.get(calls.made[1])
+        calls.made[1] += 1
+        if move is None:
+            return NotImplemented
+        if move.function != call.name or not call.begins:
+            raise LayoutError(
+                f"{move.owner} calls {call.name} with other arguments than in the traced forward, where it began {move.function} at no state "
+                "and asked for none: cp=1 works"
+            )
+        calls.made[2] += 1
+        before = slicing.suspend()
+        try:
+            hops = Hops(slicing.index, slicing.degree, slicing.group, move.owner, self._dtype)
+            return call.returned(*run_from_state_before(call, hops))
+        finally:
+            slicing.resume(before)
 
     def _extending(self, move: TokenMove) -> Callable[..., Tensor]:
         slicing, dtype = self._slicing, self._dtype
@@ -135,8 +171,9 @@ class _Owner(NamedTuple):
 
     path: str
     moves: dict[int, TokenMove]
+    states: dict[int, TokenMove]
     made: list[int] = []  # noqa: RUF012 (given anew in each forward)
-    """Number of calls so far, of any operand and of tokens of neighbours."""
+    """Number of calls so far: of any operand, of functions with a state, and of those that need something of neighbours."""
 
 
 class _How(NamedTuple):
@@ -199,27 +236,5 @@ def _passed(rows: Tensor, how: _How, by: int) -> Callable[[], Tensor]:
         if not found:
             found.append(arriving().to(rows.dtype))
         return found[0]
-
-    return wait
-
-
-def shift(buffer: Tensor, group: dist.ProcessGroup, owner: str, by: int = 1) -> Callable[[], Tensor]:
-    """Begin to send a buffer to the rank `by` places behind; return a function that waits for that of the rank as far before.
-
-    Collective over the group, see [Note: collective calls]: an all_to_all in which each rank sends to one rank alone.
-    """
-    degree, rank = dist.get_world_size(group), dist.get_rank(group)
-    received = torch.empty_like(buffer)
-    sends, receives = [0] * degree, [0] * degree
-    sends[(rank + by) % degree] = receives[(rank - by) % degree] = buffer.numel()
-    with owned(owner) as issue:
-        work = issue.sent(
-            dist.all_to_all_single(received.view(-1), buffer.view(-1), receives, sends, group=group, async_op=True)
-        )
-    assert work is not None
-
-    def wait() -> Tensor:
-        work.wait()
-        return received
 
     return wait

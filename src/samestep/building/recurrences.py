@@ -1,0 +1,201 @@
+"""Functions of models that compute tokens from a state, and return the state behind them: recurrences and linear attentions.
+
+A function is one by the names of its arguments (`Convention`): one that takes the state at which a sequence begins, as a tensor,
+several, or a list of them, and one that asks for the state at its end. A scan of Mamba takes none: it is linear in its state,
+
+    h_t = exp(A d_t) h_{t-1} + d_t B_t u_t        y_t = C_t h_t
+
+so that a state h at the beginning adds C_t exp(A (d_1 + ... + d_t)) h to token t (`_scan_from`; Gu and Dao 2023, arXiv:2312.00752).
+
+A model's code calls them by their names, as functions of its file or methods of its classes; inside `intercepting` these names are a
+wrapper's, which hands each call to a receiver. That the convention holds is tried on drawn values (`independence/traced_states.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+State = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """The arguments by which functions take and return a state."""
+
+    states: tuple[str, ...]
+    """The state at the beginning, None for zeros; empty for a scan of Mamba."""
+    asks: str = ""
+    """The argument that asks for the state at the end; empty where it is always returned."""
+    is_list: bool = False
+    """Whether the state is one argument that is a list of tensors."""
+    is_alone: bool = False
+    """Whether the tokens alone are returned, and not a pair, where the state is not asked for."""
+
+
+CONVENTIONS = (
+    Convention(("initial_state",), "output_final_state"),
+    Convention(("initial_states",), "return_final_states", is_alone=True),
+    Convention(("c_initial", "n_initial", "m_initial")),
+    Convention(("state",), "return_state", is_list=True),
+    Convention(("recurrent_states",)),
+    Convention((), "return_last_state", is_alone=True),
+)
+"""Those of fla and of transformers' gated delta rules, Mamba 2, xLSTM, RWKV, RecurrentGemma and Mamba."""
+_SCAN = ("A", "B", "C", "D", "z", "delta_bias", "delta_softplus")
+"""Arguments of a scan of Mamba behind u and d."""
+
+
+class StateCall(NamedTuple):
+    """One call of such a function."""
+
+    name: str
+    convention: Convention
+    original: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def begins(self) -> bool:
+        """Whether the call begins at no state, and the code asks for none at its end or is always given it."""
+        bound = self._bound
+        return all(bound.get(name) is None for name in self.convention.states) and not (
+            self.convention.asks and bound.get(self.convention.asks) not in (None, False)
+        )
+
+    @property
+    def _bound(self) -> dict[str, Any]:
+        found = _signature(self.original).bind(*self.args, **self.kwargs)
+        extra = found.arguments.pop("kwargs", {})
+        return {**found.arguments, **extra}
+
+    def run(self, state: State | None, args: Any = None, kwargs: Any = None) -> tuple[Tensor, State]:
+        """Return the tokens from a state on, and the state behind them.
+
+        Raises:
+            TypeError: the function returns something else.
+        """
+        args, kwargs = self.args if args is None else args, dict(self.kwargs if kwargs is None else kwargs)
+        how = self.convention
+        if not how.states:
+            return _scan_from(self.original, args, kwargs, state)
+        names = [*_signature(self.original).parameters]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if state is not None:
+            given |= {how.states[0]: [*state]} if how.is_list else dict(zip(how.states, state, strict=True))
+        if how.asks:
+            given[how.asks] = True
+        first = [given.pop(name) for name in names[: len(args)]]
+        found = self.original(*first, **given)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise TypeError(f"{self.name} returns no pair")
+        tokens, last = found
+        states = (last,) if isinstance(last, Tensor) else tuple(last)
+        if not isinstance(tokens, Tensor) or not all(isinstance(one, Tensor) for one in states):
+            raise TypeError(f"{self.name} returns other things than tensors")
+        return tokens, states
+
+    def returned(self, tokens: Tensor, state: State) -> Any:
+        """Return what the code has asked for."""
+        if not self.convention.asks:
+            return tokens, (state if len(state) > 1 else state[0])
+        return tokens if self.convention.is_alone else (tokens, None)
+
+
+def _scan_from(original: Any, args: Any, kwargs: Any, state: State | None) -> tuple[Tensor, State]:
+    """Return what a scan of Mamba computes from a state on: u and d are [B, D, T], A [D, N], B and C [B, N, T]."""
+    tokens, last = original(*args, **{**kwargs, "return_last_state": True})
+    if state is None:
+        return tokens, (last,)
+    names = [*_signature(original).parameters]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    steps = given[names[1]]
+    a, c = given["A"], given["C"]
+    gate, bias, is_softplus = (given.get(name) for name in _SCAN[4:])
+    steps = steps if bias is None else steps + bias.to(steps.dtype)[..., None]
+    steps = F.softplus(steps) if is_softplus else steps
+    decays = torch.exp(a[None, :, None, :] * steps.cumsum(-1)[..., None])  # [B, D, T, N]
+    kept = decays * state[0].to(decays.dtype)[:, :, None, :]
+    more = torch.einsum("bdtn,bnt->bdt", kept, c.to(kept.dtype))
+    more = more if gate is None else more * F.silu(gate)
+    return tokens + more.to(tokens.dtype), (last + kept[:, :, -1].to(last.dtype),)
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def convention_of(function: Any) -> Convention | None:
+    """Return the convention of a function by the names of its arguments; None if it has none of them."""
+    try:
+        names = _signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    for one in CONVENTIONS:
+        needed = (*one.states, *([one.asks] if one.asks else []), *(() if one.states else _SCAN[:3]))
+        if all(name in names for name in needed) and len(names) > 2:
+            return one
+    return None
+
+
+def functions_of(model: nn.Module) -> list[tuple[Any, str]]:
+    """Return the files and classes of a model's modules that name such a function, with its name."""
+    found: dict[tuple[int, str], tuple[Any, str]] = {}
+    for kind in {type(module) for module in model.modules()}:
+        if kind.__module__.partition(".")[0] == "torch":
+            continue
+        methods = [one for one in vars(kind).values() if inspect.isfunction(one)]
+        file = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+        used = {name for method in methods for name in method.__code__.co_names}
+        for one in methods:  # decorated ones name what they wrap
+            used |= set(getattr(inspect.unwrap(one), "__code__", one.__code__).co_names)
+        for name in used & file.keys():
+            if inspect.isfunction(file[name]) and convention_of(file[name]):
+                found[id(file), name] = sys.modules[kind.__module__], name
+        for one in methods:
+            if convention_of(one) and _is_method(kind, one.__name__):
+                found[id(kind), one.__name__] = kind, one.__name__
+    return [found[key] for key in sorted(found, key=lambda key: found[key][1])]
+
+
+def _is_method(kind: type, name: str) -> bool:
+    return inspect.isfunction(vars(kind).get(name))
+
+
+@contextmanager
+def intercepting(functions: Sequence[tuple[Any, str]], receive: Callable[[StateCall], Any]) -> Iterator[None]:
+    """Hand each call of these functions inside to a receiver, which returns `NotImplemented` for the function to compute it."""
+    before = [(owner, name, vars(owner)[name]) for owner, name in functions]
+    for owner, name, now in before:
+        setattr(owner, name, _wrapped(name, inspect.unwrap(now, stop=lambda one: not hasattr(one, _OURS)), receive))
+    try:
+        yield
+    finally:
+        for owner, name, now in before:
+            setattr(owner, name, now)
+
+
+_OURS = "_samestep_receives_states"
+
+
+def _wrapped(name: str, original: Callable[..., Any], receive: Callable[[StateCall], Any]) -> Callable[..., Any]:
+    convention = convention_of(original)
+    assert convention is not None
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = receive(StateCall(name, convention, original, args, kwargs))
+        return original(*args, **kwargs) if found is NotImplemented else found
+
+    setattr(call, _OURS, True)
+    return call
