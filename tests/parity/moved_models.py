@@ -87,7 +87,10 @@ def decayed_from_zero(
     x: Tensor, decay: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The same, but it begins at zero whatever it is given."""
-    return decayed_sums(x, decay, None, output_final_state)
+    found = [x[:, 0]]
+    for at in range(1, x.shape[1]):
+        found.append(decay[:, at] * found[-1] + x[:, at])
+    return torch.stack(found, 1), found[-1] if output_final_state else None
 
 
 class Recurrence(nn.Module):
