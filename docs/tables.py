@@ -336,7 +336,7 @@ TECHNIQUES = (
     ),
     ("whole updates (Muon)", "strategies/whole_update.py runtime/weights/owning.py runtime/optimizers/update_rule.py"),
     ("packed states (8 bits)", "runtime/optimizers/packed_states.py program/state_blocks.py"),
-    ("compiled blocks", "runtime/axes/compiled_blocks.py"),
+    ("compiled blocks and models", "runtime/axes/compiled_blocks.py strategies/whole_graph.py"),
     ("packed documents", "datasets/documents.py building/packed_positions.py building/attention/by_document.py"),
     (
         "attention",

@@ -383,8 +383,9 @@ class RunTable(Table):
     """Number of times that the workers are started again, from the newest checkpoint, after one of them failed."""
     hang_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 120.0
     """Seconds for which all ranks may stand still in a step after the first one, or 10 median steps, before they are ended; and for which one may not answer, in a save too."""
-    compile: Literal["none", "blocks"] = "none"
-    """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
+    compile: Literal["none", "blocks", "model"] = "none"
+    """`blocks` runs each block as a graph of `torch.compile` in training forwards, and `model` the whole forward, in layouts
+    whose ranks hold all weights; the first step compiles them."""
     compile_backend: str = "inductor"
     """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
     compile_mode: CompileMode = "default"

@@ -32,11 +32,12 @@ from tests.models import LENGTH, Tokens
 Case = tuple[Observed, list[str], int]
 """What a rank has observed, its run's remarks, and the number of its graphs."""
 ONE_GRAPH = "run.compile: 2 blocks as 1 graph of aot_eager, with 0 islands, compiled in "
+ONE_MODEL = "run.compile: the model as 1 graph of aot_eager, with 0 islands, compiled in "
 
 
-def job_of(backend: str, precision: str = "float64", **train: Any) -> Job:
-    """The job of `clipped`, with compiled blocks unless the backend is empty."""
-    run = {"compile": "blocks", "compile_backend": backend} if backend else {}
+def job_of(backend: str, precision: str = "float64", part: str = "blocks", **train: Any) -> Job:
+    """The job of `clipped`, with compiled blocks, or a whole model, unless the backend is empty."""
+    run = {"compile": part, "compile_backend": backend} if backend else {}
     return Job(**{**clipped(precision, **train).model_dump(), "run": run})
 
 
@@ -48,7 +49,7 @@ def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Case:
 
 
 def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> list[list[str]]:
-    """Hold a layout with compiled blocks against one device without, and what is sent against the program; return the ranks' remarks."""
+    """Hold a layout with graphs against one device without, and what is sent against the program; return the ranks' remarks."""
     seen: list[Case] = on_ranks(layout, observed, model, job_of(backend, **train))
     assert_same([one for one, _, _ in seen], reference(model, job_of("", **train)), TOLERANCE)
     assert_ledger([one for one, _, _ in seen], layout)
@@ -63,6 +64,7 @@ def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> list[
     [
         ("dp=2 zero=3 microbatch=2", "plain_with_dropout"),
         ("tp=2 sequence_parallel recompute=full", "llama"),
+        ("tp=2 recompute=selective", "gpt2_with_dropout"),
         *(
             pytest.param(layout, model, marks=pytest.mark.nightly)
             for layout, model in [
@@ -73,6 +75,9 @@ def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> list[
                 ("dp=2 zero=3 recompute=full", "gpt2_with_dropout"),
                 ("tp=2", "gpt2_with_dropout"),
                 ("tp=2 dp=1 pp=2 microbatch=2", "llama"),
+                ("tp=2 sequence_parallel recompute=selective", "llama"),
+                ("dp=2 zero=3 recompute=selective", "llama"),
+                ("dp=1 pp=2 microbatch=2 recompute=selective", "plain_with_dropout"),
             ]
         ),
     ],
@@ -88,6 +93,32 @@ def test_a_layout_of_graphs_is_one_device_without(layout, model):
 def test_blocks_under_tp_are_one_graph_without_islands(layout, model):
     for remarks in prove_compiled(layout, model, "aot_eager"):
         assert remarks[0].startswith(ONE_GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("dp=2 zero=1 microbatch=2 recompute=full", "plain_with_dropout"),
+        *(
+            pytest.param(layout, model, marks=pytest.mark.nightly)
+            for layout, model in [
+                ("dp=2", "llama"),
+                ("dp=2 recompute=selective", "llama"),
+                ("dp=2 zero=1 microbatch=2", "gpt2_with_dropout"),
+                ("dp=2 zero=1 offload", "plain"),
+            ]
+        ),
+    ],
+)
+def test_a_whole_model_is_one_graph_and_one_device_without(layout, model):
+    for remarks in prove_compiled(layout, model, "aot_eager", part="model"):
+        assert remarks[0].startswith(ONE_MODEL)
+
+
+@pytest.mark.nightly
+def test_a_head_whose_logits_are_computed_in_chunks_is_an_island_of_a_whole_model():
+    for remarks in prove_compiled("dp=2 recompute=full loss_chunk=4", "llama", "aot_eager", part="model"):
+        assert "the model as 1 graph of aot_eager, with 2 islands" in remarks[0]
 
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=8", pytest.param("dp=2 ep=2", marks=pytest.mark.nightly)])
@@ -125,15 +156,51 @@ def test_graphs_without_fusion_give_the_same_bits(model, precision):
     assert graphs == 1
 
 
-@pytest.mark.parametrize("model", ["gpt2_with_dropout", pytest.param("llama", marks=pytest.mark.nightly)])
-def test_graphs_of_batches_of_changing_shapes_are_compiled(model):
+@pytest.mark.parametrize(
+    ("part", "model"),
+    [
+        ("blocks", "gpt2_with_dropout"),
+        pytest.param("blocks", "llama", marks=pytest.mark.nightly),
+        ("model", "plain_with_dropout"),
+        pytest.param("model", "gpt2_with_dropout", marks=pytest.mark.nightly),
+    ],
+)
+def test_graphs_of_batches_of_changing_shapes_are_compiled(part, model):
     """Torch makes sizes that have changed symbols, of which masks and the scores of attention are made in a graph, too."""
-    tokens, runs = Tokens(), [make_run(0, 1, model, "dp=1", job_of(backend)) for backend in ("aot_eager", "")]
+    compiled_job = job_of("aot_eager", part=part)
+    tokens, runs = Tokens(), [make_run(0, 1, model, "dp=1", job) for job in (compiled_job, job_of(""))]
     for samples, length in ((4, LENGTH), (4, LENGTH - 3), (2, LENGTH - 5)):
         batch = {"input_ids": tokens.input_ids[:samples, :length], "labels": tokens.labels[:samples, :length]}
         compiled, plain = (run.step(batch).loss for run in runs)
         assert compiled == pytest.approx(plain, rel=1e-12)
     assert not runs[0].assembly.model.compiled.compiler.uncompiled
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "backend", "precision"),
+    [
+        ("dp=1 recompute=selective", "gpt2_with_dropout", "aot_eager", "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                ("dp=1", "llama", "aot_eager", "float32"),
+                ("dp=1 microbatch=2", "llama", "eager", "bf16"),
+                ("dp=1 microbatch=2", "gpt2_with_dropout", "aot_eager", "float32"),
+                ("dp=1 recompute=full", "llama", "aot_eager", "bf16"),
+                ("dp=1 recompute=selective", "plain_with_dropout", "eager", "float32"),
+                ("dp=1 recompute=full", "plain_with_statistics", "aot_eager", "float32"),
+                ("dp=1", "own_batch_norm", "aot_eager", "float32"),
+            ]
+        ),
+    ],
+)
+def test_a_whole_model_without_fusion_gives_the_same_bits(layout, model, backend, precision):
+    with_graph, remarks, graphs = observed(0, 1, model, layout, job_of(backend, precision, "model"))
+    without, _, _ = observed(0, 1, model, layout, job_of("", precision))
+    assert with_graph.losses == without.losses
+    assert all(torch.equal(a, b) for a, b in zip(bits(with_graph), bits(without), strict=True))
+    assert remarks == [line for line in remarks if line.startswith(ONE_MODEL.replace("aot_eager", backend))]
+    assert graphs == 1
 
 
 def test_a_run_with_graphs_resumes_one_without_and_evaluates_alike(tmp_path: Path):

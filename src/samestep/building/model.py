@@ -187,7 +187,7 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
             raise ModelError(_unfit(model, batch, accepted.names))
         if own.items:
             given["num_items_in_batch"] = own.items
-        with nullcontext() if plainly else packed_documents(inner):
+        with nullcontext() if plainly else packed_documents(inner, are_given="position_ids" in given):
             return model(**given)
     if isinstance(batch, (tuple, list)) and not is_of_samples(batch):
         inputs = tuple(batch) if own.is_given_labels else (batch[0], *batch[2:])

@@ -38,10 +38,11 @@ _UNPACKED: weakref.WeakKeyDictionary[nn.Module, set[torch.Size]] = weakref.WeakK
 
 
 @contextmanager
-def packed_documents(model: nn.Module) -> Iterator[None]:
+def packed_documents(model: nn.Module, *, are_given: bool = True) -> Iterator[None]:
     """Attend document by document where `model` packs them, while the body of the `with` statement runs.
 
-    Whether documents are packed is asked once for each shape of positions that a model of transformers makes itself.
+    Whether documents are packed is asked once for each shape of positions that a model of transformers makes itself. A graph of a
+    compiler, which cannot ask, packs none unless positions `are_given`, and leaves the question outside if they are.
     """
     masking, attention = sys.modules.get(_MODULE), sys.modules.get(_ATTENTION)
     named = ((masking, (_FOUND, _JOINED, _MASKS, _CAUSAL, _WINDOWED)), (attention, (_SHARED,)))
@@ -56,7 +57,8 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
     dense = masks["sdpa"]
     try:
         if type(model).__module__.startswith("transformers.models."):
-            setattr(masking, _FOUND, functools.partial(_find_documents, found, _UNPACKED.setdefault(model, set())))
+            unpacked = _UNPACKED.setdefault(model, set())
+            setattr(masking, _FOUND, _FindsDocuments(found, unpacked, are_given))
         setattr(masking, _JOINED, functools.partial(_mask_within_documents, joined, getattr(masking, _CAUSAL)))
         setattr(masking, _WINDOWED, lambda window: _Window(windowed(window), window))
         masks["sdpa"] = functools.partial(_mask, dense)
@@ -68,19 +70,28 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
         setattr(masking, _FOUND, found)
 
 
-def _find_documents(
-    asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor
-) -> Tensor | None:
-    """Return the document of each token, as transformers' function does: None where no documents are packed."""
-    is_one_row = (
-        positions.dim() == 2 and not positions.is_meta and _is_for_all(positions)
-    )  # traces see the same each time
-    if is_one_row and positions.shape in unpacked:
-        return None
-    found = asked(positions)
-    if is_one_row and found is None:
-        unpacked.add(positions.shape)
-    return found
+@dataclass(frozen=True, eq=False)
+class _FindsDocuments:
+    """Transformers' function that returns the document of each token, None where no documents are packed.
+
+    A graph is made again where a field that it reads has changed, so it reads none that grows.
+    """
+
+    asked: Callable[[Tensor], Tensor | None]
+    unpacked: set[torch.Size]
+    are_given: bool
+
+    def __call__(self, positions: Tensor) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self.asked)(positions) if self.are_given else None
+        # traces see the same each time
+        is_one_row = positions.dim() == 2 and not positions.is_meta and _is_for_all(positions)
+        if is_one_row and positions.shape in self.unpacked:
+            return None
+        found = self.asked(positions)
+        if is_one_row and found is None:
+            self.unpacked.add(positions.shape)
+        return found
 
 
 def _is_for_all(positions: Tensor) -> bool:

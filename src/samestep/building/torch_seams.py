@@ -216,9 +216,13 @@ class DispatchMode(TorchDispatchMode):
 def disable_current_modes() -> AbstractContextManager[Any]:
     """Return a context without the dispatch modes that are active, but with those of a compiler that traces; it costs nothing where
     there are none."""
-    if not num_dispatch_modes() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None:
-        return nullcontext()
-    return _disable_current_modes()
+    return nullcontext() if not num_dispatch_modes() or graph_is_made() else _disable_current_modes()
+
+
+def graph_is_made() -> bool:
+    """Return whether a compiler runs operations on stand-ins, to make a graph of them."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FUNCTIONAL, keys.PROXY))
 
 
 def disable_compiler() -> AbstractContextManager[object]:

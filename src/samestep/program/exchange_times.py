@@ -194,7 +194,7 @@ class Sharing:
         has_blocks = codec is not None and codec.has_blocks
         return cls(
             codec=PLAIN if codec is None else codec.name,
-            backend=job.run.compile_backend if job.run.compile == "blocks" else "",
+            backend=job.run.compile_backend if job.run.compile != "none" else "",
             replicas=numerics.replicas,
             every=numerics.exchange_every,
             parts=parts_of(model, numerics.exchange_parts),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from samestep.job import Job
 from samestep.job_tables import Precision, Waiver
@@ -54,8 +54,8 @@ class StepSpec:
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
     loss_over_batch: bool = False
     """Whether the loss sees the outputs of all samples of the step."""
-    compiles_blocks: bool = False
-    """Whether blocks run as graphs of `torch.compile`."""
+    compile: Literal["none", "blocks", "model"] = "none"
+    """The part of a model that runs as a graph of `torch.compile`."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
@@ -98,7 +98,7 @@ class StepSpec:
             stage=stage,
             replica=replica,
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
-            compiles_blocks=job.run.compile == "blocks",
+            compile=job.run.compile,
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             states=HeldStates.of(model, job, BYTES_OF[_master_dtype(job.numerics.precision)]),
@@ -207,6 +207,18 @@ class StepSpec:
     def replicas_each(self) -> int:
         """The number of replicas that a rank trains one after the other, each with separate weights and states."""
         return self.contributions.each if self.sharing.trains_apart and self.contributions is not None else 1
+
+    @property
+    def one_graph(self) -> str:
+        """What runs as one graph, in words of a refusal; empty where nothing is compiled."""
+        part = {"none": "", "blocks": "a block", "model": "the model"}[self.compile]
+        return part and f"run.compile = {self.compile!r} makes one graph of {part}"
+
+    @property
+    def repeats_in_graphs(self) -> bool:
+        """Whether blocks that are recomputed are repeated by a graph that contains their forward and backward."""
+        kept = self.layout.recompute
+        return (self.compile, kept) == ("blocks", "selective") or (self.compile == "model" and kept in ("full", "selective"))
 
     @property
     def is_mixed(self) -> bool:

@@ -100,12 +100,27 @@ class _GraphSource:
         return _RUNNING[-1].source.refuse(reason) if _RUNNING else ValueError(reason)
 
 
-def replace_dropouts(graph: torch.fx.Graph, names: Mapping[int, str]) -> str:
+def parts_of(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
+    """Yield a traced graph and the graphs in it: of blocks that are recomputed."""
+    return (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
+
+
+def _nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """Yield the nodes of a graph, and of those in it where they are called, in the order in which they run."""
+    for node in graph.graph.nodes:
+        inner = getattr(graph, node.target, None) if node.op == "get_attr" else None
+        if isinstance(inner, torch.fx.GraphModule):
+            yield from _nodes(inner)
+        else:
+            yield node
+
+
+def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> str:
     """Replace the dropouts of a traced block, whose modules have these paths in it by their `id`; return why that is not possible,
     or nothing."""
     draws: dict[tuple[str, str], int] = {}
     calls: dict[str, list[tuple[str, str]]] = {}
-    for node in graph.nodes:
+    for node in _nodes(graph):
         if node.op != "call_function" or node.target not in DROPPING:
             continue
         p = _probability(node.target, node.args, node.kwargs)
@@ -122,8 +137,18 @@ def replace_dropouts(graph: torch.fx.Graph, names: Mapping[int, str]) -> str:
         mine = calls.setdefault(within, [])
         if one not in mine:
             mine.append(one)
-        node.target = functools.partial(HANDLERS[node.target], _GraphSource(within, mine.index(one), draw), node.target)
+        node.target = _drawing(node.target, _GraphSource(within, mine.index(one), draw))
     return ""
+
+
+def _drawing(function: Callable[..., Any], source: _GraphSource) -> Callable[..., Any]:
+    """Return the replacement of a dropout in a graph, under the name of that dropout."""
+
+    @functools.wraps(function)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        return HANDLERS[function](source, function, *args, **kwargs)
+
+    return drawn
 
 
 def _probability(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

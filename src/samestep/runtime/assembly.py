@@ -275,11 +275,14 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
     norms = batch_norm.shared_samples(model, program, mesh)
     deferred = Deferred(traced, program)
     folded_hooks.fold(model, program)
+    if program.step.repeats_in_graphs:
+        recompute.apply(model, program, mesh.device)
     compiled = compile_blocks(traced, program, decided.job.run)
     dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)
     dropout.place_samples(model, decided.spec.masks)
-    recompute.apply(model, program, mesh.device)
+    if not program.step.repeats_in_graphs:
+        recompute.apply(model, program, mesh.device)
     return _AppliedAxes(slicing, norms, compiled, deferred)
 
 

@@ -112,6 +112,9 @@ class Ledger(DispatchMode):
         self._group_of = group_of or _name_of
         self._labels: list[str | None] = []
 
+    supports_higher_order_operators = True
+    """Whether it is given operations of graphs that run another one, such as one that keeps the state of a generator. None sends."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled blocks run compiled: what communicates in a graph is an operation of ours, which is looked into."""
@@ -120,6 +123,8 @@ class Ledger(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "higher_order":
+            return func(*args, **(kwargs or {}))
         if func.namespace == "samestep" and (carry_out := SENDING.get(func._schema.name)) is not None:
             with self:
                 return carry_out(*args)

@@ -40,16 +40,18 @@ from samestep.strategies import (
     shard,
     tensor,
     whole_batch,
+    whole_graph,
     whole_update,
 )
 
-# The order matters. `chunked_loss` leaves the last layer a chunk of its logits, `chunked_mlp` blocks a chunk of their MLPs; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
+# The order matters. `whole_graph` only refuses; `chunked_loss` leaves the last layer a chunk of its logits, `chunked_mlp` blocks a chunk of their MLPs; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
 # sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated, `coupled_samples` only refuses,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
 # `host_weights` copies weights to the device in front of what reads them, `whole_batch` repeats the forwards that are written by then,
 # and `host_inputs` copies what the others keep.
 STACK: tuple[ModuleType, ...] = (
+    whole_graph,
     precision,
     chunked_loss,
     chunked_mlp,
@@ -84,6 +86,7 @@ def _updates_whole(model: ModelSpec) -> bool:
 
 
 _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
+    whole_graph: lambda step: step.compile == "model",
     precision: lambda step: step.product_dtype != "float32",
     chunked_loss: lambda step: step.layout.loss_chunk is not None,
     chunked_mlp: lambda step: step.layout.mlp_chunk is not None,

@@ -49,11 +49,8 @@ def refusal(step: StepSpec) -> str | None:
         )
     if layout.dp > 1 and model.differentiates_at:
         return f"{who} takes values over ranks (samestep.batch_sum), and {gradients_within(model)}: one rank works"
-    if layout.dp > 1 and step.compiles_blocks:
-        return (
-            f"{who} takes values over ranks (samestep.batch_sum), and run.compile = 'blocks' makes one graph of a block: "
-            "run.compile = 'none' works"
-        )
+    if layout.dp > 1 and step.one_graph:
+        return f"{who} takes values over ranks (samestep.batch_sum), and {step.one_graph}: run.compile = 'none' works"
     return None
 
 

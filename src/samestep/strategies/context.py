@@ -57,10 +57,10 @@ LEAST_TOKENS = 2
 def refusal(step: StepSpec) -> str | None:
     """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
-    if step.compiles_blocks:
+    if step.one_graph:
         return (
-            f"cp={degree} exchanges heads for tokens in the middle of a block, and run.compile = 'blocks' makes one graph "
-            "of a block: cp=1 works, and so does run.compile = 'none'"
+            f"cp={degree} exchanges heads for tokens in the middle of a block, and {step.one_graph}: "
+            "cp=1 works, and so does run.compile = 'none'"
         )
     if at := model.picks_at:
         return f"cp={degree}: shapes or branches at {at} depend on values: cp=1 works"

@@ -59,10 +59,10 @@ def refusal(step: StepSpec) -> str | None:
         return "virtual_stages needs pp > 1" if layout.virtual_stages > 1 else None
     if layout.virtual_stages > 1 and not SCHEDULES[layout.schedule].takes_chunks:
         return f"virtual_stages={layout.virtual_stages} needs {schedules.taking_chunks()}, not {layout.schedule}"
-    if step.splits_backward and step.compiles_blocks:
+    if step.splits_backward and step.one_graph:
         return (
-            f"schedule={layout.schedule} takes the backward of linear layers apart, and run.compile = 'blocks' makes one "
-            "graph of a block: schedule=1f1b works, and so does run.compile = 'none'"
+            f"schedule={layout.schedule} takes the backward of linear layers apart, and {step.one_graph}: "
+            "schedule=1f1b works, and so does run.compile = 'none'"
         )
     if step.model.varies_at and not step.model.varies_within:
         varies = f"stages send tensors of one shape, and shapes at {step.model.varies_at} depend on values"

@@ -25,11 +25,6 @@ _OF_TOKENS = "cp"
 
 def refusal(step: StepSpec) -> str | None:
     """Return why blocks cannot be recomputed: there are none, they are graphs, or the model goes back through them twice."""
-    if step.layout.recompute == "selective" and step.compiles_blocks:
-        return (
-            "recompute=selective keeps results within a block, and run.compile = 'blocks' makes one graph of it: "
-            "recompute=full works, and so does run.compile = 'none'"
-        )
     if step.layout.recompute != "none" and not any(layer.is_block for layer in step.model.layers):
         return (
             f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "
@@ -61,7 +56,8 @@ def apply(program: Program) -> Program:
                 repeated = op.but(kind=OpKind.RECOMPUTE, flops=0 if recompute == "selective" else flops)
                 # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
-                sums = sums_of.get(op.layer, [])
+                # A graph that contains both passes keeps what other ranks have sent.
+                sums = [] if program.step.repeats_in_graphs else sums_of.get(op.layer, [])
                 joins, split = _whole_parts(program.step, layers[op.layer])
                 tensor_sums = [part for part in sums if not _is_exchange(part) and part.owner not in joins]
                 repeats_all = layers[op.layer].repeats_last_sum or _is_one_graph(program.step, layers[op.layer])
@@ -87,7 +83,7 @@ def _is_exchange(op: Op) -> bool:
 
 def _is_one_graph(step: StepSpec, layer: LayerSpec) -> bool:
     """Return whether a block runs as one graph, of which a repeated forward repeats all, before its backward begins."""
-    return step.compiles_blocks and not layer.dispatches
+    return step.compile != "none" and not layer.dispatches
 
 
 def _whole_parts(step: StepSpec, layer: LayerSpec) -> tuple[tuple[str, ...], str]:

@@ -127,7 +127,7 @@ class RunLog:
             self.say(f"step {first} was the last step: nothing is left to train")
         elif job.run.compile != "none":
             self.say(
-                f"run.compile: step {first + 1} compiles the blocks by {job.run.compile_backend}, which takes a while"
+                f"run.compile: step {first + 1} compiles the {job.run.compile} by {job.run.compile_backend}, which takes a while"
             )
 
     def end(self, evaluated: Evaluations, losses: Mapping[str, float], accuracy: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that run as graphs of `torch.compile` (`run.compile = "blocks"`): what is computed, and where, stays as it is.
+"""Blocks, or a whole model, that run as graphs of `torch.compile` (`run.compile`): what is computed, and where, stays as it is.
 
 The forward of each block of this rank is replaced by its compiled form. Its hooks are not, so what a layout does around a
 block (gather weights, receive, count calls) stands outside of the graph. What it does inside is in the graph: casts, and the
@@ -13,6 +13,8 @@ island             └► attention ──┘
 Dropout masks come from an operation of the graph (`graph_draws.py`). Modules that draw other random numbers, or masks that are too
 large to be kept, are islands without a graph; and so are experts, whose shapes depend on values. A graph holds no function mode of dropout.
 
+With `run.compile = "model"` the one block is the model, whose path is empty (`strategies/whole_graph.py` has the layouts).
+
 Graphs are for training forwards. Without gradients (held-out loss, samples, the canary) the same modules run as they are,
 and so they do while they are searched for one at fault. What the compiler cannot take runs uncompiled, and a line says why.
 """
@@ -20,6 +22,7 @@ and so they do while they are searched for one at fault. What the compiler canno
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import time
 import warnings
@@ -49,7 +52,7 @@ from samestep.building.torch_seams import (
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
-from samestep.models.spec import MaskSpec
+from samestep.models.spec import MaskSpec, is_below
 from samestep.program.program import Program
 from samestep.randomness import graph_draws
 from samestep.randomness.mask_source import MaskSource
@@ -73,14 +76,16 @@ class _Compiler:
         self.label = name if mode == "default" else f"{name} ({mode})"
         """The backend as lines of a run name it."""
         self._backends: dict[Structure, Callable[..., Any]] = {}
-        self.running = ""
-        """The path of the module whose graph runs."""
+        self.running: str | None = None
+        """The path of the module whose graph runs; that of a model is empty."""
         self.modules: dict[int, str] = {}
         """The paths of the modules in it, by their `id`."""
         self.num_graphs = self.num_again = 0
         """All graphs, and those of code that had been compiled before."""
         self.drawing: Set[str] = frozenset()
         """The paths of modules that draw masks."""
+        self.why_whole = ""
+        """Why each module that is compiled must be one graph, if it must."""
         self.breaks_before = 0
         """The breaks of all graphs before the module's call."""
         self.uncompiled: dict[str, str] = {}
@@ -98,14 +103,15 @@ class _Compiler:
         code = None if compilation is None else compilation.frame_id
         self.num_again += code in self._codes
         self._codes.add(code)
-        rank_crossings.share(graph.graph)
-        if num_graph_breaks() > self.breaks_before and self._draws():
-            # The graphs of one call do not know of each other, so masks behind a break would be counted anew. Nothing has run yet.
-            raise dynamo().exc.TorchDynamoException("it draws masks of dropout, and its graph breaks")
-        unnamed = graph_draws.replace_dropouts(graph.graph, self.modules)
+        for part in graph_draws.parts_of(graph):
+            rank_crossings.share(part.graph)
+        if num_graph_breaks() > self.breaks_before and (reason := self._why_whole()):
+            raise dynamo().exc.TorchDynamoException(f"{reason}, and its graph breaks")  # nothing has run yet
+        unnamed = graph_draws.replace_dropouts(graph, self.modules)
         if unnamed:
             raise dynamo().exc.TorchDynamoException(unnamed)
-        graph.recompile()
+        for part in graph_draws.parts_of(graph):
+            part.recompile()
         try:
             with warnings.catch_warnings():  # torch's code warns when inductor imports it to compile
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -113,23 +119,27 @@ class _Compiler:
         except dynamo().exc.TorchDynamoException:
             raise  # by which the compiler begins anew
         except Exception as error:
-            self.uncompiled[self.running] = f"{self.name} fails for it and its like: {_first_line(error)}"
+            self.uncompiled[self.running or ""] = f"{self.name} fails for it and its like: {_first_line(error)}"
             return graph.forward
         self.num_graphs += 1
         return made
 
-    def _draws(self) -> bool:
-        return any(path == self.running or path.startswith(f"{self.running}.") for path in self.drawing)
+    def _why_whole(self) -> str:
+        """Return why the module that runs must be one graph, if it must."""
+        if any(is_below(path, self.running or "") for path in self.drawing):
+            return "it draws masks of dropout"  # which would be counted anew in each graph of one call
+        return self.why_whole
 
 
 class CompiledBlocks:
-    """The blocks of this rank that run as graphs, and the results of their compilation."""
+    """The blocks of this rank, or its model, that run as graphs, and the results of their compilation."""
 
-    def __init__(self, backend: str = "", mode: str = "default") -> None:
+    def __init__(self, backend: str = "", mode: str = "default", *, is_whole: bool = False) -> None:
         self.in_graph: Set[nn.Module] = set()
         """Modules whose calls a graph contains, so that a hook on them would not run."""
         self.num_blocks = 0
-        """Blocks that run as graphs."""
+        """Blocks that run as graphs; 1 for a whole model."""
+        self._is_whole = is_whole
         self.compiler = _Compiler(backend, mode)
         self.seconds = 0.0
         """The time of all calls in which something was compiled."""
@@ -170,14 +180,16 @@ class CompiledBlocks:
         made, lines = self.compiler, []
         if made.num_graphs > graphs:
             again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
+            part = "the model" if self._is_whole else _pluralise(self.num_blocks, "block")
             lines.append(
-                f"run.compile: {_pluralise(self.num_blocks, 'block')} as {_pluralise(made.num_graphs, 'graph')} of {made.label}"
+                f"run.compile: {part} as {_pluralise(made.num_graphs, 'graph')} of {made.label}"
                 f"{again}, with {_pluralise(self.num_breaks, 'island')}, compiled in {self.seconds:.1f} s"
             )
         reasons: dict[str, list[str]] = {}
         for path, reason in [*made.uncompiled.items()][left:]:
             reasons.setdefault(reason, []).append(path)
-        for reason, paths in reasons.items():
+        for reason, found in reasons.items():
+            paths = [path or "the model" for path in found]
             others = f" and {len(paths) - 1} more run" if len(paths) > 1 else " runs"
             lines.append(f"run.compile: {paths[0]}{others} uncompiled: {reason}")
         return lines
@@ -209,12 +221,12 @@ class CompiledBlocks:
             except dynamo().exc.TorchDynamoException as error:
                 reason = f"it cannot be compiled: {_first_line(getattr(error, 'inner_exception', error))}"
                 if self._num_islands > islands:  # to run it once more would communicate twice
-                    raise ModelError(f'{path}: {reason}: run.compile = "none" works') from None
+                    raise ModelError(f'{path or "the model"}: {reason}: run.compile = "none" works') from None
                 compiler.uncompiled[path] = reason
                 return forward(*args, **kwargs)
             finally:
                 compiler.running, compiler.modules, compiler.breaks_before = outer
-                if not outer[0] and compiler.num_graphs > graphs:
+                if outer[0] is None and compiler.num_graphs > graphs:
                     self.seconds += time.perf_counter() - began
 
         return call
@@ -278,7 +290,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) -> CompiledBlocks:
-    """Replace the forward of each block of this rank by its compiled form, if the job asks for it.
+    """Replace the forward of each block of this rank, or of its model, by its compiled form, if the job asks for it.
 
     Call it when the axes have put their hooks on the modules, and before hooks that report each module's forward: those
     must be left off the modules `in_graph`.
@@ -291,16 +303,17 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         return CompiledBlocks()
     check(settings)
     _prepare_compiler()
-    blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode)
-    blocks.compiler.drawing = {mask.owner for mask in program.step.model.masks}
-    model = traced.module
-    uncompiled = {
-        mask.owner: reason for mask in program.step.model.masks if (reason := _kept_out(mask, model, program))
-    }
+    blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode, is_whole=settings.compile == "model")
+    model, step = traced.module, program.step
+    blocks.compiler.drawing = {mask.owner for mask in step.model.masks}
+    uncompiled = {mask.owner: reason for mask in step.model.masks if (reason := _kept_out(mask, model, program))}
     uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
-    units = {path for unit in program.units for path in unit.modules}
+    heads = set(_pending_head(program))
+    uncompiled |= dict.fromkeys(heads, "its logits are computed in chunks")
+    units = {path for unit in program.units for path in unit.modules} | {one.path for one in program.host_modules}
     in_graph: set[nn.Module] = set()
     seen: set[nn.Module] = set()
+    islands: list[str] = []
 
     def enter(path: str, module: nn.Module) -> None:
         """Compile a module's forward, but for the islands in it."""
@@ -312,7 +325,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         """Add the modules in a module to its graph, or turn them into islands; yield the properties that distinguish
         them."""
         for name, child in module.named_children():
-            inner = f"{path}.{name}"
+            inner = f"{path}.{name}" if path else name
             _refuse_compiled(inner, child)
             own = vars(child).get("forward")
             yield inner.count("."), name, type(child), getattr(own, "__code__", own)
@@ -321,12 +334,13 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
                 if has_graph and child not in seen:
                     enter(inner, child)
                 blocks.outside(child)
+                islands.append(inner)
                 yield "island"
             else:
                 in_graph.add(child)
                 yield from inside(inner, child)
 
-    for path in _paths_of_blocks(program):
+    for path in [""] if settings.compile == "model" else _paths_of_blocks(program):
         block = model.get_submodule(path)
         _refuse_compiled(path, block)
         if path in uncompiled:
@@ -334,6 +348,10 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         elif block not in seen:
             blocks.num_blocks += 1
             enter(path, block)
+    if settings.compile == "model":
+        _compile_one(blocks.compiler, [(path, uncompiled.get(path)) for path in islands if path not in heads], heads)
+    elif step.repeats_in_graphs:
+        blocks.compiler.why_whole = "it is recomputed"
     blocks.in_graph = in_graph - seen
     _allow_more_graphs(blocks.num_blocks + _CHANGES)
     return blocks
@@ -345,8 +363,28 @@ def _prepare_compiler() -> None:
     warnings.filterwarnings(
         "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
+    # It is said of each checkpoint with contexts; a graph that contains it removes operations in place first.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.allow_in_graph(rank_crossings.cross)
     by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
+
+
+def _compile_one(compiler: _Compiler, islands: list[tuple[str, str | None]], heads: Set[str]) -> None:
+    """Let a model be one graph or none: behind a break torch compiles its functions one by one, and blocks whose modules differ in
+    hooks would share what it made. A head that is an island comes after all blocks."""
+    works = "run.compile = 'blocks' works"
+    if islands:
+        path, reason = islands[0]
+        compiler.uncompiled[""] = f"{path} stays outside of graphs ({reason or 'it has hooks'}): {works}"
+    elif not heads:
+        compiler.why_whole = f"it is to be one graph ({works})"
+
+
+def _pending_head(program: Program) -> Iterator[str]:
+    """Yield the path of a head whose forward is replaced in each step (`chunked_loss.py`)."""
+    head = program.step.model.layers[-1].head
+    if head is not None and program.step.layout.loss_chunk is not None:
+        yield head.owner
 
 
 def _kept_out(mask: MaskSpec, model: nn.Module, program: Program) -> str:
@@ -365,6 +403,8 @@ def _allow_more_graphs(number: int) -> None:
     module, such as the probability of a dropout, as constants, also where another module has had others."""
     config = dynamo().config
     config.specialize_float = True
+    # A norm's weights are others while its forward runs; in a block that is recomputed, too.
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     config.recompile_limit += number
     config.accumulated_recompile_limit += number
 
@@ -388,7 +428,9 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _refuse_compiled(path: str, module: nn.Module) -> None:
     if module._compiled_call_impl is not None or isinstance(module, dynamo().OptimizedModule):
-        raise ModelError(f'run.compile = "blocks" and {path}, which the model compiles itself: one of the two works')
+        raise ModelError(
+            f"run.compile and {path or 'the module'}, which the model compiles itself: one of the two works"
+        )
 
 
 def check(settings: RunTable) -> None:

@@ -9,6 +9,8 @@ file, get contexts that enter these modes (`in_our_modes`). Reentrant calls run 
 the same, and reentrant ones know no contexts. Where a model checkpoints whole blocks, the block's hooks would run twice
 (they cut, gather and receive), so these calls run plainly, and the layout's recompute is taken as "full".
 
+A graph of `torch.compile` that contains a block's forward and backward decides for each operation whether it is repeated.
+
 A forward with side effects would not be the same the second time: buffers that it writes (running statistics) are
 written once, and the recomputation writes into copies; dicts and lists among the arguments are given again as they were; a block
 that writes into a tensor that it is given is refused.
@@ -29,11 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from samestep.building.torch_seams import Replaced, is_transformed, transforms_beside_hooks
+from samestep.building.torch_seams import Replaced, graph_is_made, is_transformed, transforms_beside_hooks
 from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
+from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
+from samestep.runtime.axes import rank_crossings  # noqa: F401 (it defines those that cross ranks)
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
@@ -69,6 +73,18 @@ _KEPT = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
 """Operations whose results recompute=selective keeps, because they cost FLOPs."""
+_KEPT_IN_GRAPHS = [
+    getattr(torch.ops.samestep, name).default for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter")
+]
+"""Operations whose results a graph keeps: what other ranks send, and masks, which a backward could not ask for."""
+
+
+def _drop_in_graph() -> Contexts:
+    return create_selective_checkpoint_contexts(_KEPT_IN_GRAPHS)
+
+
+def _keep_products_in_graph() -> Contexts:
+    return create_selective_checkpoint_contexts(_KEPT_IN_GRAPHS + _KEPT)
 
 
 def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
@@ -91,7 +107,8 @@ def apply(model: nn.Module, program: Program, device: torch.device) -> None:
                 around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
                 around = _both(around, _marked(layer.name))
                 moved = on_host.around(index, path) if on_host else None
-                block.forward = _recompute_forward(path, block.forward, around, moved)
+                in_graph = _drop_in_graph if kept is None else _keep_products_in_graph
+                block.forward = _recompute_forward(path, block.forward, around, in_graph, moved)
 
 
 # -- every call of torch.utils.checkpoint ----------------------------------------------------------
@@ -107,6 +124,8 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Repla
     """
 
     def generator(begin: _Begin, own: ContextFn) -> Iterator[None]:
+        if graph_is_made():
+            return begin(own)
         return _plain() if plainly and not isinstance(own, _Around) else begin(_both(_unless_noop(own), contexts))
 
     def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -135,14 +154,17 @@ def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
 
 
 def _recompute_forward(
-    path: str, forward: Callable[..., Any], around: ContextFn | None, moved: Repeatable | None
+    path: str, forward: Callable[..., Any], around: ContextFn | None, in_graph: ContextFn, moved: Repeatable | None
 ) -> Callable[..., Any]:
+    """Return a forward that is repeated before its backward, by torch or by the graph of a compiler that contains both."""
     made_here = _Around(around)
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=in_graph, **kwargs)
         if is_transformed():
             raise ModelError(
                 f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated: "

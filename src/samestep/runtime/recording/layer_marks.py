@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -46,9 +47,13 @@ def _mark(module: nn.Module, name: str, listener: LayerListener) -> tuple[Remova
     forward, backward = f"forward:{name}", f"backward:{name}"
 
     def enter(*_: Any) -> None:
+        if torch.compiler.is_compiling():  # a graph of the whole model has no place for marks
+            return
         begun.append(listener.begin_layer(name, forward))
 
     def leave(_module: nn.Module, _given: Any, outputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if begun:
             listener.end_layer(begun.pop())
         for output in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
