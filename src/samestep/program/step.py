@@ -218,7 +218,9 @@ class StepSpec:
     def repeats_in_graphs(self) -> bool:
         """Whether blocks that are recomputed are repeated by a graph that contains their forward and backward."""
         kept = self.layout.recompute
-        return (self.compile, kept) == ("blocks", "selective") or (self.compile == "model" and kept in ("full", "selective"))
+        return (self.compile, kept) == ("blocks", "selective") or (
+            self.compile == "model" and kept in ("full", "selective")
+        )
 
     @property
     def is_mixed(self) -> bool:
