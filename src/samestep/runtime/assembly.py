@@ -320,6 +320,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
         functools.partial(recomputed_draws.recompute_contexts, traced.module),
         cut.slicing.recompute_contexts,
         cut.batch_norms.recompute_contexts,
+        *([expert.recompute_contexts] if mesh.size("ep") > 1 else []),
     )
     chunked_mlp.apply(traced.module, program, functools.partial(recompute.nest_each, repeated))
     norms = cut.batch_norms

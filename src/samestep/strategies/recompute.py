@@ -81,6 +81,11 @@ def _is_exchange(op: Op) -> bool:
     return op.kind in _EXCHANGES or op.axis == _OF_TOKENS
 
 
+def _is_kept(op: Op) -> bool:
+    """Return whether a repeated forward has kept what a collective brings: how many rows go to which expert."""
+    return op.kind is OpKind.ALL_TO_ALL and op.dtype == "int64"
+
+
 def _is_one_graph(step: StepSpec, layer: LayerSpec) -> bool:
     """Return whether a block runs as one graph, of which a repeated forward repeats all, before its backward begins."""
     return step.compile != "none" and not layer.dispatches
@@ -109,6 +114,6 @@ def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
     for op in forward:
         if op.kind is OpKind.FORWARD:
             layer = op.layer
-        elif layer is not None and op.axis is not None and op.owner not in layers[layer].modules:
+        elif layer is not None and op.axis is not None and op.owner not in layers[layer].modules and not _is_kept(op):
             found.setdefault(layer, []).append(op)
     return found

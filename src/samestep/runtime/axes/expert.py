@@ -24,9 +24,10 @@ during training (`guards/canary.py`) replays choices too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,8 +90,7 @@ def _dispatch_and_combine(
         x = x.detach().requires_grad_()  # else ranks without rows would have no part in the backward
     picks = chosen.flatten()
     order = picks.argsort(stable=True)
-    sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
-    sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
+    sent, received, received_sizes = _kept_or_counted(picks, num_experts, group, path)
     dispatch, combine = (functools.partial(_exchange_rows, *split) for split in ((sent, received), (received, sent)))
     rows = apply_move(x[order // chosen.shape[1]], group, path, dispatch, combine)
     index = (
@@ -101,6 +101,50 @@ def _dispatch_and_combine(
     back = apply_move(_own(again, module, rows, index, chosen, weights.dtype), group, path, combine, dispatch)
     in_order = back[order.argsort()].view(*chosen.shape, -1)
     return (in_order * weights[..., None]).sum(dim=1).to(x.dtype)
+
+
+class _Counts(NamedTuple):
+    """How many rows a dispatch exchanges."""
+
+    sent: list[int]
+    """To each rank of the group."""
+    received: list[int]
+    received_sizes: Tensor
+    """Rows received from each rank for each of this rank's experts, int64 [ep, E / ep]."""
+
+
+_CHECKPOINTED: list[tuple[list[_Counts], Iterator[_Counts] | None]] = []
+"""What the checkpointed forwards that run keep, innermost last; of a repeated one, what is left of it too."""
+
+
+def _kept_or_counted(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> _Counts:
+    """Return how many rows are exchanged, for which the host waits; a repeated forward has kept it."""
+    kept, left = _CHECKPOINTED[-1] if _CHECKPOINTED else ([], None)
+    if left is not None:
+        return next(left)
+    sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
+    sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
+    kept.append(counts := _Counts(sent, received, received_sizes))
+    return counts
+
+
+class _Keeping(AbstractContextManager[None]):
+    """The context of a checkpointed forward, or of its repetition, which may be entered several times."""
+
+    def __init__(self, kept: list[_Counts], *, is_repeated: bool) -> None:
+        self._kept, self._is_repeated = kept, is_repeated
+
+    def __enter__(self) -> None:
+        _CHECKPOINTED.append((self._kept, iter(self._kept) if self._is_repeated else None))
+
+    def __exit__(self, *error: object) -> None:
+        _CHECKPOINTED.pop()
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a checkpointed forward and of its repetition, which exchanges as many rows without asking anew."""
+    kept: list[_Counts] = []
+    return _Keeping(kept, is_repeated=False), _Keeping(kept, is_repeated=True)
 
 
 def _own(again: Any, module: nn.Module, rows: Tensor, index: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
