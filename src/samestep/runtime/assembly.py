@@ -320,7 +320,6 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
         functools.partial(recomputed_draws.recompute_contexts, traced.module),
         cut.slicing.recompute_contexts,
         cut.batch_norms.recompute_contexts,
-        *([expert.recompute_contexts] if mesh.size("ep") > 1 else []),
     )
     chunked_mlp.apply(traced.module, program, functools.partial(recompute.nest_each, repeated))
     norms = cut.batch_norms
@@ -338,7 +337,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
         deferred=cut.deferred,
         pending=chunked_loss.pending_of(traced.module, program, mesh),
         checkpoints=recompute.in_our_modes(
-            functools.partial(recompute.nest_each, repeated),
+            functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),
             plainly=traced.analysis.recomputes_blocks or keeps_calls,
             detached=traced.analysis.detached_checkpoints,
         ),

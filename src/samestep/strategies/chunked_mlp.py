@@ -35,7 +35,7 @@ def refusal(step: StepSpec) -> str | None:
     works = "a layout without mlp_chunk works"
     if layout.tp > 1:
         return f"mlp_chunk={chunk}: tp={layout.tp} cuts what an MLP makes inside already, and would send each chunk by itself: {works}"
-    if step.compiles_blocks:
+    if step.one_graph:
         return f"mlp_chunk={chunk} computes a part of a block in a loop, and run.compile makes one graph of it: run.compile = 'none' works"
     if model.differentiates_at:
         return f"mlp_chunk={chunk} makes one backward of each chunk, and {gradients_within(model)}: {works}"

@@ -44,6 +44,7 @@ from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
+from samestep.tracing.checkpointed import ContextFn, Contexts
 from samestep.tracing.experts import _compute, call_again, check_experts, routing_arguments
 
 # -- carrying it out -------------------------------------------------------------------------------
@@ -141,8 +142,13 @@ class _Keeping(AbstractContextManager[None]):
         _CHECKPOINTED.pop()
 
 
-def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpointed forward and of its repetition, which exchanges as many rows without asking anew."""
+def recompute_contexts(degree: int) -> list[ContextFn]:
+    """Return what makes the contexts of a checkpointed forward and of its repetition, if experts stand on several ranks."""
+    return [_kept_counts] if degree > 1 else []
+
+
+def _kept_counts() -> Contexts:
+    """Return contexts in which a repeated forward exchanges as many rows as its first did, without asking anew."""
     kept: list[_Counts] = []
     return _Keeping(kept, is_repeated=False), _Keeping(kept, is_repeated=True)
 
