@@ -24,6 +24,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 """Classes of generators, as a module or a variable may hold one."""
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _NUMPY: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]
+_WORDS_OF_PYTHON = random.Random.__base__.getstate  # type: ignore[union-attr]
 _STATE = 624
 """Words of the state of a Mersenne twister; one more says how many of them are used."""
 State = tuple[Any, ...]
@@ -68,7 +69,11 @@ def of_process() -> tuple[Any, Any, Any]:
 
 def states_of(held: Iterable[Any] = ()) -> State:
     """Return the states of the generators of the process on the host, and of those that are `held`."""
-    return tuple(map(state_of, (*of_process(), *held)))
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
+    # As `getstate` gives it, without a call of Python: this is done several times in every step.
+    of_python = _PYTHON.VERSION, _WORDS_OF_PYTHON(_PYTHON), _PYTHON.gauss_next  # type: ignore[attr-defined]
+    of_process = of_torch, of_python, _WORDS.state()
+    return (*of_process, *map(state_of, held)) if held else of_process
 
 
 def put_all_back(states: State, held: Iterable[Any] = ()) -> None:

@@ -41,7 +41,7 @@ class Marks(NamedTuple):
 
     def any_since(self, before: Marks, device: torch.device) -> Tensor:
         """Return 1 if a tensor was written since `before`, else 0 (float64 []), for which the host need not wait."""
-        if self.differ(before) or self.norms is None or before.norms is None:
+        if self.versions != before.versions or self.norms is None or before.norms is None:
             return torch.full((), float(self.differ(before)), dtype=torch.float64, device=device)
         return (self.norms != before.norms).any().double()
 
@@ -55,7 +55,11 @@ def marks_of(
     """Return the marks of tensors now; `norms` computes those of the values where these are compared too."""
     held = list(tensors)
     places = [0 if tensor.is_meta else tensor.data_ptr() for tensor in held] if addresses else []
-    return Marks(list(map(version_of, held)), places, norms(held) if norms is not None and held else None)
+    try:
+        versions = [tensor._version for tensor in held]
+    except RuntimeError:  # of a tensor that no operation may write
+        versions = list(map(version_of, held))
+    return Marks(versions, places, norms(held) if norms is not None and held else None)
 
 
 def version_of(tensor: Tensor) -> int:

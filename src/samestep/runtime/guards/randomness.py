@@ -11,6 +11,7 @@ Generators that a module or a variable of the code holds are compared too, where
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,22 +59,24 @@ class GeneratorWatch:
         self._own = tuple(generator for _, generator in own)
         self._names = (*_NAMES[:3], *(name for name, _ in own), *_NAMES[3:])
         self._seen: tuple[object, ...] = ()
+        is_plain = self._device.type != "cuda" and not self._own
+        self._states = states_of if is_plain else functools.partial(_states, self._device, self._own)
 
     def settle(self) -> None:
         """Take the present states as those before the next call."""
-        self._seen = _states(self._device, self._own)
+        self._seen = self._states()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Leave out samples that are read inside a call, as a pipeline's stage reads ahead."""
-        before = _states(self._device, self._own)
+        before = self._states()
         yield
         if before == self._seen:
             self.settle()
 
     def moved(self) -> str:
         """Return the name of a generator that has moved since the states were taken, or nothing; and take them anew."""
-        now = _states(self._device, self._own)
+        now = self._states()
         before, self._seen = self._seen, now
         if now == before:
             return ""
