@@ -62,14 +62,14 @@ def gradients_of_a_cut_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def update_runs_aside(patch: pytest.MonkeyPatch) -> None:
-    update = Updater._update
+    update = Updater.update
 
     def aside(self: Updater, *args: Any, **named: Any) -> None:
         with torch.cuda.stream(torch.cuda.Stream()) as stream:
             stream.wait_stream(torch.cuda.default_stream())
             update(self, *args, **named)
 
-    patch.setattr(Updater, "_update", aside)
+    patch.setattr(Updater, "update", aside)
 
 
 def sent_beside_the_scalars(patch: pytest.MonkeyPatch, sent: Tensor) -> None:

@@ -167,7 +167,7 @@ def _leave_none_out(patch: Patch) -> None:
         self.unused = frozenset()
         original(self, *args, **more)
 
-    around(patch, Updater, "_update", update)
+    around(patch, Updater, "update", update)
 
 
 @fault(Cause.IDLE, "dp=2", "sometimes")
