@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.recurrences import State, StateCall
+from samestep.building.torch_seams import disable_current_modes
 from samestep.runtime.axes.shifts import shift
 from samestep.trees import operands, tree_map_only
 
@@ -90,7 +91,7 @@ def _shapes_of(call: StateCall) -> list[Tensor]:
     key = call.original, tuple((one.shape, one.dtype) for one in given)
     if key not in _known_shapes:
         args, kwargs = tree_map_only(Tensor, lambda one: one.detach().to("meta"), (call.args, call.kwargs))
-        with torch.no_grad():
+        with torch.no_grad(), disable_current_modes():  # selective recompute would keep its products
             _known_shapes[key] = [*call.run(None, args, kwargs)[1]]
     return _known_shapes[key]
 
