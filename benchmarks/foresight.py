@@ -160,12 +160,28 @@ def _cell(value: object) -> str:
     return str(value)
 
 
+_CONFIGURED = ("file", "model", "gpu", "n_gpus", "seq_len", "precision", "tp", "pp", "vp", "cp", "ep", "micro_batch")
+"""Columns in which rows of one configuration agree."""
+
+
 def predict_all(rows: Sequence[Row], jobs: int) -> list[Outcome]:
-    """Predict every row, in several processes where there are several cores."""
+    """Predict every row, in several processes where there are several cores; rows that may be one configuration in the same one,
+    which predicts it once."""
     if jobs == 1 or len(rows) < 100:
         return [predict(row) for row in rows]
+    alike: dict[tuple[str | None, ...], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        alike[tuple(row.get(column) for column in _CONFIGURED)].append(index)
+    found: dict[int, Outcome] = {}
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        return pool.map(predict, rows, chunksize=8)
+        groups = [[rows[index] for index in indices] for indices in alike.values()]
+        for indices, outcomes in zip(alike.values(), pool.imap(_predict_alike, groups, chunksize=4), strict=True):
+            found |= zip(indices, outcomes, strict=True)
+    return [found[index] for index in range(len(rows))]
+
+
+def _predict_alike(rows: Sequence[Row]) -> list[Outcome]:
+    return [predict(row) for row in rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record["cross_validated"] = cross_validate(rows, max(1, words.jobs))
         tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
     if words.calibrate:
-        record["calibrated"] = calibrate(rows)
+        record["calibrated"] = calibrate(rows, max(1, words.jobs))
         tables.append(calibrated_table(record["calibrated"]))
     _print(record, tables, others)
     if words.json:

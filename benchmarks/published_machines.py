@@ -3,7 +3,7 @@
 A row names a device, seldom its nodes, and hardly ever what its libraries could do at the time. What is known of those:
 
     before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through a quarter of a node's ports
-    from Hopper on    Transformer Engine's attention is written for the device, PyTorch's own runs on it too
+    from Hopper on    Transformer Engine's attention is cuDNN's, PyTorch's own FlashAttention-2
     CUDA graphs       the host starts a graph, not its operations
     checked runs      deterministic kernels that are started by Python op by op: a slower host, ranks that wait;
                       more so in Transformer Engine's modules, and where a container shares its host with others
@@ -26,8 +26,6 @@ CHECKED = 2.4
 """Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
 ENGINE = 1.5
 """Host time of an operation of Transformer Engine's modules over one of Megatron-LM's own, which are less Python."""
-OWN_ATTENTION = 2.2
-"""What attention kernels written for a device reach over PyTorch's own (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6)."""
 SHARED = 3.0
 """Host time of a checked run in a container of a shared runner over one on a node of its own; it varies two-fold."""
 CHECKED_COLLECTIVE = 6.0
@@ -79,6 +77,8 @@ _INSTANCES = (
     (r"\bp4de?\.24xlarge", "4x 100Gb/s"),
 )
 """Machines that clouds rent by name, and the ports of their nodes for traffic between GPUs, as the clouds document them."""
+_EARLY = r"llm-foundry|nanogpt|FlashAttention 1"
+"""Sources that measured before FlashAttention-2, of July 2023: with Triton's kernel, or torch's own before 2.2."""
 _FOLDER = Path(__file__).parent / "machines"
 SHIPPED: dict[str, Hardware] = {}
 """Profiles as they are, by name: those of samestep, and those of devices it does not run on."""
@@ -134,8 +134,11 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
             machine, kernel_launch_s=machine.kernel_launch_s + covered * (GRAPH_LAUNCH_S - machine.kernel_launch_s)
         )
     if _has_own_attention(row, machine):
-        reached = min(1.0, machine.efficiency["attention"] * OWN_ATTENTION)
-        machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
+        machine = replace(machine, attention_kernel="cudnn")
+    elif re.search(_EARLY, joined(row, "source", "notes"), re.I) and "Large Scale" not in row.get(
+        "url_or_repo_path", ""
+    ):
+        machine = replace(machine, attention_kernel="flash-1")
     if not is_late(machine) and _hides_nothing(row):
         machine = replace(machine, overlap=False)
     if _gathers_badly(row, machine):

@@ -25,13 +25,14 @@ kernel_s = 3e-6                   # time of the shortest kernel on the device
 kernel_launch_s = 10e-6           # time in which the host launches one operation
 host_step_s = 5e-3                # time of the host once a step: data, norm, log
 fsdp_unit_s = 1e-3                # time of FSDP2's own code for each gather and scatter, where it is exposed: on a CPU
+attention_kernel = "cudnn"        # family of the kernels of attention, of torch's choice: flash-1, flash-2, flash-3 or cudnn
 sustained = 0.8                   # fraction of a product's rate that is held throughout a step, under the power limit
 memory_efficiency = 0.85          # fraction of memory_bytes_per_s that an elementwise kernel reaches
 contention = 1.1                  # factor by which compute is slower while communication runs
 reserved_bytes = 2_000_000_000    # memory of context, communicators, libraries
 [efficiency]                      # fraction of its peak that the best large product reaches; `attention`: of bfloat16's
 bfloat16 = 0.80
-attention = 0.6
+attention = 0.35                  # that of FlashAttention-2 with heads of 128, long, without a mask, forward and backward
 [efficiency_by_shortest_side.float32]   # fraction of that, by the length of a product's shortest side; without it 1
 64 = 0.55
 256 = 1.0
@@ -132,7 +133,10 @@ class Hardware:
     num_units: Annotated[int, Field(ge=0)] = 0
     """Number of multiprocessors; 0 leaves tiles and waves out of the prediction."""
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
-    """Fraction of a dtype's peak that the best large product reaches; under `attention` that of a fused attention."""
+    """Fraction of a dtype's peak that the best large product reaches; under `attention` that of FlashAttention-2, forward and
+    backward, with long heads of 128 and without a mask."""
+    attention_kernel: Literal["sdpa", "flash-1", "flash-2", "flash-3", "cudnn"] = "sdpa"
+    """Family of kernels that computes a fused attention (`simulation/attention.py`)."""
     efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
         default_factory=dict
     )
@@ -173,7 +177,12 @@ class Hardware:
 
     def __hash__(self) -> int:
         """Return a hash of the numbers in which machines differ, so that predicted times can be cached by machine."""
-        reached = self.efficiency.get("bfloat16"), self.efficiency.get("attention"), self.sustained
+        reached = (
+            self.efficiency.get("bfloat16"),
+            self.efficiency.get("attention"),
+            self.sustained,
+            self.attention_kernel,
+        )
         return hash((self.name, self.memory_bytes_per_s, self.kernel_launch_s, self.kernel_s, self.num_units, reached))
 
 

@@ -18,7 +18,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
-from samestep.simulation import clock, cost
+from samestep.simulation import attention, clock, cost
 from samestep.strategies import program_of
 from tests.laws.models import LAW
 
@@ -107,11 +107,11 @@ def test_rows_that_do_not_start_at_128_bytes_are_slower() -> None:
     assert times[2] > 1.5 * times[0]
 
 
-def test_a_causal_kernel_does_half_and_a_frozen_weight_has_no_gradient() -> None:
+def test_a_causal_kernel_does_half_at_a_lower_rate_and_a_frozen_weight_has_no_gradient() -> None:
     whole = Product(rows=4096, inner=256, columns=4096, count=32, factors="attention")
     causal = replace(whole, factors="causal")
     ratio = price(layer_of(causal), OpKind.FORWARD) / price(layer_of(whole), OpKind.FORWARD)
-    assert ratio == pytest.approx(0.5, abs=0.02)
+    assert 0.5 / attention.FLASH_2.causal <= ratio < 0.6
     trained = Product(rows=4096, inner=4096, columns=4096)
     frozen = replace(trained, factors="frozen")
     assert price(layer_of(frozen), OpKind.BACKWARD) < 0.55 * price(layer_of(trained), OpKind.BACKWARD)

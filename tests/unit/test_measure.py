@@ -16,6 +16,7 @@ import torch
 from samestep import cli, hardware
 from samestep.hardware import cautions_here, load
 from samestep.measurement import microbenchmarks, profile
+from samestep.simulation.attention import scores_s
 from tests import small
 
 
@@ -162,7 +163,9 @@ def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
     machine = load(tmp_path / "gpu.toml")
     assert machine.num_units == 132
     assert machine.efficiency["bfloat16"] == 1.0
-    assert machine.efficiency["attention"] == 0.5
+    # Priced alone, the attention that was measured takes as long as it did.
+    attended = scores_s("sdpa", False, 128, 4096, 4096, 16, 0.5, 5e14 * machine.efficiency["attention"], 5e14, 132)
+    assert 2 * 4096**2 * 128 * 16 / attended == pytest.approx(2.5e14, rel=0.01)
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(

@@ -37,7 +37,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from samestep.runtime.processes.join import RankInfo
-from samestep.simulation.cost import ATTENTION_BACKWARD, BACKWARD_KERNELS
+from samestep.simulation.attention import BACKWARD
+from samestep.simulation.cost import BACKWARD_KERNELS
 from samestep.tracing.trace import trace
 
 DTYPES = {
@@ -68,6 +69,7 @@ WIDTH = 16  # the width of the blocks in which operations are counted and timed
 _BETWEEN_S = 4e-3  # the seconds of compute before each collective
 FULL_QUEUE_EDGE = 8192  # the size of the product that keeps a GPU busy while operations are queued behind it
 ATTENDED_TOKENS = 4096  # the length of the samples in the benchmark of attention on a GPU
+ATTENDED_HEADS, ATTENDED_WIDTH = 16, 128  # its heads and their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,7 @@ def _small_attention_flops_per_s(place: RankInfo) -> float:
     def both() -> None:
         torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
-    flops = (1 + ATTENTION_BACKWARD) * 2 * samples * heads * length * length * width
+    flops = (1 + BACKWARD) * 2 * samples * heads * length * length * width
     return flops / _time_work_s(both, place)
 
 
@@ -337,8 +339,8 @@ def _unit_s(place: RankInfo) -> float:
 
 
 def _attention_flops_per_s(place: RankInfo) -> float:
-    """Return the FLOP/s of a causal attention of 16 heads of 128 over `ATTENDED_TOKENS` tokens."""
-    length, heads, width = ATTENDED_TOKENS, 16, 128
+    """Return the FLOP/s of a causal attention of `ATTENDED_HEADS` heads over `ATTENDED_TOKENS` tokens."""
+    length, heads, width = ATTENDED_TOKENS, ATTENDED_HEADS, ATTENDED_WIDTH
     q, k, v = (torch.randn(1, heads, length, width, dtype=torch.bfloat16, device=place.device) for _ in range(3))
     taken_s = _time_work_s(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), place)
     return 2 * length * length * width * heads / taken_s
