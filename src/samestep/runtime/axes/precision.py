@@ -164,6 +164,16 @@ def raise_islands(program: Program) -> AbstractContextManager[Any]:
     return RaiseIslands() if program.step.compute_dtype == "float64" else _AS_IT_IS
 
 
+def with_islands_raised(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that raises islands by itself: in a graph the body of a checkpoint is traced without the modes around it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with RaiseIslands():
+            return forward(*args, **kwargs)
+
+    return call
+
+
 def recompute_contexts(program: Program) -> Contexts:
     """Return the contexts of a forward, in which islands are raised already, and of its recomputation, which raises them again."""
     return nullcontext(), raise_islands(program)

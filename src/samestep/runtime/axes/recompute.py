@@ -37,7 +37,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
 from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
-from samestep.runtime.axes import rank_crossings  # noqa: F401 (it defines those that cross ranks)
+from samestep.runtime.axes import precision, rank_crossings  # noqa: F401 (it defines those that cross ranks)
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
@@ -98,6 +98,7 @@ def apply(model: nn.Module, program: Program, device: torch.device) -> None:
     if recompute == "none":
         return
     keeping = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+    raises = program.step.compute_dtype == "float64"
     on_host = HostInputs(program, device) if recompute == "offload" else None
     for index, layer in enumerate(program.step.model.layers):
         if layer.is_block:
@@ -108,7 +109,7 @@ def apply(model: nn.Module, program: Program, device: torch.device) -> None:
                 around = _both(around, _marked(layer.name))
                 moved = on_host.around(index, path) if on_host else None
                 in_graph = _drop_in_graph if kept is None else _keep_products_in_graph
-                block.forward = _recompute_forward(path, block.forward, around, in_graph, moved)
+                block.forward = _recompute_forward(path, block.forward, around, in_graph, moved, raises)
 
 
 # -- every call of torch.utils.checkpoint ----------------------------------------------------------
@@ -154,17 +155,23 @@ def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
 
 
 def _recompute_forward(
-    path: str, forward: Callable[..., Any], around: ContextFn | None, in_graph: ContextFn, moved: Repeatable | None
+    path: str,
+    forward: Callable[..., Any],
+    around: ContextFn | None,
+    in_graph: ContextFn,
+    moved: Repeatable | None,
+    raises: bool,
 ) -> Callable[..., Any]:
     """Return a forward that is repeated before its backward, by torch or by the graph of a compiler that contains both."""
     made_here = _Around(around)
+    traced = precision.with_islands_raised(forward) if raises else forward
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=in_graph, **kwargs)
+            return checkpoint(traced, *args, use_reentrant=False, context_fn=in_graph, **kwargs)
         if is_transformed():
             raise ModelError(
                 f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated: "
