@@ -56,7 +56,7 @@ def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Observ
 def dense(model: str) -> Observed:
     """What one device computes with transformers' own mask."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "packed_documents", lambda _: nullcontext())
+        patch.setattr(calls, "packed_documents", lambda *_, **__: nullcontext())
         found = observed(0, 1, model, "dp=1", clipped())
     assert not found.notes
     return found
@@ -178,7 +178,7 @@ def _with(function: Any, *args: Any, **named: Any) -> Any:
 
 def _without(function: Any, *args: Any, **named: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "packed_documents", lambda _: nullcontext())
+        patch.setattr(calls, "packed_documents", lambda *_, **__: nullcontext())
         return function(*args, **named)
 
 
