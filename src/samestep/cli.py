@@ -33,7 +33,7 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit status from 0 to 255; a user's mistake prints one line, never a traceback."""
+    """Run one verb and return the exit status, a number from 0 to 255; a user's mistake prints one line, never a traceback."""
     warnings.showwarning = _say_warning
     given = arguments.spell_out_json(sys.argv[1:] if words is None else words)
     try:

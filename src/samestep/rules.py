@@ -101,7 +101,7 @@ CHANGES: tuple[RuleChange, ...] = (
 
 
 def version_of(job: Tables) -> int:
-    """Return the version of the rules under which a job was resolved."""
+    """Return the number of the version of the rules under which a job was resolved."""
     return int(job.get("numerics", {}).get("rules", FIRST))
 
 

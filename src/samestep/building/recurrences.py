@@ -1,4 +1,4 @@
-"""Functions of models that compute tokens from a state, and return the state behind them: recurrences and linear attentions.
+"""Functions of models that compute tokens from a state, and return the state after them: recurrences and linear attentions.
 
 A function is one by the names of its arguments (`Convention`): one that takes the state at which a sequence begins, as a tensor,
 several, or a list of them, and one that asks for the state at its end. A scan of Mamba takes none: it is linear in its state,
@@ -79,7 +79,7 @@ class StateCall(NamedTuple):
         return {**found.arguments, **extra}
 
     def run(self, state: State | None, args: Any = None, kwargs: Any = None) -> tuple[Tensor, State]:
-        """Return the tokens from a state on, and the state behind them.
+        """Return the tokens computed from a state, and the state after them.
 
         Raises:
             TypeError: the function returns something else.

@@ -67,7 +67,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The exit status of the examination: 1 where there is a fault, else 0."""
+        """The exit status of the examination, a number: 1 where there is a fault, else 0."""
         return int(self.faults > 0) if self.told is None else self.told
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

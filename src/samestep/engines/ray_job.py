@@ -15,7 +15,7 @@ from samestep.errors import InputError
 
 
 def main() -> int:
-    """Train a job on the cluster that this program is started on, and return the exit status."""
+    """Train a job on the cluster that this program is started on, and return the exit status, a number from 0 to 255."""
     parser = ArgumentParser(prog="samestep.engines.ray_job", allow_abbrev=False)
     parser.add_argument("job", nargs="?", type=Path)
     parser.add_argument("--set", action="append", default=[])

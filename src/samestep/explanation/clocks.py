@@ -33,7 +33,7 @@ class ClockOffset:
 
     @property
     def offset_ns(self) -> int:
-        """The middle of the interval; of one without an end, the other end."""
+        """The middle of the interval in nanoseconds; of one without an end, the other end."""
         ends = [end for end in (self.low_ns, self.high_ns) if abs(end) != float("inf")]
         return round(sum(ends) / len(ends)) if ends else 0
 

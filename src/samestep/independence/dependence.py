@@ -111,7 +111,7 @@ class WithNeighbours(Mixed):
         return next((dim for dim in found if tensor.shape[dim] == self.rows), -1)
 
     def seen_in(self, tensor: Tensor, num_tokens: int) -> Along | Mixed:
-        """Return the dependence of a view: the storage's own if it has all rows."""
+        """Return the dependence of a view: that of the storage if it has all rows."""
         size, below, along = tensor.element_size(), 0, list[int]()
         for dim, (extent, elements) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             step = elements * size

@@ -44,7 +44,7 @@ Edge = Tensor | float
 
 
 class Extend(Protocol):
-    """Adds tokens of neighbours to an operand, in front of its own and behind them."""
+    """Adds tokens of neighbours to an operand, before and after those of this rank."""
 
     def __call__(
         self, x: Tensor, dim: int, left: int, right: int, first: Edge | None = None, last: Edge | None = None
@@ -275,7 +275,7 @@ _FORMS: dict[MoveKind, Callable[..., MoveForm | None]] = {
 
 
 def whole_of(part: Tensor, place: TokenPlace, tokens: int) -> Tensor:
-    """Return all tokens of a slice, of which code has cut some off: the rows beside the view in its base.
+    """Return all tokens of a slice, of which code has cut some off: the rows next to the view in its base.
 
     Raises:
         ValueError: it is no view of them.
@@ -323,5 +323,5 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _own(x: Tensor, is_view: bool) -> Tensor:
-    """Return a result, in memory of its own where code will read parts of its rows."""
+    """Return a result, in separate memory where code will read parts of its rows."""
     return x if is_view else x.contiguous()

@@ -243,7 +243,7 @@ class TokenMove:
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """The elements of each message of one sample in the forward, before a tensor cut: to the rank behind, and to the one before."""
+        """The elements of each message of one sample in the forward, before a tensor cut: to the next rank, and to the previous one."""
         return tuple(tokens * self.elements for tokens in (self.left, self.right) if tokens)
 
 

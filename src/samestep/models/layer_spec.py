@@ -114,8 +114,8 @@ class LayerSpec:
     batch_norms: tuple[BatchNormCall, ...] = ()
     """Its calls of batch norm that take the statistics of samples, in order of the forward."""
     batch_values: tuple[BatchValueCall, ...] = ()
-    kept: tuple[KeptBuffer, ...] = ()
     """Its calls that take values of all samples, in order of the forward."""
+    kept: tuple[KeptBuffer, ...] = ()
     crossings: tuple[Crossing, ...] = ()
     """Tensors that cross the boundary before it, if a stage begins with it; empty if that is the output of the layer
     before alone, in the compute dtype."""
@@ -131,7 +131,7 @@ class LayerSpec:
 
     @property
     def moved_input_elements(self) -> int:
-        """Elements of its input that recompute=offload moves: what the layer before has made, not angles and masks of all blocks."""
+        """Elements of its input that recompute=offload moves: what the layer before has computed, not angles and masks of all blocks."""
         return min(self.input_elements, self.output_elements)
 
     @property

@@ -78,5 +78,5 @@ class HeldStates:
         return self.own.get(param.name, states_per_param)
 
     def least_number(self, states_per_param: int) -> int:
-        """Return the fewest states of a weight."""
+        """Return the smallest number of states that a weight has."""
         return min(states_per_param, *self.own.values()) if self.own else states_per_param

@@ -210,7 +210,7 @@ class StepSpec:
 
     @property
     def one_graph(self) -> str:
-        """What runs as one graph, in words of a refusal; empty where nothing is compiled."""
+        """The part that runs as one graph, in words of a refusal; empty where nothing is compiled."""
         part = {"none": "", "blocks": "a block", "model": "the model"}[self.compile]
         return part and f"run.compile = {self.compile!r} makes one graph of {part}"
 

@@ -32,7 +32,7 @@ BACKWARD = 2.5
 
 
 class KernelPass(NamedTuple):
-    """What the kernel of a forward or of a backward reaches."""
+    """The speed that the kernel of a forward or of a backward reaches."""
 
     reached: float
     """Rate of long heads of 128 without a mask, over that of FlashAttention-2's forward and backward together."""

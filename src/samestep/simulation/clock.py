@@ -75,7 +75,11 @@ class Score:
         ]
 
     def play(self, hardware: Hardware) -> Timeline:
-        """Return the timeline of the step at the speeds of `hardware`; it raises what `play` does."""
+        """Return the timeline of the step at the speeds of `hardware`.
+
+        Raises:
+            LayoutError: the stages wait for each other forever.
+        """
         rendezvous = _StageMeeting()
         stages = [
             _PlayedStage(index, program, hardware, rendezvous, lines, len(self._programs))

@@ -65,7 +65,7 @@ class Interval:
         return statistics.NormalDist(middle, deviation).cdf(math.log(limit / predicted))
 
     def safe_below(self, limit: float, chance: float) -> float:
-        """Return the largest prediction whose measured value is at most `limit` with a probability of `chance`."""
+        """Return the largest prediction whose measured value is at most `limit` with a probability of `chance`, in the unit of `limit` (seconds or bytes)."""
         middle = (math.log(self.low) + math.log(self.high)) / 2
         deviation = (math.log(self.high) - math.log(self.low)) / (2 * _TENTH)
         return limit / math.exp(statistics.NormalDist(middle, deviation).inv_cdf(chance))

@@ -88,7 +88,7 @@ def _holds_packages(folder: Path) -> bool:
 
 
 class Kind(enum.Enum):
-    """How code holds a value."""
+    """The kind of reference by which code holds a value."""
 
     VARIABLE = "by a name of its own: of a closure, a file, a class, a function"
     ITEM = "in a container or an object"

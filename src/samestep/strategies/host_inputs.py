@@ -72,7 +72,7 @@ def _moved_bytes(program: Program) -> Mapping[int, int]:
 
 
 def _to_host(ops: Ops, sizes: Mapping[int, int]) -> Iterator[Op]:
-    """Copy each input once the layer before has made it; the next block waits until it has left."""
+    """Copy each input once the layer before has computed it; the next block waits until it has left."""
     made, leaving = "", None
     for op in ops:
         if op.kind is OpKind.FORWARD and op.layer is not None and (leaving or op.layer in sizes):

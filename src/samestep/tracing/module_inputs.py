@@ -56,7 +56,7 @@ class WeightSlots:
 
 @dataclass(slots=True)
 class NotedCall:
-    """One call of a module: what it is given and returns, and the nodes of autograd that are made in it."""
+    """One call of a module: what it is given and returns, and the nodes of autograd that are created in it."""
 
     given: list[tuple[int, tuple[int, ...]]]
     """Storage and shape of each tensor of its arguments."""

@@ -52,7 +52,7 @@ class StageEvents:
 
     @property
     def start(self) -> int:
-        """The first event."""
+        """The number of the first event."""
         return min(self.numbers)
 
     @property

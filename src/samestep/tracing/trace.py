@@ -35,7 +35,13 @@ from samestep.building.nf4 import mark_of
 from samestep.building.several_models import followed_weight
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.layer_parts import Exchange, HeadSpec, KeptBuffer, Product
+from samestep.models.layer_parts import (
+    BatchValueCall,
+    Exchange,
+    HeadSpec,
+    KeptBuffer,
+    Product,
+)
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
@@ -275,11 +281,7 @@ def _layer_specs(
             token_parts=tuple(
                 of_one_sample(one, num_samples) for one in token_parts_of(module, layer, layer_of, watch, backward)
             ),
-            batch_values=tuple(
-                dataclasses.replace(call, is_only_kept=watch.keeps_all_values)
-                for region, call in watch.batch_values
-                if region in layer.regions
-            ),
+            batch_values=_batch_values_of(layer, watch),
             batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
             kept=tuple(one for region, one in outside if region in layer.regions),
         )
@@ -291,6 +293,15 @@ def _layer_specs(
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _batch_values_of(layer: Layer, watch: ForwardTracer) -> tuple[BatchValueCall, ...]:
+    """Return the calls of a layer whose values depend on the whole batch, in the order of the forward."""
+    return tuple(
+        dataclasses.replace(call, is_only_kept=watch.keeps_all_values)
+        for region, call in watch.batch_values
+        if region in layer.regions
+    )
 
 
 def _kept_outside(module: nn.Module, layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[str, KeptBuffer]]:

@@ -26,8 +26,9 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -311,17 +312,47 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     heads = set(_pending_head(program))
     uncompiled |= dict.fromkeys(heads, "its logits are computed in chunks")
     units = {path for unit in program.units for path in unit.modules} | {one.path for one in program.host_modules}
-    in_graph: set[nn.Module] = set()
-    seen: set[nn.Module] = set()
-    islands: list[str] = []
+    entry = _GraphEntry(blocks, uncompiled, units)
+    for path in [""] if settings.compile == "model" else _paths_of_blocks(program):
+        block = model.get_submodule(path)
+        _refuse_compiled(path, block)
+        if path in uncompiled:
+            blocks.compiler.uncompiled[path] = uncompiled[path]
+        elif block not in entry.seen:
+            blocks.num_blocks += 1
+            entry.enter(path, block)
+    if settings.compile == "model":
+        _compile_one(
+            blocks.compiler, [(path, uncompiled.get(path)) for path in entry.islands if path not in heads], heads
+        )
+    elif step.repeats_in_graphs:
+        blocks.compiler.why_whole = "it is recomputed"
+    blocks.in_graph = entry.in_graph - entry.seen
+    _allow_more_graphs(blocks.num_blocks + _CHANGES)
+    return blocks
 
-    def enter(path: str, module: nn.Module) -> None:
+
+@dataclass(frozen=True)
+class _GraphEntry:
+    """The modules that are brought into graphs, and the islands that are kept out of them."""
+
+    blocks: CompiledBlocks
+    uncompiled: Mapping[str, str]
+    """Paths of modules without a graph, each with the reason."""
+    units: Set[str]
+    """Paths of modules whose weights are gathered or copied around their forward."""
+    in_graph: set[nn.Module] = field(default_factory=set)
+    seen: set[nn.Module] = field(default_factory=set)
+    """Modules whose forward is the beginning of a graph."""
+    islands: list[str] = field(default_factory=list)
+
+    def enter(self, path: str, module: nn.Module) -> None:
         """Compile a module's forward, but for the islands in it."""
-        seen.add(module)
-        structure = (type(module), *inside(path, module))
-        module.forward = blocks.compiled(path, module, structure)
+        self.seen.add(module)
+        structure = (type(module), *self._inside(path, module))
+        module.forward = self.blocks.compiled(path, module, structure)
 
-    def inside(path: str, module: nn.Module) -> Iterator[object]:
+    def _inside(self, path: str, module: nn.Module) -> Iterator[object]:
         """Add the modules in a module to its graph, or turn them into islands; yield the properties that distinguish
         them."""
         for name, child in module.named_children():
@@ -329,32 +360,16 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
             _refuse_compiled(inner, child)
             own = vars(child).get("forward")
             yield inner.count("."), name, type(child), getattr(own, "__code__", own)
-            if inner in uncompiled or inner in units or _has_hooks(child):
-                has_graph = inner not in uncompiled and any(True for _ in child.children())
-                if has_graph and child not in seen:
-                    enter(inner, child)
-                blocks.outside(child)
-                islands.append(inner)
+            if inner in self.uncompiled or inner in self.units or _has_hooks(child):
+                has_graph = inner not in self.uncompiled and any(True for _ in child.children())
+                if has_graph and child not in self.seen:
+                    self.enter(inner, child)
+                self.blocks.outside(child)
+                self.islands.append(inner)
                 yield "island"
             else:
-                in_graph.add(child)
-                yield from inside(inner, child)
-
-    for path in [""] if settings.compile == "model" else _paths_of_blocks(program):
-        block = model.get_submodule(path)
-        _refuse_compiled(path, block)
-        if path in uncompiled:
-            blocks.compiler.uncompiled[path] = uncompiled[path]
-        elif block not in seen:
-            blocks.num_blocks += 1
-            enter(path, block)
-    if settings.compile == "model":
-        _compile_one(blocks.compiler, [(path, uncompiled.get(path)) for path in islands if path not in heads], heads)
-    elif step.repeats_in_graphs:
-        blocks.compiler.why_whole = "it is recomputed"
-    blocks.in_graph = in_graph - seen
-    _allow_more_graphs(blocks.num_blocks + _CHANGES)
-    return blocks
+                self.in_graph.add(child)
+                yield from self._inside(inner, child)
 
 
 def _prepare_compiler() -> None:
@@ -370,7 +385,7 @@ def _prepare_compiler() -> None:
 
 
 def _compile_one(compiler: _Compiler, islands: list[tuple[str, str | None]], heads: Set[str]) -> None:
-    """Let a model be one graph or none: behind a break torch compiles its functions one by one, and blocks whose modules differ in
+    """Let a model be one graph or none: after a break torch compiles its functions one by one, and blocks whose modules differ in
     hooks would share what it made. A head that is an island comes after all blocks."""
     works = "run.compile = 'blocks' works"
     if islands:

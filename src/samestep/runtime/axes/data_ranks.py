@@ -37,7 +37,7 @@ class DataRanks:
         return everything
 
     def gather_into(self, everything: Tensor, mine: Tensor, label: owned) -> None:
-        """Write the tensors of all ranks [N] one after the other into another one, under a label that is made once.
+        """Write the tensors of all ranks [N] one after the other into another one, under a label that is prepared once.
 
         Collective over `dp`, see [Note: collective calls].
         """
@@ -45,7 +45,7 @@ class DataRanks:
             all_gather(everything, mine, group=self._group)
 
     def sum_under(self, tensor: Tensor, label: owned) -> None:
-        """Sum a tensor over all ranks, in its place, under a label that is made once.
+        """Sum a tensor over all ranks, in its place, under a label that is prepared once.
 
         Collective over `dp`, see [Note: collective calls].
         """

@@ -81,7 +81,11 @@ class _InputOnHost:
         self._coming: tuple[Tensor, Any] | None = None
 
     def release(self) -> None:
-        """Let go of the tensor on the device, whose memory is used again only behind the copy."""
+        """Release the tensor on the device, whose memory is used again only after the copy.
+
+        Raises:
+            ModelError: the model has written into the tensor after the forward that received it.
+        """
         if self._leaving is None:
             return
         if marks_of([self._leaving]).differ(self._before):

@@ -156,7 +156,7 @@ def _mark(output: Tensor) -> Tensor:
 
 
 def _marked(mark: Tensor) -> Any:
-    """Return the node that made the output which a mark depends on."""
+    """Return the node whose output a mark depends on."""
     assert mark.grad_fn is not None
     return mark.grad_fn.next_functions[0][0]
 

@@ -93,6 +93,9 @@ class NeighbourTokens:
         """Return the result of a call that needs tokens of neighbours; `NotImplemented` for another one.
 
         Collective over `cp`, in the backward too, see [Note: collective calls].
+
+        Raises:
+            LayoutError: the call needs other tokens of neighbours than in the traced forward.
         """
         kind, calls = kind_of(func), self._running[-1]
         if kind is None or calls is None:
@@ -193,7 +196,7 @@ def _rows_at(x: Tensor, dim: int, rows: int, edge: Edge) -> Tensor:
 
 
 class _Extended(torch.autograd.Function):
-    """Tokens with those of neighbours before and behind them; `first` and `last` are given at the ends of the sequence alone."""
+    """Tokens with those of neighbours before and after them; `first` and `last` are given at the ends of the sequence alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor | None, last: Tensor | None, how: _How) -> Tensor:

@@ -76,7 +76,7 @@ _MOST_SHAPES = 64
 
 
 class StatisticsExchange:
-    """How a norm exchanges something with the ranks that have other samples of its group; made once, used in every call."""
+    """Exchanges of a norm with the ranks that have other samples of its group; created once, used in every call."""
 
     __slots__ = ("_buffers", "_gathering", "_ranks", "_shapes", "_summing")
 
@@ -179,7 +179,7 @@ _OWN_CLASSES = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
 class OneGroupNorm:
-    """The training forward of a norm whose class is torch's own, on one group of samples of which this rank and others have some.
+    """The training forward of a norm whose class is from torch, on one group of samples of which this rank and others have some.
 
     It does what the class does, without the mode that finds calls in other code.
     """
@@ -195,7 +195,7 @@ class OneGroupNorm:
 
     @staticmethod
     def serves(norm: nn.Module) -> bool:
-        """Return whether a norm computes with the code of torch's own class, before its forward is replaced."""
+        """Return whether a norm computes with the code of torch's class, before its forward is replaced."""
         return type(norm) in _OWN_CLASSES and "forward" not in vars(norm)
 
     def can_run(self) -> bool:

@@ -12,7 +12,7 @@ from samestep.runtime.ledger import owned
 
 
 def shift(buffer: Tensor, group: dist.ProcessGroup, owner: str, by: int = 1) -> Callable[[], Tensor]:
-    """Begin to send a buffer to the rank `by` places behind; return a function that waits for that of the rank as far before.
+    """Begin to send a buffer to the rank `by` places after this one; return a function that waits for that of the rank as far before.
 
     Collective over the group, see [Note: collective calls]: an all_to_all in which each rank sends to one rank alone.
     """

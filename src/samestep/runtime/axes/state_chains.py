@@ -1,4 +1,4 @@
-"""Recurrences on ranks of `cp`: each computes its tokens from the state of the rank before, and passes on that behind them.
+"""Recurrences on ranks of `cp`: each computes its tokens from the state of the rank before, and passes on the state after them.
 
     hop 0            hop 1
     rank 0 ──state──► rank 1 ──state──► rank 2       (back: the gradients of states, from the last rank on)
@@ -62,7 +62,7 @@ def _leave(wait: Callable[[], Tensor]) -> None:
 
 
 def run_from_state_before(call: StateCall, hops: Hops) -> tuple[Tensor, State]:
-    """Return a rank's tokens and the state behind them.
+    """Return a rank's tokens and the state after them.
 
     Collective over `cp`, in the backward too, see [Note: collective calls].
     """
@@ -86,7 +86,7 @@ _known_shapes: dict[Any, list[Tensor]] = {}
 
 
 def _shapes_of(call: StateCall) -> list[Tensor]:
-    """Return the state behind a call on the meta device."""
+    """Return the state after a call on the meta device."""
     given = operands(*call.args, *call.kwargs.values())
     key = call.original, tuple((one.shape, one.dtype) for one in given)
     if key not in _known_shapes:

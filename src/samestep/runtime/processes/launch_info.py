@@ -70,7 +70,7 @@ def check_local(local: tuple[str, int], here: tuple[str, int], world: tuple[str,
 
 
 def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return an integer from the environment.
+    """Return a whole number from the environment.
 
     Raises:
         JobError: the variable is not an integer.
@@ -85,7 +85,7 @@ def number(env: Mapping[str, str], name: str, default: int | None = None) -> int
 
 
 def port(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the port of a store from the environment.
+    """Return the port number of a store from the environment.
 
     Raises:
         JobError: the variable is no port.
