@@ -318,3 +318,39 @@ def test_in_bf16_statistics_are_those_of_float32() -> None:
     assert all(torch.equal(one, second[1][name]) for name, one in first[1].items())
     assert {one.dtype for one in first[1].values()} == {torch.float32, torch.int64}
     assert not any(first[2])
+
+
+class Reading(nn.Module):
+    """Reads running statistics and the counter in the forward that updates them, and computes the weights of a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scaled = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+        del self.scaled.weight
+        self.scaled.logarithm = nn.Parameter(torch.zeros(3))
+        self.scaled.register_forward_pre_hook(lambda norm, args: setattr(norm, "weight", norm.logarithm.exp()))
+        self.scaled.register_forward_hook(lambda norm, args, x: delattr(norm, "weight"))
+        self.last.register_forward_hook(lambda norm, args, x: x * norm.num_batches_tracked + norm.running_var)
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.scaled(images.mean((2, 3)))
+        y = self.last(self.first(x)) + (x - self.first.running_mean).square()
+        self.first.eval()
+        y = y + self.first(x.tanh())
+        self.first.train()
+        return self.head(y)
+
+
+def reading(rank: int, world: int, layout: str, job: Job) -> tuple[Observed, Buffers]:
+    run = run_of(rank, world, layout, job, Reading)
+    return follow(run, Images(), job), dict(run.model.named_buffers())
+
+
+def test_running_statistics_that_a_forward_reads_are_those_that_its_norms_have_just_kept() -> None:
+    job = batch_norm_job()
+    expected, kept = reading(0, 1, "dp=1", job)
+    found = pool(2).run(reading, "dp=2", job)
+    assert_same([seen for seen, _ in found], expected, TOLERANCE)
+    for _, buffers in found:
+        assert all(torch.allclose(one, kept[name], rtol=1e-9, atol=1e-12) for name, one in buffers.items())

@@ -418,7 +418,7 @@ class _BatchNormMode(TorchFunctionMode):
         if isinstance(found, GroupStatistics):
             is_own = type(norm).__module__.startswith("torch.nn.") and counter is not None
             if is_own and variance is not None and norm.momentum is not None:
-                self._norms.kept.add(norm, norm._buffers, momentum, found)
+                self._norms.kept.add(norm, momentum, found)
                 return
             found = _Statistics(found.count[None], found.mean[None], found.variance[None])
         for index, (count, of_group, squared) in enumerate(zip(*found, strict=True)):

@@ -4,14 +4,14 @@
     backward    sums of g and g x' ──► all_reduce ──► s, t (over n)    gradient of x = k g - k (s + t x')      k = weight r
 
 Each direction has twelve operations of torch and one collective. Running statistics are kept at the end of the forward, those of all
-norms together, and so are the counters of batches. A norm of torch's own class runs by `OneGroupNorm`, which has made what it needs
-once; in code of another kind the calls of batch norm are found by the mode of `batch_norm.py`, which also has groups of which a rank has
-several runs.
+norms together, and so are the counters of batches; or as soon as code asks a norm for its buffers. A norm of torch's own class runs by
+`OneGroupNorm`, which has made what it needs once; in code of another kind the calls of batch norm are found by the mode of
+`batch_norm.py`, which also has groups of which a rank has several runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -202,7 +202,8 @@ class OneGroupNorm:
         """Return whether the norm is as its class has it, and takes statistics that it keeps by a momentum."""
         norm, kept = self._norm, self._norm._buffers
         keeps = kept.get("running_mean") is not None and kept.get("running_var") is not None
-        return norm.training and keeps and norm.momentum is not None and type(norm) in _OWN_CLASSES
+        has_own = "weight" in norm._parameters and "bias" in norm._parameters  # which code may compute of others
+        return norm.training and keeps and has_own and norm.momentum is not None and type(norm) in _OWN_CLASSES
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normalised input; collective over `dp`, see [Note: collective calls]."""
@@ -211,7 +212,7 @@ class OneGroupNorm:
         if self._takes_gradient and not x.requires_grad and has_backward():
             x = x.detach().requires_grad_()
         found = exchange.statistics(x.detach(), counts=True)
-        self._kept.add(norm, norm._buffers, norm.momentum, found, counts_batches=True)
+        self._kept.add(norm, norm.momentum, found, counts_batches=True)
         weights = norm._parameters
         how = exchange, True, True, found, norm.eps
         normalised: Tensor = NormalisedGroup.apply(x, weights["weight"], weights["bias"], how)
@@ -229,38 +230,49 @@ class _KeptCall(NamedTuple):
     """The number of batches, where it is yet to be raised."""
 
 
+class _UnwrittenBuffers(dict[str, Any]):
+    """The buffers of a norm that is yet to take what a call has found: whoever asks the norm for one gets it as torch leaves it."""
+
+    __slots__ = ("kept",)
+    kept: KeptStatistics
+
+    def __getitem__(self, name: str) -> Any:
+        self.kept.write()
+        return super().__getitem__(name)
+
+    def items(self) -> Any:
+        self.kept.write()
+        return super().items()
+
+
 @dataclass(slots=True)
 class KeptStatistics:
-    """The running statistics that a forward has to update: they are written at its end, all together."""
+    """The running statistics that a forward has to update: they are written at its end, all together, or when code reads them."""
 
     _kept: list[_KeptCall] = field(default_factory=list)
-    _owners: set[int] = field(default_factory=set)
+    _owners: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    """The norms in `_kept`, and the dicts of their buffers, in whose places they have such as see who reads them."""
     _places: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
     """The number of the norm of each channel, by the channels of the norms."""
 
-    def add(
-        self,
-        norm: nn.Module,
-        buffers: Mapping[str, Any],
-        momentum: Any,
-        found: GroupStatistics,
-        *,
-        counts_batches: bool = False,
-    ) -> None:
+    def add(self, norm: nn.Module, momentum: Any, found: GroupStatistics, *, counts_batches: bool = False) -> None:
         """Add what one call has found for a norm's buffers, and raise its number of batches where that `counts_batches`; a norm that is
         called again first takes what its call before has found.
         """
-        if id(norm) in self._owners:
+        if norm in self._owners:
             self.write()
-        self._owners.add(id(norm))
+        buffers = self._owners[norm] = norm._buffers
         counter = buffers["num_batches_tracked"] if counts_batches else None
         self._kept.append(_KeptCall(buffers["running_mean"], buffers["running_var"], momentum, found, counter))
+        unwritten = _UnwrittenBuffers(buffers)
+        unwritten.kept = self
+        norm.__dict__["_buffers"] = unwritten
 
     @torch.no_grad()
     def write(self) -> None:
         """Write what was added, and forget it."""
-        kept, self._kept = self._kept, []
-        self._owners.clear()
+        kept = self._kept
+        self.drop()
         alike: dict[tuple[Any, ...], list[_KeptCall]] = {}
         for one in kept:
             alike.setdefault((one.momentum, one.found.mean.dtype, one.found.mean.device), []).append(one)
@@ -290,6 +302,9 @@ class KeptStatistics:
         return self._places[key]
 
     def drop(self) -> None:
-        """Forget what was added, where the forward has failed."""
-        self._kept.clear()
+        """Forget what was added, as where the forward has failed."""
+        for norm, buffers in self._owners.items():
+            buffers.update(norm._buffers)
+            norm.__dict__["_buffers"] = buffers
+        self._kept = []
         self._owners.clear()
