@@ -261,7 +261,8 @@ class KeptStatistics:
         """
         if norm in self._owners:
             self.write()
-        buffers = self._owners[norm] = norm._buffers
+        buffers: dict[str, Any] = norm._buffers
+        self._owners[norm] = buffers
         counter = buffers["num_batches_tracked"] if counts_batches else None
         self._kept.append(_KeptCall(buffers["running_mean"], buffers["running_var"], momentum, found, counter))
         unwritten = _UnwrittenBuffers(buffers)
