@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.covering import daily
 from tests.laboratory import combinations
 from tests.models import MODELS, Attentive, AttentiveBlock
-from tests.parity.moved_models import MIXERS, Mixing, Recurrence
+from tests.parity.moved_models import MIXERS, Bare, Mixing, Recurrence
 
 
 def nightly(layouts: Iterable[str], models: Iterable[str]) -> list[Any]:
@@ -222,6 +222,7 @@ class Neighbours(Mixing):
 
 MODELS |= {
     "neighbours": Neighbours,
+    "bare": Bare,
     "recurrence": lambda: Mixing(Recurrence),
     "squared": SquaredModel,
     "hybrid": Hybrids,
@@ -269,6 +270,7 @@ MOVED = [
     ("cp=2 zero=3 recompute=full microbatch=4", "neighbours"),
     ("cp=2 exchange=ring recompute=selective", "hybrid"),
     ("cp=3 zero=1 recompute=full microbatch=4", "recurrence"),
+    ("cp=2 recompute=full microbatch=4", "bare"),
 ]
 """Ranks send each other the tokens at the ends of their slices, and the states of recurrences."""
 WRITTEN_OUT = ["cp=2 zero=1 recompute=selective microbatch=4", "tp=2 cp=2 zero=2"]

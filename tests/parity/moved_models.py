@@ -39,6 +39,24 @@ class MixingBlock(nn.Module):
         return x + self.ff(x)
 
 
+class BareBlock(nn.Module):
+    """A block that shifts tokens itself, and in which nothing follows a recurrence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.decay = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.norm(x).roll(1, 1)
+        return x + decayed_sums(self.linear(inside), self.decay(inside).sigmoid())[0]
+
+
+class Bare(Mixing):
+    def __init__(self) -> None:
+        super().__init__(lambda width: nn.Linear(width, width))
+        self.blocks = nn.ModuleList(BareBlock() for _ in range(2))
+
+
 class ShortConvolution(nn.Module):
     """Gates around a convolution for each channel, as in LFM2: zeros on both sides, of which the last results are cut off."""
 
@@ -64,9 +82,9 @@ class PaddedConvolution(nn.Module):
 
 
 class SameConvolution(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, mode: str = "zeros") -> None:
         super().__init__()
-        self.conv = nn.Conv1d(width, width, 5, padding="same")
+        self.conv = nn.Conv1d(width, width, 5, padding="same", padding_mode=mode)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.mT).mT
@@ -174,6 +192,8 @@ MIXERS: dict[str, tuple[Make, int, int]] = {
     "windows": (functools.partial(Taps, by_windows=True), 3, 0),
     "shift by cat": (_shifts(lambda x: torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)), 1, 0),
     "shift by pad": (_shifts(lambda x: F.pad(x, (0, 0, 1, -1))), 1, 0),
+    "shift by pad of a part": (_shifts(lambda x: F.pad(x[:, :-1], (0, 0, 1, 0))), 1, 0),
+    "around": (functools.partial(SameConvolution, mode="circular"), 2, 2),
     "shift in place": (_shifts(_written), 1, 0),
     "shift by roll": (_shifts(_rolled), 1, 0),
     "shift back": (_shifts(lambda x: torch.cat((x[:, 1:], x[:, -1:]), 1)), 0, 1),

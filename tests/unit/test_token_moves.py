@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.recurrences import StateCall, convention_of
 from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of
+from samestep.independence.traced_states import _token_dim_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from tests.parity.moved_models import MIXERS, Mixing, Recurrence
+from tests.parity.moved_models import MIXERS, Mixing, Recurrence, Shift, decayed_sums
 from tests.unit.test_locality import shown
 
 TOKENS, SLICES = 12, 3
@@ -163,7 +164,52 @@ class Strided(nn.Module):
         return self.conv(x.mT).repeat_interleave(2, -1).mT
 
 
-@pytest.mark.parametrize("make", [lambda width: Valid(width, width, 3), Unequal, Strided])
+class Generated(nn.Module):
+    """A convolution whose weights are computed from all tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weights = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, width = x.shape
+        weights = self.weights(x.mean(1)).view(-1, 1, 3)
+        found = F.conv1d(x.mT.reshape(1, -1, tokens), weights, padding=2, groups=samples * width)
+        return found[..., :tokens].view(samples, width, tokens).mT
+
+
+def _mean_first(x: Tensor) -> Tensor:
+    shifted = x.mean(1, keepdim=True).expand_as(x).clone()
+    shifted[:, 1:] = x[:, :-1]
+    return shifted
+
+
+def _padding_written(x: Tensor) -> Tensor:
+    padded = F.pad(x, (0, 0, 2, 0)) + 1
+    padded[:, :2] = 0.5
+    return padded[:, : x.shape[1]]
+
+
+OF_ALL_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the last token in front": lambda x: torch.cat((x[:, -1:], x[:, :-1]), 1),
+    "the first token behind": lambda x: torch.cat((x[:, 1:], x[:, :1]), 1),
+    "the mean in front": lambda x: torch.cat((x.mean(1, keepdim=True), x[:, :-1]), 1),
+    "written onto the mean": _mean_first,
+    "padding that is written": _padding_written,
+    "a convolution of all tokens but the last": lambda x: F.conv1d(x.mT[..., :-1], x.new_ones(16, 1, 3), padding=2, groups=16)[..., : x.shape[1]].mT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda width: Valid(width, width, 3),
+        Unequal,
+        Strided,
+        Generated,
+        *(functools.partial(Shift, shift=shift) for shift in OF_ALL_TOKENS.values()),
+    ],
+)
 def test_what_is_of_no_such_form_computes_all_tokens(make: Callable[[int], nn.Module]) -> None:
     spec = shown(functools.partial(Mixing, make))
     assert spec.slice_refusal == ""
@@ -182,6 +228,49 @@ def test_a_recurrence_is_computed_from_the_state_of_the_rank_before() -> None:
 def test_a_function_that_ignores_its_state_computes_all_tokens() -> None:
     spec = shown(functools.partial(Mixing, functools.partial(Recurrence, is_true=False)))
     assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
+
+
+def of_positive(
+    x: Tensor, decay: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Ignores its state, which drawn values below zero do not show."""
+    tokens, state = decayed_sums(x.relu(), decay)
+    return tokens, state
+
+
+def of_documents(
+    x: Tensor, number: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Begins anew at each document, but not at one that begins with the tokens that it is given."""
+    same = F.pad(number[:, 1:] == number[:, :-1], (1, 0), value=True)
+    return decayed_sums(x, same[..., None].to(x.dtype), initial_state, output_final_state)
+
+
+def with_state_asked(x: Tensor, decay: Tensor, initial_state: Any = None, output_final_state: bool = True) -> Any:
+    """Returns its state if it is not told otherwise."""
+    return decayed_sums(x, decay, initial_state, output_final_state)
+
+
+@pytest.mark.parametrize(
+    ("function", "second", "is_one"),
+    [
+        (decayed_sums, torch.rand(2, 6, 4), True),
+        (of_positive, torch.rand(2, 6, 4), False),
+        (of_documents, torch.zeros(2, 6, dtype=torch.long), False),
+    ],
+)
+def test_a_trial_tells_recurrences_from_other_functions(function: Any, second: Tensor, is_one: bool) -> None:
+    convention = convention_of(function)
+    assert convention is not None
+    call = StateCall(function.__name__, convention, function, (torch.rand(2, 6, 4), second), {})
+    assert call.begins
+    assert (_token_dim_of(call, [1, 1]) == 1) is is_one
+
+
+def test_a_state_that_is_asked_for_by_default_is_asked_for() -> None:
+    convention = convention_of(with_state_asked)
+    assert convention is not None
+    assert not StateCall("one", convention, with_state_asked, (torch.rand(2, 6, 4), torch.rand(2, 6, 4)), {}).begins
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from samestep.trees import tree_leaves
 
 State = tuple[Tensor, ...]
 
@@ -73,8 +76,15 @@ class StateCall(NamedTuple):
         )
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the function and its arguments that are no tensors."""
+        others = (one for one in tree_leaves((self.args, self.kwargs)) if not isinstance(one, Tensor))
+        return self.original, *(weakref.ref(one) if isinstance(one, nn.Module) else repr(one) for one in others)
+
+    @property
     def _bound(self) -> dict[str, Any]:
         found = _signature(self.original).bind(*self.args, **self.kwargs)
+        found.apply_defaults()
         extra = found.arguments.pop("kwargs", {})
         return {**found.arguments, **extra}
 

@@ -202,6 +202,9 @@ class Dependences:
         key = self._key_of(tensor)
         before = self._found.get(key)
         covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        if not covers and isinstance(before, WithNeighbours):  # those of neighbours are others on each rank
+            self._found[key] = Mixed("a tensor that is written in parts", shown=False)
+            return
         if dependence is None:
             if covers:
                 self._found.pop(key, None)

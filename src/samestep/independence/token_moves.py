@@ -124,7 +124,7 @@ def _conv(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, mar
     stride, dilation, padding = (
         _each(given.get(name, value), num) for name, value in (("stride", 1), ("dilation", 1), ("padding", 0))
     )
-    if at < 0 or stride[at] != 1:
+    if at < 0 or stride[at] != 1 or place.start or x.shape[place.dim] != tokens + margin:
         return None
     reach = dilation[at] * (weight.shape[2 + at] - 1)
     if given.get("padding") in ("same", "valid"):
@@ -161,7 +161,11 @@ def _pad(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, marg
     at = 2 * (x.dim() - 1 - place.dim)
     if margin or at + 1 >= len(pad) or not (pad[at] or pad[at + 1]):
         return None
-    before, behind = pad[at : at + 2]
+    before, behind, cut = *pad[at : at + 2], (place.start, tokens - place.start - x.shape[place.dim])
+    if any(cut):  # what code has cut off is a pad by fewer than none, unless others stand in its place
+        if mode != "constant" or (cut[0] and before > 0) or (cut[1] and behind > 0):
+            return None
+        x, before, behind = whole_of(x, place, tokens), before - cut[0], behind - cut[1]
     others = [*pad]
     others[at : at + 2] = 0, 0
     left, right = max(before, 0), max(behind, 0)
@@ -170,7 +174,9 @@ def _pad(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, marg
     def compute(extend: Extend) -> Tensor:
         one = func(x, others, mode, value) if any(others) else x
         if mode == "constant":
-            ends: tuple[Edge, Edge] = (value or 0.0, value or 0.0)
+            ends: tuple[Edge | None, Edge | None] = (value or 0.0, value or 0.0)
+        elif mode == "circular":
+            ends = None, None
         else:
             edges = func(
                 x, [left if other == at else right if other == at + 1 else 0 for other in range(len(pad))], mode
@@ -179,7 +185,7 @@ def _pad(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, marg
         wider = extend(one, place.dim, left, right, *ends)
         return _own(wider.narrow(place.dim, max(-before, 0), rows), rows == tokens)
 
-    return MoveForm("pad", place, left, right, rows, rows - tokens, place.dim, (pad, mode, value), (x,), compute)
+    return MoveForm("pad", place, left, right, rows, rows - tokens, place.dim, (pad, mode, value, cut), (x,), compute)
 
 
 def _cat(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
@@ -215,6 +221,8 @@ def _roll(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, mar
     x, by, dim = given["input"], given["shifts"], given["dims"]
     by, dim = (one[0] if isinstance(one, list | tuple) and len(one) == 1 else one for one in (by, dim))
     if margin or not isinstance(by, int) or not isinstance(dim, int) or dim % x.dim() != place.dim or not by:
+        return None
+    if place.start or x.shape[place.dim] != tokens:
         return None
 
     def compute(extend: Extend) -> Tensor:

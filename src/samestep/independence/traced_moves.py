@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import disable_current_modes
-from samestep.independence.dependence import Along, Dependence, Dependences, WithNeighbours
+from samestep.independence.dependence import NO_DIM, Along, Dependence, Dependences, WithNeighbours
 from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.token_moves import Edge, MoveForm, TokenPlace, form_of, kind_of, operands_of, whole_of
 from samestep.independence.value_numbers import ValueNumbers
@@ -75,9 +75,10 @@ class TracedMoves(TorchFunctionMode):
             return func(*args, **kwargs)
         with disable_current_modes():
             form = self._form(func, args, kwargs)
-        if form is None:
+            ends = None if form is None else self._ends_of(form)
+        if form is None or ends is None:
             return func(*args, **kwargs)
-        return self._moved(form, number)
+        return self._moved(form, number, ends)
 
     def _form(self, func: Any, args: Any, kwargs: Any) -> MoveForm | None:
         """Return a call in its form; None if no operand has a row for each token, or the call is of no form."""
@@ -105,7 +106,25 @@ class TracedMoves(TorchFunctionMode):
         except ValueError:
             return False
 
-    def _moved(self, form: MoveForm, number: int) -> Any:
+    def _ends_of(self, form: MoveForm) -> tuple[int, ...] | None:
+        """Return the tokens on which the other operands depend, counted from the end of the sequence at which they are put; None if
+        one depends on tokens in another way, which are others on the rank that has that end."""
+        watch, found = self._watch, list[int]()
+        for at, one in enumerate(form.given[1:]):
+            known = watch.known.of(one) if one.is_meta else None
+            if known is None:
+                continue
+            if form.kind == "write" and watch.known.has_rows(one, form.dim):
+                continue
+            if form.kind != "cat" or not isinstance(known, Along) or not isinstance(known.start, int):
+                return None
+            rows = 1 if known.dim == NO_DIM else one.shape[form.dim]
+            if known.dim not in (form.dim, NO_DIM) or known.inner != 1 or known.start + rows > watch.size:
+                return None
+            found.append(known.start - (0 if at < form.place.operand else watch.size))
+        return tuple(found)
+
+    def _moved(self, form: MoveForm, number: int, ends: tuple[int, ...]) -> Any:
         """Compute a call of tokens as the last rank does, and note that each row of its result belongs to its token."""
         watch, operand = self._watch, form.given[0]
         with disable_current_modes():
@@ -120,7 +139,7 @@ class TracedMoves(TorchFunctionMode):
                 found = WithNeighbours.of(result, form.dim, form.last, f"{watch.where} by {form.kind}")
             watch.learn(result, None)
             watch.learn(result, found)
-            watch.numbers.name(result, "moved", form.kind, repr(form.what), *what, where=watch.where)
+            watch.numbers.name(result, "moved", form.kind, repr(form.what), ends, *what, where=watch.where)
             if not (form.left or form.right or form.kind == "edge"):
                 return outcome  # of tokens of neighbours that are there already
             move = TokenMove(

@@ -114,6 +114,9 @@ def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
     for op in forward:
         if op.kind is OpKind.FORWARD:
             layer = op.layer
-        elif layer is not None and op.axis is not None and op.owner not in layers[layer].modules and not _is_kept(op):
+            continue
+        if layer is None or op.axis is None or _is_kept(op):
+            continue
+        if op.kind is OpKind.SHIFT or op.owner not in layers[layer].modules:  # a block may shift tokens itself
             found.setdefault(layer, []).append(op)
     return found

@@ -147,11 +147,11 @@ class Slicing:
             yield
 
     @contextmanager
-    def _slicing(self, length: int, block: str, written: tuple[str, int, int]) -> Iterator[None]:
+    def _slicing(self, length: int, block: str, written: tuple[str, int, int], moves: Any = None) -> Iterator[None]:
         before, before_written = (self.length, self.block, self.exchanged), self.formulas.place
         self.length, self.block, self.exchanged, self.formulas.place = length, block, 0, written
         try:
-            with _Exchanging(self), self.moves.receiving():
+            with _Exchanging(self), self.moves.receiving(), self.moves.at(moves):
                 yield
         finally:
             self.length, self.block, self.exchanged = before
@@ -159,7 +159,8 @@ class Slicing:
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a block's forward, and of its recomputation with the slice that is active now."""
-        return _NOTHING, Anew(functools.partial(self._slicing, self.length, self.block, self.formulas.place))
+        places = self.formulas.place, self.moves.place
+        return _NOTHING, Anew(functools.partial(self._slicing, self.length, self.block, *places))
 
     def part(self, samples: Any) -> Any:
         """Return this rank's tokens of a batch, for the loss."""

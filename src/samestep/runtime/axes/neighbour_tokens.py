@@ -11,8 +11,8 @@ They are sent in master precision, since they are few.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +67,21 @@ class NeighbourTokens:
     def are_here(self) -> bool:
         """Whether a module runs that makes such calls."""
         return bool(self._running) and self._running[-1] is not None
+
+    @property
+    def place(self) -> _Owner | None:
+        """The calls of the module that runs, and how many it has made; None if it makes none."""
+        calls = self._running[-1] if self._running else None
+        return None if calls is None else calls._replace(made=[*calls.made])
+
+    @contextmanager
+    def at(self, place: _Owner | None) -> Iterator[None]:
+        """Return the context of a forward from a place on: a block is recomputed without the hooks around it."""
+        before, self._running = self._running, [] if place is None else [place._replace(made=[*place.made])]
+        try:
+            yield
+        finally:
+            self._running = before
 
     def _closing(self, *_: Any) -> None:
         self._running.append(None)

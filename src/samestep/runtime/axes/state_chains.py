@@ -88,7 +88,7 @@ _known_shapes: dict[Any, list[Tensor]] = {}
 def _shapes_of(call: StateCall) -> list[Tensor]:
     """Return the state after a call on the meta device."""
     given = operands(*call.args, *call.kwargs.values())
-    key = call.original, tuple((one.shape, one.dtype) for one in given)
+    key = call.key, tuple((one.shape, one.dtype) for one in given)
     if key not in _known_shapes:
         args, kwargs = tree_map_only(Tensor, lambda one: one.detach().to("meta"), (call.args, call.kwargs))
         with torch.no_grad(), disable_current_modes():  # selective recompute would keep its products
@@ -118,12 +118,15 @@ class _Leaving(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, state: Tensor, hops: Hops) -> Tensor:
         ctx.hops, ctx.numel = hops, state.numel()
+        ctx.save_for_backward(
+            state[:0]
+        )  # a recomputed forward comes as far as here, and before the hops of the backward
         hops.pass_on(range(hops.rank, hops.degree - 1), state.contiguous(), ctx.numel, tokens.device, 1)
         return tokens.view_as(tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hops = ctx.hops
+        hops, _ = ctx.hops, ctx.saved_tensors
         numbers = range(hops.rank, hops.degree - 1)
         return gradients[0], hops.pass_on(numbers, None, ctx.numel, gradients[0].device, -1), None
