@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.runtime.axes import chunked_mlp
 from samestep.runtime.axes.chunked_mlp import _Part
@@ -26,7 +28,7 @@ class Mlp(nn.Module):
 
 
 def chunked(module: nn.Module, tokens: int, sums: torch.dtype = torch.float64) -> nn.Module:
-    module.forward = _Part(module, tokens, sums, lambda: (nullcontext(), nullcontext())).call
+    module.forward = _Part("mlp", module, tokens, sums, lambda: (nullcontext(), nullcontext())).call
     return module
 
 
@@ -88,6 +90,65 @@ def test_a_frozen_weight_and_an_input_without_gradient() -> None:
     for one, other in zip(run(Mlp()), run(chunked(Mlp(), 1)), strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.allclose(one, other)
+
+
+class Counts(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Leaves(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+class WritesInput(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu_())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Counts, r"forward of mlp writes mlp\.calls, and mlp_chunk runs it once a chunk"),
+        (Leaves, r"forward of mlp writes mlp\.last, and mlp_chunk runs it once a chunk"),
+        (WritesInput, "mlp writes into its own input, of which mlp_chunk gives it a part"),
+    ],
+)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_part_that_leaves_something_behind_is_refused_by_name(kind: type[Mlp], words: str, samples: int) -> None:
+    with pytest.raises(ModelError, match=words):
+        chunked(kind(), 2)(torch.randn(samples, 8, 6, dtype=torch.float64, requires_grad=True).sin())
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Module()
+        self.block.mlp = Mlp()
+
+
+def test_a_part_in_which_weights_are_gathered_by_themselves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_mlp, "chunked_owners", lambda _: frozenset(["block.mlp"]))
+
+    def apply(*modules: str, gathers: bool = True) -> None:
+        layout = SimpleNamespace(mlp_chunk=4, gathers_weights=gathers)
+        step = SimpleNamespace(layout=layout, master_dtype="float32", model=None)
+        program: Any = SimpleNamespace(step=step, units=(SimpleNamespace(modules=modules),))
+        chunked_mlp.apply(Inner(), program, lambda: (nullcontext(), nullcontext()))
+
+    with pytest.raises(
+        LayoutError, match=r"block\.mlp once for all chunks, and block\.mlp\.up in it is gathered by itself: zero=1"
+    ):
+        apply("block", "block.mlp.up")
+    apply("block", "block.mlp")
+    apply("block", "block.mlp.up", gathers=False)
 
 
 @pytest.mark.parametrize("model", ["deep_llama", "deep_gpt2"])

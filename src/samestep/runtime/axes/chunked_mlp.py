@@ -6,13 +6,14 @@ The forward of such a module is replaced by one node of autograd, which keeps th
 forward    for each chunk     module(chunk), whose result is written into the output
 backward   for each chunk     module(chunk) again, its gradients; those of weights are added up in master precision
 ```
-The repeated forward of a chunk runs in the contexts in which checkpoints repeat theirs (float32 islands, slices of the sequence). A
-module that is called otherwise than in the trace runs as it is.
+A part whose forward leaves something behind, or writes into its input, would do so chunk by chunk: it is refused by name. The repeated
+forward of a chunk runs in the contexts in which checkpoints repeat theirs (float32 islands, slices of the sequence). A module that is
+called otherwise than in the trace runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from samestep.building.torch_seams import disable_current_modes, is_transformed
+from samestep.errors import LayoutError, ModelError
+from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
+from samestep.state.writes import version_of
 from samestep.strategies.chunked_mlp import chunked_owners
 from samestep.tracing.checkpointed import ContextFn
 
 _DIMS, _TOKENS = 3, 1
+_OF_TORCH = frozenset(vars(nn.Module()))
 num_chunks = 0
 """Chunks computed by forwards of this process, which tests count."""
 
@@ -35,17 +40,27 @@ def apply(model: nn.Module, program: Program, contexts: ContextFn) -> None:
     chunk, sums = program.step.layout.mlp_chunk, DTYPES[program.step.master_dtype]
     if chunk is None:
         return
-    for path in chunked_owners(program.step.model):
+    gathers = program.step.layout.gathers_weights
+    units = [path for unit in program.units for path in unit.modules] if gathers else []
+    for path in sorted(chunked_owners(program.step.model)):
+        within = next((unit for unit in units if unit != path and is_below(unit, path)), None)
+        if within is not None:
+            raise LayoutError(
+                f"mlp_chunk={chunk} takes the weights of {path} once for all chunks, and {within} in it is gathered by itself: "
+                "zero=1 works, and so does a layout without mlp_chunk"
+            )
         module = model.get_submodule(path)
-        module.forward = _Part(module, chunk, sums, contexts).call
+        module.forward = _Part(path, module, chunk, sums, contexts).call
 
 
 class _Part:
     """One module that is computed in chunks."""
 
-    def __init__(self, module: nn.Module, tokens: int, sums: torch.dtype, contexts: ContextFn) -> None:
+    def __init__(self, path: str, module: nn.Module, tokens: int, sums: torch.dtype, contexts: ContextFn) -> None:
         self.module, self.forward, self.contexts = module, module.forward, contexts
-        self._tokens, self.sums = tokens, sums
+        self._path, self._tokens, self.sums = path, tokens, sums
+        self._is_tried = False
+        """Whether a call has shown that the module leaves nothing behind."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, in chunks where there is more than one."""
@@ -62,16 +77,48 @@ class _Part:
         return [param for param in self.module.parameters() if param.requires_grad]
 
     def computed(self, x: Tensor) -> Tensor:
-        """Return the module's output, chunk by chunk."""
+        """Return the module's output, chunk by chunk.
+
+        Raises:
+            ModelError: the module leaves something behind, or writes into its input.
+        """
         global num_chunks
         output: Tensor | None = None
+        before = None if self._is_tried else dict(self._held())
         for place in self.places(x):
             num_chunks += 1
-            part = self.forward(x[place].contiguous())  # which code may view otherwise
+            given = x[place].contiguous()  # which code may view otherwise
+            version = version_of(given)
+            part = self.forward(given)
+            if version_of(given) != version:
+                raise ModelError(
+                    f"{self._path} writes into its own input, of which mlp_chunk gives it a part: a layout without mlp_chunk works, "
+                    "and so does a forward that writes nowhere (x = x.relu() for x.relu_())"
+                )
             output = part.new_empty(*x.shape[:-1], part.shape[-1]) if output is None else output
             output[place] = part
+        if before is not None:
+            self._refuse_what_stays(before)
         assert output is not None
         return output
+
+    def _held(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield each attribute and buffer of the module and of those in it, with marks that a write changes."""
+        for path, module in self.module.named_modules():
+            own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+            for name, value in (*own.items(), *module._buffers.items()):
+                version = version_of(value) if isinstance(value, Tensor) else 0
+                yield f"{self._path}.{path}.{name}".replace("..", "."), (id(value), version)
+
+    def _refuse_what_stays(self, before: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse a module whose forward has written an attribute or a buffer."""
+        written = [name for name, marks in self._held() if before.get(name) != marks]
+        if written:
+            raise ModelError(
+                f"the forward of {self._path} writes {written[0]}, and mlp_chunk runs it once a chunk of tokens: a layout without "
+                "mlp_chunk works, and so does a forward that keeps nothing"
+            )
+        self._is_tried = True
 
     def places(self, x: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield the place of each chunk in a tensor [samples, tokens, features]."""
