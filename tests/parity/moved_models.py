@@ -171,12 +171,12 @@ class Shift(nn.Module):
 class LearntFirst(Shift):
     """A shift with a token of its own in front."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, rows: int = 1) -> None:
         super().__init__(width, self.behind_first)
-        self.first = nn.Parameter(torch.randn(1, 1, width))
+        self.first = nn.Parameter(torch.randn(1, rows, width))
 
     def behind_first(self, x: Tensor) -> Tensor:
-        return torch.cat((self.first.expand(len(x), 1, -1), x[:, :-1]), 1)
+        return torch.cat((self.first.expand(len(x), -1, -1), x[:, : -self.first.shape[1]]), 1)
 
 
 def _shifts(shift: Callable[[Tensor], Tensor]) -> Make:
@@ -198,5 +198,6 @@ MIXERS: dict[str, tuple[Make, int, int]] = {
     "shift by roll": (_shifts(_rolled), 1, 0),
     "shift back": (_shifts(lambda x: torch.cat((x[:, 1:], x[:, -1:]), 1)), 0, 1),
     "learnt first token": (LearntFirst, 1, 0),
+    "more than half of the tokens learnt": (functools.partial(LearntFirst, rows=4), 4, 0),
 }
 """Mixers, with the number of tokens that they need of each neighbour."""

@@ -122,14 +122,17 @@ class NeighbourTokens:
         calls.made[2] += 1
         given, tokens = operands_of(func, args, kwargs), self._slicing.length // self._slicing.degree
         found = [at for at, one in enumerate(given) if one.dim() > move.dim]
-        if move.kind == "cat":  # the longest part has the tokens
-            found = sorted(found, key=lambda at: -given[at].shape[move.dim])
-        elif move.kind == "write":
+        if move.kind == "write":
             found = found[1:]
-        form = None
-        if found and kind == ("write" if move.kind == "edge" else move.kind):
-            form = form_of(func, args, kwargs, TokenPlace(found[0], move.dim, move.start), tokens)
-        if form is None or (form.left, form.right) != (move.left, move.right):
+        elif move.kind != "cat":  # of which any part may have the tokens
+            found = found[:1]
+        if kind != ("write" if move.kind == "edge" else move.kind):
+            found = []
+        places = (TokenPlace(at, move.dim, move.start) for at in found)
+        forms = (form_of(func, args, kwargs, place, tokens) for place in places)
+        needed = move.left, move.right
+        form = next((one for one in forms if one is not None and (one.left, one.right) == needed), None)
+        if form is None:
             raise LayoutError(
                 f"{move.owner} calls {getattr(func, '__name__', func)} with other arguments than in the traced forward, where it needed "
                 f"{move.left} tokens before a rank's and {move.right} behind: cp=1 works"
