@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.covering import daily
 from tests.laboratory import combinations
 from tests.models import MODELS, Attentive, AttentiveBlock
-from tests.parity.moved_models import MIXERS, Bare, Mixing, Recurrence
+from tests.parity.moved_models import MIXERS, Bare, FusedRecurrence, Mixing, Recurrence
 
 
 def nightly(layouts: Iterable[str], models: Iterable[str]) -> list[Any]:
@@ -224,6 +224,7 @@ MODELS |= {
     "neighbours": Neighbours,
     "bare": Bare,
     "recurrence": lambda: Mixing(Recurrence),
+    "fused recurrence": lambda: Mixing(FusedRecurrence),
     "squared": SquaredModel,
     "hybrid": Hybrids,
     "attentive_of_eight": lambda: Attentive(heads=8),

@@ -129,6 +129,23 @@ class Recurrence(nn.Module):
         return self.behind(sums)
 
 
+def convolved_sums(
+    x: Tensor, conv: nn.Conv1d, decay: nn.Linear, initial_state: Tensor | None = None, output_final_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums behind a convolution: no recurrence by itself, since tokens before it reach its first tokens too."""
+    inside = F.silu(conv(x.mT)[..., : x.shape[1]]).mT
+    return decayed_sums(inside, decay(inside).sigmoid(), initial_state, output_final_state)
+
+
+class FusedRecurrence(Recurrence):
+    """One function for all in training, as Mamba 2 has it, and its parts in an evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return self.behind(convolved_sums(self.before(x), self.conv, self.decay)[0])
+
+
 class Taps(nn.Module):
     """A convolution that is written out, as a sum over shifted tokens or over windows of them."""
 

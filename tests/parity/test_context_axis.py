@@ -33,17 +33,19 @@ from tests.parity.axes import MODELS as MODELS_OF_ALL
 from tests.pool import pool
 
 
-def held_out(rank: int, world: int, layout: str) -> tuple[float, Tensor]:
+def held_out(rank: int, world: int, model: str, layout: str) -> tuple[float, Tensor]:
     """The loss of a forward without gradients, and logits of an odd number of tokens."""
-    run = make_run(rank, world, "llama", layout, clipped())
+    run = make_run(rank, world, model, layout, clipped())
     batch = next(batches(Tokens(), clipped()))
     loss = run.evaluate(batch)["loss"]
-    return loss, run.outputs({"input_ids": Tokens().input_ids[:2, :7], "labels": Tokens().labels[:2, :7]}).logits
+    outputs = run.outputs({"input_ids": Tokens().input_ids[:2, :7], "labels": Tokens().labels[:2, :7]})
+    return loss, getattr(outputs, "logits", outputs)
 
 
-def test_forwards_without_gradients_agree() -> None:
-    loss, logits = held_out(0, 1, "dp=1")
-    for ours, whole in pool(2).run(held_out, "cp=2"):
+@pytest.mark.parametrize("model", ["llama", "fused recurrence"])
+def test_forwards_without_gradients_agree(model: str) -> None:
+    loss, logits = held_out(0, 1, model, "dp=1")
+    for ours, whole in pool(2).run(held_out, model, "cp=2"):
         assert ours == pytest.approx(loss, rel=1e-9)
         assert torch.allclose(whole, logits, rtol=1e-9, atol=1e-9)
 

@@ -8,6 +8,7 @@ first, are the whole, with their gradients.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -62,19 +63,20 @@ class TracedStates:
 
     def __init__(self, watch: _SlicedForward) -> None:
         self._watch = watch
-        self._calls: dict[str, int] = {}
+        self._calls: dict[str, Counter[str]] = {}
 
     def enter(self, path: str) -> None:
-        """Begin to count the calls of a module."""
-        self._calls[path] = 0
+        """Begin to count the calls of each function by a module."""
+        self._calls[path] = Counter()
 
     def __call__(self, call: StateCall) -> Any:
         """Return what a call computes of a slice; `NotImplemented` where it is not shown to be a recurrence."""
         watch = self._watch
         if not watch.is_on_slices or watch.is_in_function:
             return NotImplemented
-        number = self._calls.get(watch.where, 0)
-        self._calls[watch.where] = number + 1
+        made = self._calls.setdefault(watch.where, Counter())
+        number = made[call.name]
+        made[call.name] += 1
         if not watch.is_following or not watch.is_in_block:
             return NotImplemented
         with disable_current_modes():

@@ -11,6 +11,7 @@ They are sent in master precision, since they are few.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -52,8 +53,11 @@ class NeighbourTokens:
         """The modules that make such calls and run, innermost last, with None for those that they call."""
         owners: dict[str, _Owner] = {}
         for move in (move for layer in spec.layers for move in layer.token_moves):
-            owner = owners.setdefault(move.owner, _Owner(move.owner, {}, {}))
-            (owner.states if move.kind == "state" else owner.moves)[move.number] = move
+            owner = owners.setdefault(move.owner, _Owner(move.owner, {}, {}, Counter()))
+            if move.kind == "state":
+                owner.states[move.function, move.number] = move
+            else:
+                owner.moves[move.number] = move
         self._functions = functions_of(model) if any(one.states for one in owners.values()) else []
         for path, calls in owners.items():
             module = model.get_submodule(path)
@@ -72,12 +76,12 @@ class NeighbourTokens:
     def place(self) -> _Owner | None:
         """The calls of the module that runs, and how many it has made; None if it makes none."""
         calls = self._running[-1] if self._running else None
-        return None if calls is None else calls._replace(made=[*calls.made])
+        return None if calls is None else calls._replace(made=Counter(calls.made))
 
     @contextmanager
     def at(self, place: _Owner | None) -> Iterator[None]:
         """Return the context of a forward from a place on: a block is recomputed without the hooks around it."""
-        before, self._running = self._running, [] if place is None else [place._replace(made=[*place.made])]
+        before, self._running = self._running, [] if place is None else [place._replace(made=Counter(place.made))]
         try:
             yield
         finally:
@@ -91,16 +95,17 @@ class NeighbourTokens:
 
     def _entering(self, calls: _Owner) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            self._running.append(calls._replace(made=[0, 0, 0]))
+            self._running.append(calls._replace(made=Counter()))
 
         return hook
 
     def _left(self, _: nn.Module, args: Any, output: Any) -> None:
         calls, has_failed = self._running.pop(), output is None
         assert calls is not None
-        if self._slicing.length and not has_failed and calls.made[2] != len(calls.moves) + len(calls.states):
+        made = calls.made[_HANDLED]
+        if self._slicing.length and not has_failed and made != len(calls.moves) + len(calls.states):
             raise LayoutError(
-                f"{calls.path} has made {calls.made[2]} calls that need something of neighbours, and {len(calls.moves) + len(calls.states)} in the traced "
+                f"{calls.path} has made {made} calls that need something of neighbours, and {len(calls.moves) + len(calls.states)} in the traced "
                 "forward: cp=1 works"
             )
 
@@ -115,11 +120,11 @@ class NeighbourTokens:
         kind, calls = kind_of(func), self._running[-1]
         if kind is None or calls is None:
             return NotImplemented
-        move = calls.moves.get(calls.made[0])
-        calls.made[0] += 1
+        move = calls.moves.get(calls.made[_OF_OPERANDS])
+        calls.made[_OF_OPERANDS] += 1
         if move is None:
             return NotImplemented
-        calls.made[2] += 1
+        calls.made[_HANDLED] += 1
         given, tokens = operands_of(func, args, kwargs), self._slicing.length // self._slicing.degree
         found = [at for at, one in enumerate(given) if one.dim() > move.dim]
         if move.kind == "write":
@@ -149,16 +154,16 @@ class NeighbourTokens:
         calls = self._running[-1] if self._running and slicing.block else None
         if calls is None:
             return NotImplemented
-        move = calls.states.get(calls.made[1])
-        calls.made[1] += 1
+        move = calls.states.get((call.name, calls.made[call.name]))
+        calls.made[call.name] += 1
         if move is None:
             return NotImplemented
-        if move.function != call.name or not call.begins:
+        if not call.begins:
             raise LayoutError(
-                f"{move.owner} calls {call.name} with other arguments than in the traced forward, where it began {move.function} at no state "
-                "and asked for none: cp=1 works"
+                f"{move.owner} calls {call.name} with other arguments than in the traced forward, where it began at no state and asked "
+                "for none: cp=1 works"
             )
-        calls.made[2] += 1
+        calls.made[_HANDLED] += 1
         before = slicing.suspend()
         try:
             hops = Hops(slicing.index, slicing.degree, slicing.group, move.owner, self._dtype)
@@ -187,14 +192,19 @@ class NeighbourTokens:
         return extend
 
 
+_OF_OPERANDS = "calls of some tokens' operands"
+_HANDLED = "calls that were given something of neighbours"
+
+
 class _Owner(NamedTuple):
     """A module that makes such calls, by the number of each."""
 
     path: str
     moves: dict[int, TokenMove]
-    states: dict[int, TokenMove]
-    made: list[int] = []  # noqa: RUF012 (given anew in each forward)
-    """Number of calls so far: of any operand, of functions with a state, and of those that need something of neighbours."""
+    states: dict[tuple[str, int], TokenMove]
+    """Those of functions with a state, by the function and the number among its calls: others may be called in an evaluation."""
+    made: Counter[str]
+    """Numbers of calls so far in a forward, by function, and by these two keys."""
 
 
 class _How(NamedTuple):
