@@ -52,10 +52,9 @@ def _mark(module: nn.Module, name: str, listener: LayerListener) -> tuple[Remova
         begun.append(listener.begin_layer(name, forward))
 
     def leave(_module: nn.Module, _given: Any, outputs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if not begun:
             return
-        if begun:
-            listener.end_layer(begun.pop())
+        listener.end_layer(begun.pop())
         for output in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
                 output.register_hook(turn)
