@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from samestep.datasets import batches
 from samestep.job import Job
@@ -27,7 +28,7 @@ from tests.laboratory import (
     on_ranks,
     reference,
 )
-from tests.models import LENGTH, Tokens
+from tests.models import LENGTH, MODELS, Tokens
 
 Case = tuple[Observed, list[str], int]
 """What a rank has observed, its run's remarks, and the number of its graphs."""
@@ -174,6 +175,47 @@ def test_graphs_of_batches_of_changing_shapes_are_compiled(part, model):
         compiled, plain = (run.step(batch).loss for run in runs)
         assert compiled == pytest.approx(plain, rel=1e-12)
     assert not runs[0].assembly.model.compiled.compiler.uncompiled
+
+
+class Counting(nn.Module):
+    """Its factor grows with each forward, and a gradient flows through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
+
+
+class CountingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+MODELS["counting"] = CountingModel
+
+
+@pytest.mark.parametrize("part", ["blocks", "model"])
+def test_what_a_forward_writes_and_reads_is_read_as_it_was(part: str) -> None:
+    """The graph of a backward of torch reads such a buffer anew, so modules that have one run uncompiled."""
+    losses = [
+        [report.loss for report in map(run.step, batches(Tokens(), run.job))]
+        for job in (job_of("aot_eager", part=part), job_of(""))
+        for run in [make_run(0, 1, "counting", "dp=1", job)]
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ from samestep.building.torch_seams import (
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
+from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import MaskSpec, is_below
 from samestep.program.program import Program
 from samestep.randomness import graph_draws
@@ -309,6 +310,9 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     blocks.compiler.drawing = {mask.owner for mask in step.model.masks}
     uncompiled = {mask.owner: reason for mask in step.model.masks if (reason := _kept_out(mask, model, program))}
     uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
+    uncompiled |= dict.fromkeys(
+        _keeping(model, traced.analysis), "its forward writes what it reads, and a backward would read it anew"
+    )
     heads = set(_pending_head(program))
     uncompiled |= dict.fromkeys(heads, "its logits are computed in chunks")
     units = {path for unit in program.units for path in unit.modules} | {one.path for one in program.host_modules}
@@ -422,6 +426,18 @@ def _allow_more_graphs(number: int) -> None:
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     config.recompile_limit += number
     config.accumulated_recompile_limit += number
+
+
+def _keeping(model: nn.Module, analysis: ModelAnalysis) -> Iterator[str]:
+    """Yield the modules whose forward writes a tensor and reads it: a graph of the backward may compute from what stands there later."""
+    owners = dict(model.named_modules())
+    for state in analysis.states:
+        if (
+            state.is_read
+            and state.owner in owners
+            and isinstance(getattr(owners[state.owner], state.name, None), Tensor)
+        ):
+            yield state.owner
 
 
 def _paths_of_blocks(program: Program) -> Iterator[str]:
