@@ -77,7 +77,7 @@ class StateCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What identifies the function and its arguments that are no tensors."""
+        """The function and its arguments that are no tensors, as a key of a dictionary."""
         others = (one for one in tree_leaves((self.args, self.kwargs)) if not isinstance(one, Tensor))
         return self.original, *(weakref.ref(one) if isinstance(one, nn.Module) else repr(one) for one in others)
 

@@ -36,7 +36,11 @@ num_chunks = 0
 
 
 def apply(model: nn.Module, program: Program, contexts: ContextFn) -> None:
-    """Let the parts of blocks that this rank has be computed in chunks, where the layout says so."""
+    """Let the parts of blocks that this rank has be computed in chunks, where the layout says so.
+
+    Raises:
+        LayoutError: a module within such a part is gathered by itself.
+    """
     chunk, sums = program.step.layout.mlp_chunk, DTYPES[program.step.master_dtype]
     if chunk is None:
         return
