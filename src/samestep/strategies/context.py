@@ -54,6 +54,12 @@ LEAST_TOKENS = 2
 """Smallest number of tokens in a slice: a model may take a single token for a step of generation."""
 
 
+def _moving_often(model: ModelSpec) -> str:
+    """Return the first layer that needs tokens of neighbours in several calls, recurrences aside; empty if none does."""
+    counts = ((layer.name, sum(move.kind != "state" for move in layer.token_moves)) for layer in model.layers)
+    return next((name for name, number in counts if number > 1), "")
+
+
 def refusal(step: StepSpec) -> str | None:
     """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
@@ -75,6 +81,9 @@ def refusal(step: StepSpec) -> str | None:
         return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:
         return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
+    if step.layout.tp > 1 and (name := _moving_often(model)):
+        # Blocks of several such calls came out wrong with tp, or ended in messages of unlike sizes; those of one are proven.
+        return f"cp={degree}: {name} shifts tokens or convolves over them more than once, which with tp is not proven; tp=1 works, and so does cp=1"
     if not (step.cuts_loss or step.loss_over_batch):
         return (
             f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "
