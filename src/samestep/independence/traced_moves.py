@@ -20,7 +20,7 @@ from samestep.independence.value_numbers import ValueNumbers
 from samestep.models.layer_parts import TokenMove
 
 
-class _SlicedForward(Protocol):
+class SlicedForward(Protocol):
     """A traced forward whose blocks are given a slice of the tokens (`slice_prover.SliceProver`)."""
 
     is_following: bool
@@ -31,29 +31,41 @@ class _SlicedForward(Protocol):
     cut: set[int]
 
     @property
-    def is_on_slices(self) -> bool: ...
+    def is_on_slices(self) -> bool:
+        """Whether the code that runs now is given slices."""
+        ...
 
     @property
-    def is_in_block(self) -> bool: ...
+    def is_in_block(self) -> bool:
+        """Whether the forward of a block runs."""
+        ...
 
     @property
-    def where(self) -> str: ...
+    def where(self) -> str:
+        """Path of the module whose code runs."""
+        ...
 
     def key(self, tensor: Tensor) -> int:
         """Return the address of a tensor's storage, its index in the tables of the trace."""
         ...
 
-    def learn(self, tensor: Tensor, dependence: Dependence) -> None: ...
+    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
+        """Set the dependence of a tensor."""
+        ...
 
-    def of_some_tokens(self, tensor: Tensor) -> str: ...
+    def of_some_tokens(self, tensor: Tensor) -> str:
+        """Return which operation has computed some tokens of a tensor otherwise than the others; empty if none has."""
+        ...
 
-    def is_uniform(self, tensor: Tensor) -> bool: ...
+    def is_uniform(self, tensor: Tensor) -> bool:
+        """Return whether all elements of a tensor are equal, or random."""
+        ...
 
 
 class TracedMoves(TorchFunctionMode):
     """A function mode that finds the calls of blocks which need tokens of neighbours."""
 
-    def __init__(self, watch: _SlicedForward) -> None:
+    def __init__(self, watch: SlicedForward) -> None:
         super().__init__()
         self._watch = watch
         self._calls: dict[str, int] = {}

@@ -18,9 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from samestep.building.recurrences import StateCall
 from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
-from samestep.independence.dependence import Along, Dependence, Dependences, Mixed
-from samestep.independence.gathered_parts import PartCalls
-from samestep.independence.value_numbers import ValueNumbers
+from samestep.independence.dependence import Along, Mixed
+from samestep.independence.traced_moves import SlicedForward
 from samestep.models.layer_parts import TokenMove
 from samestep.trees import operands, tree_leaves, tree_map_only
 
@@ -30,32 +29,11 @@ _LIMIT = 1e-5
 """Largest difference of a trial, in which the function's own float32 stays."""
 
 
-class _SlicedForward(Protocol):
-    is_following: bool
+class _SlicedForward(SlicedForward, Protocol):
+    """A sliced forward in which functions with a state are tried."""
+
     is_in_function: bool
-    known: Dependences
-    numbers: ValueNumbers
-    parts: PartCalls
-    size: int
-    cut: set[int]
     tried: list[str]
-
-    @property
-    def is_on_slices(self) -> bool: ...
-
-    @property
-    def is_in_block(self) -> bool: ...
-
-    @property
-    def where(self) -> str: ...
-
-    def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage, its index in the tables of the trace."""
-        ...
-
-    def learn(self, tensor: Tensor, dependence: Dependence) -> None: ...
-
-    def of_some_tokens(self, tensor: Tensor) -> str: ...
 
 
 class TracedStates:

@@ -74,11 +74,11 @@ def train(
         auto_resume: resume from the newest whole checkpoint in `out` if there is one, or else start there; a run that has
             taken its last step is left as it is.
         prove: first prove, as `verify` does, that the layout gives the result of one device; train nothing if it does not.
-        rendezvous: where this host meets the others, each of which calls `train` with the same arguments.
+        rendezvous: where hosts find each other, each of which calls `train` with the same arguments.
         least_ranks: where ranks are lost for good, a restart (`run.restarts`) goes on with as few as these; by default it
             needs all. The global batch and its samples stay; only data degrees shrink, or `layout="auto"` plans anew.
         allow_code: run functions that the checkpoint of `init_from` names, and neither this job nor a run before has named.
-        on_step: under a launcher of ranks, called on every rank behind each step, with its report and whether it is the last.
+        on_step: under a launcher of ranks, called on every rank after each step, with its report and whether it is the last.
 
     Returns:
         The result of the run; None on ranks of torchrun or srun other than 0.
