@@ -20,7 +20,7 @@ from samestep.independence.value_numbers import ValueNumbers
 from samestep.models.layer_parts import TokenMove
 
 
-class SlicedForward(Protocol):
+class SlicedBlocks(Protocol):
     """A traced forward whose blocks are given a slice of the tokens (`slice_prover.SliceProver`)."""
 
     is_following: bool
@@ -65,7 +65,7 @@ class SlicedForward(Protocol):
 class TracedMoves(TorchFunctionMode):
     """A function mode that finds the calls of blocks which need tokens of neighbours."""
 
-    def __init__(self, watch: SlicedForward) -> None:
+    def __init__(self, watch: SlicedBlocks) -> None:
         super().__init__()
         self._watch = watch
         self._calls: dict[str, int] = {}

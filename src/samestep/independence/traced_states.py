@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from samestep.building.recurrences import StateCall
 from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
 from samestep.independence.dependence import Along, Mixed
-from samestep.independence.traced_moves import SlicedForward
+from samestep.independence.traced_moves import SlicedBlocks
 from samestep.models.layer_parts import TokenMove
 from samestep.trees import operands, tree_leaves, tree_map_only
 
@@ -29,7 +29,7 @@ _LIMIT = 1e-5
 """Largest difference of a trial, in which the function's own float32 stays."""
 
 
-class _SlicedForward(SlicedForward, Protocol):
+class _SlicedFunctions(SlicedBlocks, Protocol):
     """A sliced forward in which functions with a state are tried."""
 
     is_in_function: bool
@@ -39,7 +39,7 @@ class _SlicedForward(SlicedForward, Protocol):
 class TracedStates:
     """Receives the calls of functions with a state."""
 
-    def __init__(self, watch: _SlicedForward) -> None:
+    def __init__(self, watch: _SlicedFunctions) -> None:
         self._watch = watch
         self._calls: dict[str, Counter[str]] = {}
 
