@@ -23,6 +23,7 @@ from tests.parity.moved_models import (
     FusedRecurrence,
     Mixing,
     Recurrence,
+    RecurrentLayers,
     Shift,
     behind_a_shifted_token,
 )
@@ -179,7 +180,7 @@ class Hybrid(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.causal, self.attentive = nn.LayerNorm(16), Causal(), AttentiveBlock(16, 4)
-        self.recurrent = nn.GRU(16, 16, batch_first=True)
+        self.recurrent = nn.GRU(16, 8, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.causal(self.norm(x))
@@ -234,6 +235,7 @@ MODELS |= {
     "bare": Bare,
     "neighbours: token 1 of a shift": functools.partial(Mixing, functools.partial(Shift, shift=behind_a_shifted_token)),
     **{f"neighbours: {name}": functools.partial(Mixing, make) for name, (make, _, _) in MIXERS.items()},
+    "recurrent layers": lambda: Mixing(RecurrentLayers),
     "recurrence": lambda: Mixing(Recurrence),
     "fused recurrence": lambda: Mixing(FusedRecurrence),
     "squared": SquaredModel,
@@ -283,6 +285,9 @@ MOVED = [
     ("cp=2 exchange=ring recompute=selective", "hybrid"),
     ("cp=3 zero=1 recompute=full microbatch=4", "recurrence"),
     ("cp=2 recompute=full microbatch=4", "bare"),
+    ("cp=2 recompute=selective microbatch=2", "recurrent layers"),
+    ("tp=2 cp=2 zero=3 recompute=full", "recurrent layers"),
+    ("pp=2 cp=2 microbatch=2 schedule=zero-bubble", "recurrent layers"),
 ]
 """Ranks send each other the tokens at the ends of their slices, and the states of recurrences."""
 WRITTEN_OUT = ["cp=2 zero=1 recompute=selective microbatch=4", "tp=2 cp=2 zero=2"]
