@@ -88,6 +88,8 @@ assert set(DATA) >= OF_PAIRS
 ON_HOST = [
     ("dp=1 recompute=offload microbatch=3", "deep_gpt2"),
     ("dp=2 zero=1 recompute=offload", "deep_tied"),
+    ("dp=2 zero=2 recompute=offload microbatch=2", "deep_gpt2"),
+    ("dp=2 zero=2 accumulate=full recompute=offload microbatch=2", "deep_tied"),
     ("dp=2 zero=3 recompute=offload microbatch=2", "deep_llama"),
     ("tp=2 sequence_parallel recompute=offload", "deep_gemma"),
     ("cp=2 exchange=ring recompute=offload", "dropping_llama"),
@@ -470,6 +472,11 @@ LEDGERS = [
     ),
     *nightly(["cp=2 recompute=full", "dp=2 cp=2 zero=3 microbatch=2"], SLICED),
     *daily(combinations(["cp=2 recompute=full", "cp=2 exchange=ring zero=3 microbatch=2"], ["hybrid"])),
+    *daily([("dp=2 zero=2 recompute=offload microbatch=2", "deep_llama")]),
+    *nightly(
+        ["dp=2 zero=3 recompute=offload", "tp=2 pp=2 recompute=offload microbatch=2"], ["deep_gpt2", "deep_qwen3"]
+    ),
+    *nightly(["cp=2 recompute=offload"], ["deep_llama", "recurrent layers"]),
 ]
 """In mixed precision; by default the rows of `test_products.py` in bf16 hold it."""
 

@@ -25,6 +25,10 @@ class Listener(Protocol):
     def begin(self, region: str) -> Callable[[], None]:
         """Hear that the host begins to do something outside of tasks; the result is called at its end."""
 
+    def begin_copy(self, owner: str, stream: str, *, is_awaited: bool) -> Callable[[], None]:
+        """Hear that what is done next on the current stream is a copy between device and host, or waits for one; the result is
+        called at its end."""
+
 
 class Issue(Protocol):
     """One collective or message that is being issued."""
@@ -59,6 +63,12 @@ def region(name: str) -> AbstractContextManager[None]:
     """Return a context of what the host does outside of tasks, such as `data` or `checkpoint`; it begins with the call."""
     one = _Listeners.current()
     return _UNHEARD if one is None else AtEnd(one.begin(name))
+
+
+def copy(owner: str, stream: str, *, is_awaited: bool = False) -> AbstractContextManager[None]:
+    """Return a context of a copy between device and host, or of the wait for one, `stream` being its direction; it begins with the call."""
+    one = _Listeners.current()
+    return _UNHEARD if one is None else AtEnd(one.begin_copy(owner, stream, is_awaited=is_awaited))
 
 
 _UNHEARD = nullcontext()

@@ -89,6 +89,10 @@ def _since_begin(events: Sequence[Sequence[Any]], step: RecordedStep) -> list[li
     ]
 
 
+def _nothing() -> None:
+    """End an event that is not noted."""
+
+
 def _unheard() -> _OpenStep:
     return _OpenStep(0, (0, 0), (0, None), None)
 
@@ -280,6 +284,19 @@ class StepRecorder(StepObserver):
     def begin(self, region: str) -> Callable[[], None]:
         """Note that the host does something outside of tasks."""
         return self.add(["region", region, self.now(), None])
+
+    def begin_copy(self, owner: str, stream: str, *, is_awaited: bool) -> Callable[[], None]:
+        """Note that a copy between device and host begins on the current stream, or a wait for one; in a window alone."""
+        opened = self._open
+        if opened is None or opened.window is None or opened.end is not None:
+            return _nothing
+        event = ["awaited" if is_awaited else "copy", owner, self.now(), None, stream]
+        opened.events.append(event)
+
+        def end() -> None:
+            event[3] = self.now()
+
+        return end
 
     def add(self, event: list[Any]) -> Callable[[], None]:
         """Add an event that has begun; return a function that ends it."""
