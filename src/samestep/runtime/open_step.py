@@ -17,13 +17,13 @@ from torch import Tensor
 from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.guards.nonfinite import SavedValues
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_report import StepReport, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars
+from samestep.state.kept_tensors import KeptTensors
 
 
 class Progress(Enum):
@@ -100,7 +100,7 @@ class OpenStep:
 
     batch: StepBatch
     began_s: float
-    running_buffers: SavedValues
+    running_buffers: KeptTensors
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
     """The summed scalars, and the two numbers of its decider's `begin`."""

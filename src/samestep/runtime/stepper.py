@@ -28,14 +28,12 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import forward_state
 from samestep.runtime.device_decides import Deciders, DeviceDecides
 from samestep.runtime.evaluated_steps import with_closure
-from samestep.runtime.guards import nonfinite
-from samestep.runtime.guards.skipped_steps import MASKED
+from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
@@ -45,6 +43,7 @@ from samestep.runtime.processes import join
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
+from samestep.state.kept_tensors import KeptTensors
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -52,16 +51,19 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 class Stepper:
     """Takes the steps of a run. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
-        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
+    def __init__(
+        self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool, shared: SharedWeights | None = None
+    ) -> None:
+        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps.
+
+        `shared` notices other runs that were given the same weights.
+        """
         self._own, self._owns_weights = own, owns_weights
         self.job, self.place = own.job, own.place
         self.steps_taken = 0
-        self.spikes = SpikeWatch(self.job.numerics)
-        """The losses of the last steps, by which a spike is recognised."""
-        self.guards = StepGuards(own, observer)
+        self.guards = StepGuards(own, observer, shared)
         self.refusals = self.guards.refusals
-        self._deciders = Deciders.of(own, self.spikes)
+        self._deciders = Deciders.of(own, self.guards.spikes)
         self.progress = Progress.BETWEEN
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
@@ -138,7 +140,7 @@ class Stepper:
         self.guards.begin_step(held, batch)
         # Forwards and backwards, of one replica after the other.
         weights = held.weights
-        running = nonfinite.save_values(held.model.running_buffers)
+        running = KeptTensors.of(held.model.running_buffers)
         self._deciders.begin_step(weights.updater)
         numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
@@ -200,8 +202,7 @@ class Stepper:
         summed = self.read(opened)
         # Decide: the step is taken or skipped, or the run stops.
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        spike = self.spikes.judge(numbers.loss) if numbers.are_finite else ""
-        note = self.note_of(numbers, opened.batch) or spike
+        note = self.note_of(numbers, opened.batch) or self.guards.spikes.judge(numbers.loss)
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
         are_apart = self._own.replicas.are_apart
@@ -244,7 +245,7 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls].
         """
-        nonfinite.put_back(opened.running_buffers)
+        opened.running_buffers.restore()
         for _, assembly in self._own.replicas.each():
             assembly.weights.updater.offload.forget()
         before, self.progress = self.progress, Progress.REPEATING
@@ -276,7 +277,7 @@ class Stepper:
 
     def note_of(self, numbers: StepNumbers, batch: StepBatch, of: StepBackward = WHOLE) -> str:
         """Return why the numbers of a step are unusual; empty where they are not. What is not finite is looked for in a second run."""
-        return MASKED if numbers.is_masked else "" if numbers.are_finite else self._diagnose(batch, of)
+        return self.guards.note_of(numbers, self.held, batch, functools.partial(self.forward_backward, batch, 0, of))
 
     def judge(self, note: str, numbers: StepNumbers, opened: OpenStep) -> bool:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
@@ -287,7 +288,7 @@ class Stepper:
         is_scaled = self.held.weights.updater.loss_scale.scale > 1.0
         skipped = self.guards.skipped.judge(opened.batch.step + 1, note, numbers, is_scaled=is_scaled)
         if skipped:
-            nonfinite.put_back(opened.running_buffers)
+            opened.running_buffers.restore()
         else:
             self.used.updated(is_first=not self._deciders.num_updates)
             self._deciders.num_updates += 1
@@ -377,7 +378,3 @@ class Stepper:
         if self._own.averages.following:
             held = self.whole_assembly
             self._own.averages.follow(held.model.module, held.parallel.program, held.parallel.mesh, step, updated)
-
-    def _diagnose(self, batch: StepBatch, of: StepBackward) -> str:
-        """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
-        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch, 0, of)[0], batch)
