@@ -88,8 +88,8 @@ class HostDecides:
         return False
 
     def begin(self, sums: Tensor) -> Tensor:
-        """Return numbers that the host reads with the sums: 1 where no update is launched and gradients are not multiplied, and
-        where weights were written since the last update (float64 [2]).
+        """Return two numbers that the host reads with the sums (float64 [2]): 1, as no update is launched and gradients are not
+        multiplied, and 1 if weights were written since the last update.
         """
         return torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
 

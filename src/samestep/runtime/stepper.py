@@ -98,8 +98,7 @@ class Stepper:
     def take(
         self, batch: StepBatch, take: Callable[[], StepReport] | None = None, *, watches: bool = True
     ) -> StepReport:
-        """Take a step, or the part of one that `take` takes, and where one is due, do a part of it once more and compare what ranks
-        hold, if it `watches`.
+        """Take a step, or a part of one by `take`; with `watches` the guards run samples again in a watched step, and compare ranks.
 
         Collective over the world, see [Note: collective calls].
         """
@@ -129,7 +128,9 @@ class Stepper:
         return self._closed(opened)
 
     def open(self, batch: StepBatch, of: StepBackward = WHOLE) -> OpenStep:
-        """Run the forwards and backwards of a step, or of one of its backwards, and sum its scalars, for which the host does not wait.
+        """Run the forwards and backwards of a step, or of one backward of it, and begin to sum its scalars over the ranks.
+
+        The host does not wait for the sums: `read` does.
 
         Collective over the world, see [Note: collective calls].
         """
@@ -180,7 +181,7 @@ class Stepper:
         return opened.report
 
     def close(self) -> None:
-        """Read the sums of a step whose update was launched before, if there is one, and do what they ask for.
+        """Read the sums of the step whose update was launched and not read, if there is one, and do what they ask for.
 
         Collective over the world where the step is not finite or is refused, see [Note: collective calls]: at the latest before
         its next step.
@@ -254,8 +255,8 @@ class Stepper:
         opened.sums, opened.state = again.sums, again.state
 
     def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
-        """Exchange and raise what the flags of any rank ask for, and let the observer and the stream know of the step; return
-        False where the step must be taken once more.
+        """Do what the flags of all ranks ask for: refuse the step, agree on its weights, record, stop; return False where the step
+        must be taken once more.
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
 
