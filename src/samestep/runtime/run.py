@@ -107,7 +107,7 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
         self._state = RunState(self, self._own)
-        self._after_step: list[Callable[[int], None]] = [self._stepper.follow]
+        self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
 
     def __repr__(self) -> str:

@@ -64,7 +64,7 @@ class StepGuards:
         self._loop_changes: LoopChanges | None = None
 
     def begin(self, held: Assembly) -> None:
-        """Begin with a run that is prepared."""
+        """Note the weights that a prepared run was given, and remark on another run that has trained copies of them."""
         if self._shared is not None and (remark := self._shared.begin(held)):
             self.refusals.remark(remark)
 
