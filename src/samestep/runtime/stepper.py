@@ -25,7 +25,6 @@ from torch import Tensor
 
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import forward_state
 from samestep.runtime.device_decides import Deciders, DeviceDecides
 from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards.shared_weights import SharedWeights
@@ -103,8 +102,8 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         held = self.held
-        for reason in () if self.progress is not Progress.BETWEEN else held.model.replaced.take_over(inside=False):
-            self.guards.refuse_state(batch, reason)
+        if self.progress is Progress.BETWEEN:
+            self.guards.take_over(held, batch, inside=False)
         self.guards.find_loss(held, batch)
         self.progress = Progress.WITHIN
         steps = take or functools.partial(self._step, batch)
@@ -314,8 +313,7 @@ class Stepper:
         uses = self.used.note(number, {name: without[name] for name in without if name in (of.names or without)})
         if reason := self.used.unproven(number):
             self.guards.refuse_state(batch, reason)
-        for name in weights.store.watch.written():
-            self.guards.refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
+        self.guards.refuse_lost_writes(assembly, batch)
         updater = weights.updater
         overflow = updater.loss_scale.overflow(updater.pieces, self.place.device, of.names)
         norm_squared = weights.store.norm_squared(of.names) + overflow
@@ -335,8 +333,7 @@ class Stepper:
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = own.weights.store.calls.gave_up
-        for reason in own.model.replaced.take_over(inside=True):
-            self.guards.refuse_state(batch, reason)
+        self.guards.take_over(own, batch, inside=True)
         own.weights.store.settle()
         for line in own.model.compiled.news():
             self.refusals.remark(line)

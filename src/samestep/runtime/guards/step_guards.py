@@ -6,6 +6,7 @@ take    ─► take           another run that was given the same weights takes 
 begin   ─► begin_step     what the loop has changed since the last step; samples read twice
 tasks   ─► observer       that of the run, in a watched step by way of the canary
         ─► trials         random numbers, calls of torch.distributed, the loss
+        ─► take_over, refuse_lost_writes     weights that code replaces or writes
 agree   ─► refusals       one flag of the step's all_reduce
 decide  ─► note_of        a step that is not finite, whose cause is looked for, or all masked; a spike
         ─► skipped        whether it is skipped
@@ -29,6 +30,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
@@ -168,6 +170,19 @@ class StepGuards:
         if numbers.is_masked:
             return MASKED
         return "" if numbers.are_finite else nonfinite.cause_of_nonfinite(held, lambda: again()[0], batch)
+
+    def take_over(self, held: Assembly, batch: StepBatch, *, inside: bool) -> None:
+        """Give weights the values of the parameters that code has put in their places, and refuse those that cannot be weights.
+
+        `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
+        """
+        for reason in held.model.replaced.take_over(inside=inside):
+            self.refuse_state(batch, reason)
+
+    def refuse_lost_writes(self, held: Assembly, batch: StepBatch) -> None:
+        """Refuse a step whose forwards have written weights where the layout has a copy or a part of them."""
+        for name in held.weights.store.watch.written():
+            self.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:
         """Refuse a step at its end, on all ranks, for a state that no layout keeps."""
