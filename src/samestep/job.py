@@ -108,18 +108,19 @@ class Job(Table):
         """The one of `evaluated_sets` whose loss is the run's; None where nothing is evaluated."""
         return self.train.judged_by or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
 
-    def with_modules(self, **named: Sequence[str] | None) -> Job:
-        """Return the job with other names of modules in keys of its model, `stages` or `offload`; None leaves a key as it is.
+    def with_modules(self, *, stages: Sequence[str] | None = None, offload: Sequence[str] | None = None) -> Job:
+        """Return the job with other names of modules in these keys of its model; None leaves a key as it is.
 
         Raises:
             JobError: one name is given, and no list.
         """
-        changes = {key: names for key, names in named.items() if names is not None}
-        for key, names in changes.items():
-            if isinstance(names, str):
-                raise JobError(f"{key}={names!r} is one name, and a list is read: {key}=[{names!r}] works")
-        model = self.model.model_copy(update={key: tuple(names) for key, names in changes.items()})
-        return self.model_copy(update={"model": model})
+        if isinstance(stages, str):
+            raise JobError(f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works")
+        if isinstance(offload, str):
+            raise JobError(f"offload={offload!r} is one name, and a list is read: offload=[{offload!r}] works")
+        named = {"stages": stages, "offload": offload}
+        changes = {key: tuple(names) for key, names in named.items() if names is not None}
+        return self.model_copy(update={"model": self.model.model_copy(update=changes)})
 
     def to_toml(self, *, with_folder: bool = False) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run.
