@@ -6,6 +6,7 @@ and each setting that the products lack is in one row; the others are for `make 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,15 @@ from torch.nn import functional as F
 from tests.covering import daily
 from tests.laboratory import combinations
 from tests.models import MODELS, Attentive, AttentiveBlock
-from tests.parity.moved_models import MIXERS, Bare, FusedRecurrence, Mixing, Recurrence
+from tests.parity.moved_models import (
+    MIXERS,
+    Bare,
+    FusedRecurrence,
+    Mixing,
+    Recurrence,
+    Shift,
+    behind_a_shifted_token,
+)
 
 
 def nightly(layouts: Iterable[str], models: Iterable[str]) -> list[Any]:
@@ -223,6 +232,8 @@ class Neighbours(Mixing):
 MODELS |= {
     "neighbours": Neighbours,
     "bare": Bare,
+    "neighbours: token 1 of a shift": functools.partial(Mixing, functools.partial(Shift, shift=behind_a_shifted_token)),
+    **{f"neighbours: {name}": functools.partial(Mixing, make) for name, (make, _, _) in MIXERS.items()},
     "recurrence": lambda: Mixing(Recurrence),
     "fused recurrence": lambda: Mixing(FusedRecurrence),
     "squared": SquaredModel,
@@ -410,6 +421,9 @@ ROWS: dict[str, list[Any]] = {
         ("cp=4", "llama"),
         *nightly(["cp=4"], ["attentive", "deep_gemma", "deep_granite"]),
         *_by_default(GATHERED, MOVED),
+        ("tp=2 cp=2 zero=3 recompute=full microbatch=4", "neighbours"),
+        ("cp=2", "neighbours: token 1 of a shift"),
+        *nightly(["tp=2 cp=2"], ["neighbours", *(f"neighbours: {name}" for name in MIXERS)]),
         *_by_default(combinations(WRITTEN_OUT, ["dropping_gpt2_eager"])),
         *daily(AROUND_GROUPS),
     ],

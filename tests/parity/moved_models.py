@@ -185,6 +185,11 @@ class Shift(nn.Module):
         return self.linear(x * self.mix + self.shift(x) * (1 - self.mix))
 
 
+def behind_a_shifted_token(x: Tensor) -> Tensor:
+    """Shift tokens behind one that another shift has given: on one rank alone something reads that shift."""
+    return torch.cat((F.pad(x, (0, 0, 1, -1))[:, 1:2], x[:, :-1]), 1)
+
+
 class LearntFirst(Shift):
     """A shift with a token of its own in front."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.recurrences import StateCall, convention_of
-from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of
+from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, form_of, kind_of
 from samestep.independence.traced_states import _token_dim_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
@@ -48,7 +48,7 @@ class OnSlices(TorchFunctionMode):
         kwargs = kwargs or {}
         if kind_of(func) is None:
             return func(*args, **kwargs)
-        form = form_of(func, args, kwargs, self.given.pop(0)[0], self.size)
+        form = form_of(func, args, kwargs, self.given.pop(0)[0], self.size, ViewSources())
         assert form is not None
         return form.compute(self.extend)
 
@@ -76,7 +76,7 @@ class OnTheWhole(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kind_of(func) is None or (form := form_of(func, args, kwargs, self.place, TOKENS)) is None:
+        if kind_of(func) is None or (form := form_of(func, args, kwargs, self.place, TOKENS, ViewSources())) is None:
             return func(*args, **kwargs)
         self.given.append((self.place, args[0]))
         return form.compute(self.extend)
