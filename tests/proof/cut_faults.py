@@ -16,7 +16,8 @@ from samestep.program.holding import Holding
 from samestep.program.ops import ends_step
 from samestep.program.step import StepSpec
 from samestep.proof.verdict import Cause
-from samestep.runtime.axes import context, sequence, tensor
+from samestep.runtime.axes import sequence, tensor
+from samestep.runtime.axes.context import slicing as context
 from samestep.runtime.axes.pipeline import stage
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.guards import nonfinite
