@@ -68,7 +68,7 @@ def work(way: str, degree: int, settings: Sequence[str], out: str) -> None:
 
 def _wait_at_once() -> None:
     """Let each message arrive before the block beside it is computed."""
-    from samestep.runtime.axes import ring_attention
+    from samestep.runtime.axes.context import ring_attention
 
     begin = ring_attention._shift
 

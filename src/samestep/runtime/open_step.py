@@ -17,13 +17,13 @@ from torch import Tensor
 from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.guards.nonfinite import SavedValues
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_report import StepReport, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars
+from samestep.state.kept_tensors import KeptTensors
 
 
 class Progress(Enum):
@@ -88,8 +88,8 @@ class HostDecides:
         return False
 
     def begin(self, sums: Tensor) -> Tensor:
-        """Return numbers that the host reads with the sums: 1 where no update is launched and gradients are not multiplied, and
-        where weights were written since the last update (float64 [2]).
+        """Return two numbers that the host reads with the sums (float64 [2]): 1, as no update is launched and gradients are not
+        multiplied, and 1 if weights were written since the last update.
         """
         return torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
 
@@ -100,7 +100,7 @@ class OpenStep:
 
     batch: StepBatch
     began_s: float
-    running_buffers: SavedValues
+    running_buffers: KeptTensors
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
     """The summed scalars, and the two numbers of its decider's `begin`."""

@@ -130,7 +130,7 @@ def _kind(stream: str, name: str) -> str:
 def axis_kind(axis: str) -> str:
     """Return the colour of an axis."""
     first = axis.partition("_")[0]
-    return first if first in ("dp", "tp", "pp", "cp", "ep") else "world"
+    return first if first in ("dp", *Layout().inner_degrees) else "world"
 
 
 def row_kind(name: str, axis: str | None) -> str:

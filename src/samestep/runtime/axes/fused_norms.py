@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from samestep.building.module_attributes import set_attributes
 from samestep.building.torch_seams import DispatchMode
 
 Call = Callable[[nn.Module, Tensor], Tensor]
@@ -53,7 +54,7 @@ def fused_call(module: nn.Module, compute: torch.dtype, master: torch.dtype, dev
 
 def _calls(module: nn.Module, shape: tuple[int, ...], master: torch.dtype) -> Iterator[Call]:
     """Yield the candidates for a module: each function with each number of the module as its epsilon."""
-    names = [name for name, value in vars(module).items() if isinstance(value, float)]
+    names = [name for name, value in set_attributes(module).items() if isinstance(value, float)]
     least = torch.finfo(master).eps  # of nn.RMSNorm without an epsilon
     if "bias" not in module._parameters or module._parameters["bias"] is None:
         for name in names:

@@ -26,8 +26,8 @@ from samestep.errors import LayoutError
 from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, form_of, kind_of, operands_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from samestep.runtime.axes.shifts import shift
-from samestep.runtime.axes.state_chains import Hops, run_from_state_before
+from samestep.runtime.axes.context.shifts import shift
+from samestep.runtime.axes.context.state_chains import Hops, run_from_state_before
 
 
 class _Slices(Protocol):

@@ -39,11 +39,11 @@ from samestep.models.written_attention import has_open
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.mask_source import dropped_of_written, dropped_weights
-from samestep.runtime.axes import whole_parts
+from samestep.runtime.axes.context import whole_parts
+from samestep.runtime.axes.context.neighbour_tokens import NeighbourTokens
+from samestep.runtime.axes.context.ring_attention import Ring
 from samestep.runtime.axes.differentiable import apply_move
-from samestep.runtime.axes.neighbour_tokens import NeighbourTokens
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.axes.ring_attention import Ring
 from samestep.runtime.contexts import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
