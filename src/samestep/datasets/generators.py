@@ -6,12 +6,15 @@ stand afterwards.
 
 The states of the process are compared several times in every step. numpy takes 21 us to hand out its own, so the 625 words of its
 Mersenne twister are read at the address that it publishes (`BitGenerator.ctypes`), and it is asked where it holds another kind.
+Python makes a number of each of its 625 words, which takes a busy host 80 us, so they are read where CPython's object has them; where
+they are not found there, Python is asked.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +27,6 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 """Classes of generators, as a module or a variable may hold one."""
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _NUMPY: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]
-_WORDS_OF_PYTHON = random.Random.__base__.getstate  # type: ignore[union-attr]
 _STATE = 624
 """Words of the state of a Mersenne twister; one more says how many of them are used."""
 State = tuple[Any, ...]
@@ -51,7 +53,7 @@ def put_back(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
-        generator.setstate(state)
+        generator.setstate(_numbers_of_python(state))
     elif isinstance(state, bytes):
         generator.set_state(_legacy(state))
     elif isinstance(generator, np.random.RandomState):
@@ -70,8 +72,8 @@ def of_process() -> tuple[Any, Any, Any]:
 def states_of(held: Iterable[Any] = ()) -> State:
     """Return the states of the generators of the process on the host, and of those that are `held`."""
     of_torch = torch.default_generator.get_state().numpy().tobytes()
-    # As `getstate` gives it, without a call of Python: this is done several times in every step.
-    of_python = _PYTHON.VERSION, _WORDS_OF_PYTHON(_PYTHON), _PYTHON.gauss_next  # type: ignore[attr-defined]
+    # Without a call of a function of Python: this is done several times in every step.
+    of_python = _PYTHON.getstate() if _IN_PYTHON is None else (bytes(_IN_PYTHON), _PYTHON.gauss_next)  # type: ignore[attr-defined]
     of_process = of_torch, of_python, _WORDS.state()
     return (*of_process, *map(state_of, held)) if held else of_process
 
@@ -80,6 +82,26 @@ def put_all_back(states: State, held: Iterable[Any] = ()) -> None:
     """Set the generators to the states that `states_of` gave for the same ones."""
     for generator, state in zip((*of_process(), *held), states, strict=True):
         put_back(generator, state)
+
+
+def _words_in_python() -> ctypes.Array[ctypes.c_uint32] | None:
+    """Return the memory in which CPython's generator has its position and its words; None where they are not found there."""
+    kind, head = random.Random.__base__, object.__basicsize__
+    if sys.implementation.name != "cpython" or kind.__basicsize__ < head + 4 * (_STATE + 1):  # type: ignore[union-attr]
+        return None
+    found = (ctypes.c_uint32 * (_STATE + 1)).from_address(id(_PYTHON) + head)
+    return found if _numbers_of_python((bytes(found), _PYTHON.gauss_next)) == _PYTHON.getstate() else None  # type: ignore[attr-defined]
+
+
+def _numbers_of_python(state: State) -> State:
+    """Return a state of Python's generator as `getstate` gives it, from its words or as it is."""
+    if not isinstance(state[0], bytes):
+        return state
+    position, *words = np.frombuffer(state[0], np.uint32).tolist()
+    return _PYTHON.VERSION, (*words, position), state[1]
+
+
+_IN_PYTHON = _words_in_python()
 
 
 class _Words:
@@ -193,7 +215,8 @@ def plain_states(states: State) -> list[Any]:
     """Return the states of the generators of the process as numbers, text and tensors, which a file can hold."""
     of_torch, of_python, of_numpy = states[:3]
     name, keys, *rest = _legacy(of_numpy)
-    return [torch.frombuffer(bytearray(of_torch), dtype=torch.uint8), of_python, (name, keys.astype(np.int64), *rest)]
+    words = _numbers_of_python(of_python)
+    return [torch.frombuffer(bytearray(of_torch), dtype=torch.uint8), words, (name, keys.astype(np.int64), *rest)]
 
 
 def states_of_plain(stored: list[Any]) -> State:

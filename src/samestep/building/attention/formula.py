@@ -252,7 +252,7 @@ def is_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> 
     few = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= KEPT_ELEMENTS
     return (
         few
-        and query.dtype in WIDE
+        and query.dtype == key.dtype == value.dtype
         and spec.mask is None
         and spec.has_only("dropout")
         and key.shape[:2] == query.shape[:2]
@@ -261,6 +261,8 @@ def is_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> 
 
 def attend_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     """Return the output of a small attention by operations of torch and their gradients, which keep its weights."""
+    if query.dtype not in WIDE:
+        return attend_small(widen(query), widen(key), widen(value), spec).to(query.dtype)
     drop = spec.dropout
     assert drop is not None, "it is for dropout"
     num_queries, num_keys = query.shape[2], key.shape[2]

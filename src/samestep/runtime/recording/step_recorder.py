@@ -167,8 +167,9 @@ class StepRecorder(StepObserver):
         self._doing = ""
         """The op that is being done."""
         self._processor = ProcessorTime()
-        self.sums = StepSums()
-        """The sums of the newest step whose times are known."""
+        self._newest: _OpenStep | RecordedStep | None = None
+        """The newest step whose times are known."""
+        self._sums = StepSums()
         self._sees_tasks = type(inner).running is not StepObserver.running
         """Whether the observer that it is given does something around tasks."""
 
@@ -230,6 +231,15 @@ class StepRecorder(StepObserver):
             self._leave(one)
         if marks.listener() is self:
             marks.listen(None)
+
+    @property
+    def sums(self) -> StepSums:
+        """The sums of the newest step whose times are known: most loops do not ask for them."""
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            step = self._closed(newest) if isinstance(newest, _OpenStep) else newest
+            self._sums = sums_of(step, self._axes or {})
+        return self._sums
 
     @property
     def step(self) -> int:
@@ -370,10 +380,9 @@ class StepRecorder(StepObserver):
     def _read(self, until_empty: bool = False) -> None:
         """Read the steps that the device has passed."""
         while self._unread and (until_empty or self._clock.is_past(self._unread[0].until)):
-            one = self._unread.popleft()
-            step = self._closed(one)
-            self.sums = sums_of(step, self._axes or {})
+            self._newest = one = self._unread.popleft()
             if one.window is not None:
+                self._newest = step = self._closed(one)
                 one.window.write(step, _since_begin(one.host_events, step))
             if self._left:
                 self._close_files()
