@@ -7,6 +7,7 @@ driven collectives are issued inside `owned(name)`, those of FSDP2 inside its pr
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -53,19 +54,28 @@ class _OwnerStack(threading.local):
 _owners = _OwnerStack()
 
 
-class owned:  # noqa: N801 (a context manager, named as what one calls)
-    """Label the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
+@functools.cache
+def owned(name: str, kind: str = "") -> OwnedCollectives:
+    """Return the context that labels the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
+
+    It is made once for each name, and not entered again inside itself. `kind` is needed where a stage sends and receives under one name.
+    """
+    return OwnedCollectives(name, kind)
+
+
+class OwnedCollectives:
+    """The context of `owned`.
 
     Uses torch's fast record function: `torch.profiler.record_function` takes twenty times as long, because it is
-    dispatched as an operation. `kind` is needed where a stage sends and receives under one name.
+    dispatched as an operation.
     """
 
     __slots__ = ("_issue", "_kind", "_label", "_ledger", "_name")
 
-    def __init__(self, name: str, kind: str = "") -> None:
+    def __init__(self, name: str, kind: str) -> None:
         self._name, self._kind, self._label = name, kind, RecordFunctionFast(f"samestep::owner {name}")
 
-    def __enter__(self) -> owned:
+    def __enter__(self) -> OwnedCollectives:
         _owners.names.append(self._name)
         self._label.__enter__()
         listener = marks.listener()

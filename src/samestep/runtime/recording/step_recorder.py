@@ -94,9 +94,9 @@ def _unheard() -> _OpenStep:
 
 
 class _Issued:
-    """A collective or message that is issued; it is an `Issue`."""
+    """A collective or message that is issued: an `Issue`, and the work of torch, of which it records the waits."""
 
-    __slots__ = ("_event", "_number", "_recorder", "_step", "is_weighed")
+    __slots__ = ("_event", "_number", "_recorder", "_step", "_work", "is_weighed")
 
     def __init__(self, recorder: StepRecorder, owner: str, kind: str, step: _OpenStep) -> None:
         self._recorder, self._step, self.is_weighed = recorder, step.step, step.is_weighed
@@ -110,16 +110,28 @@ class _Issued:
         if work is None:
             return None
         self._event[6] = 1
-        return marks.TimedWork(work, self._wait)
+        self._work = work
+        return self
 
     def end(self, size_bytes: int | None) -> None:
         self._event[3] = self._recorder.now()
         if size_bytes is not None:
             self._event.append(size_bytes)
 
-    def _wait(self) -> Callable[[], None]:
+    def wait(self, *given: Any) -> Any:
+        """Wait as the work does."""
         event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
-        return self._recorder.add(event)
+        twin = self._recorder.append(event)
+        try:
+            return self._work.wait(*given)
+        finally:
+            event[3] = self._recorder.now()
+            if twin is not None:
+                twin[3] = time.perf_counter_ns()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the work has."""
+        return getattr(self._work, name)
 
 
 class _RunningTask:
@@ -280,7 +292,7 @@ class StepRecorder(StepObserver):
             opened.begun.append((time.perf_counter_ns(), event[2]))
         if opened.window is not None:
             self._doing = _AROUND_LAYERS.get(task.body.kind, "host")
-        return event, self._append(event)
+        return event, self.append(event)
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
@@ -288,12 +300,9 @@ class StepRecorder(StepObserver):
         return _Issued(self, owner, kind, opened if opened is not None and opened.end is None else _unheard())
 
     def begin(self, region: str) -> Callable[[], None]:
-        """Note that the host does something outside of tasks."""
-        return self.add(["region", region, self.now(), None])
-
-    def add(self, event: list[Any]) -> Callable[[], None]:
-        """Add an event that has begun; return a function that ends it."""
-        twin = self._append(event)
+        """Note that the host does something outside of tasks; return a function that ends it."""
+        event = ["region", region, self.now(), None]
+        twin = self.append(event)
 
         def end() -> None:
             event[3] = self.now()
@@ -302,7 +311,7 @@ class StepRecorder(StepObserver):
 
         return end
 
-    def _append(self, event: list[Any]) -> list[Any] | None:
+    def append(self, event: list[Any]) -> list[Any] | None:
         """Add an event to the step, if it is heard; return its twin with times of the host, where kernels of a GPU are recorded."""
         opened = self._open
         if opened is None or (opened.end is not None and event[0] != "region"):
@@ -318,7 +327,7 @@ class StepRecorder(StepObserver):
         """Note that the forward of a layer begins."""
         event = ["layer", name, self.now(), None]
         self._doing = op
-        return event, self._append(event)
+        return event, self.append(event)
 
     def end_layer(self, begun: LayerEvent) -> None:
         """Note that the forward of a layer ends."""
@@ -331,7 +340,7 @@ class StepRecorder(StepObserver):
     def begin_backward(self, name: str, op: str) -> None:
         """Note that the gradient of a layer's output is known."""
         now = self.now()
-        self._append(["backward", name, now, now])
+        self.append(["backward", name, now, now])
         self.sample(now)
         self._doing = op
 
