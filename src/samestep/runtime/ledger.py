@@ -7,7 +7,6 @@ driven collectives are issued inside `owned(name)`, those of FSDP2 inside its pr
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -48,19 +47,24 @@ class _OwnerStack(threading.local):
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.made: dict[tuple[str, str], OwnedCollectives] = {}
+        """The contexts of `owned`."""
         self.is_outside = False
 
 
 _owners = _OwnerStack()
 
 
-@functools.cache
 def owned(name: str, kind: str = "") -> OwnedCollectives:
     """Return the context that labels the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
 
-    It is made once for each name, and not entered again inside itself. `kind` is needed where a stage sends and receives under one name.
+    It is made once for each name and thread, and not entered again inside itself. `kind` is needed where a stage sends and receives
+    under one name.
     """
-    return OwnedCollectives(name, kind)
+    found = _owners.made.get((name, kind))
+    if found is None:
+        found = _owners.made[name, kind] = OwnedCollectives(name, kind)
+    return found
 
 
 class OwnedCollectives:
@@ -84,8 +88,9 @@ class OwnedCollectives:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._issue is not None:
-            self._issue.end(None if self._ledger is None else self._weighed(self._ledger))
+        issue, self._issue = self._issue, None  # which would keep the run
+        if issue is not None:
+            issue.end(None if self._ledger is None else self._weighed(self._ledger))
         self._label.__exit__(*error)
         _owners.names.pop()
 

@@ -62,17 +62,22 @@ def attend(
     value: Tensor,
     spec: AttentionSpec,
     *,
-    needs_lse: bool = True,
     across: Across | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query's scores [B, A, L], which takes no gradient.
 
-    Queries are [B, A, L, D], keys [B, K, S, D] and values [B, K, S, E], where K divides A. Without `needs_lse` the second is
-    of no elements where the kernel does not return it.
+    Queries are [B, A, L, D], keys [B, K, S, D] and values [B, K, S, E], where K divides A.
     """
-    asked = Asked(query, key, value, spec, needs_lse, across)
+    asked = Asked(query, key, value, spec, True, across)
     output, log_sum_exp = carrier_of(asked).run(asked)
-    return output, output.new_empty(0) if log_sum_exp is None else log_sum_exp
+    assert log_sum_exp is not None, "this carrier was asked for it"
+    return output, log_sum_exp
+
+
+def output_of(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, across: Across | None = None) -> Tensor:
+    """Return the output that `attend` returns, where nobody needs the log-sum-exps."""
+    asked = Asked(query, key, value, spec, False, across)
+    return carrier_of(asked).run(asked)[0]
 
 
 def carrier_of(asked: Asked) -> Carrier:
