@@ -91,16 +91,23 @@ def test_python_functions_in_a_layer_are_bounded(row: Row, most: int) -> None:
     assert many - few <= 4 * most
 
 
-def python_calls_of_ours(rank: int, world: int, row: Row) -> int:
-    """Return how many Python functions a step calls on one of several ranks."""
-    return host.python_calls_of(host.ours(row))
+def has_tried_its_loss(rank: int, world: int) -> bool:
+    """Return whether a stage has nothing left to try after its first step, so that later forwards are not watched for it."""
+    job = Job(train={"global_batch": 2, "steps": 4, "watch_every": 0}, run={"device": "cpu"})
+    run = parallelize(
+        lambda: host_models.build("llama", layers=2),
+        host_models.loss_sum,
+        host_peers.adamw,
+        layout="pp=2 microbatch=1",
+        job=job,
+    )
+    for batch in batches(host_models.Samples("llama"), job):
+        run.step(batch)
+    return run._stepper.guards.trials.loss_is_tried
 
 
-def test_python_functions_in_a_micro_batch_of_each_stage_are_bounded() -> None:
-    """The stage without the loss has nothing to try after its first step."""
-    rows = [replace(LLAMA, layout="pp=2", microbatches=n, options={"layers": 2}) for n in (2, 6)]
-    few, many = (pool(2).run(python_calls_of_ours, row) for row in rows)
-    assert max(more - less for less, more in zip(few, many, strict=True)) <= 4 * 560
+def test_a_stage_without_the_loss_tries_nothing_in_later_steps() -> None:
+    assert pool(2).run(has_tried_its_loss) == [True, True]
 
 
 @pytest.mark.parametrize(("precision", "in_a_step", "in_a_layer"), [("float32", 420, 0), ("bf16", 530, 22)])
