@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -134,15 +134,14 @@ class OpenStep:
             self.state = StepState.HELD_BACK if self.was_held_back else StepState.CLOSED
         return SummedScalars.of(sums, num_unsure, self.names.num_numbers)
 
-    def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, lr: float) -> StepReport:
-        """Return what the summed scalars say of the step, at a learning rate."""
+    def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, **judged: Any) -> StepReport:
+        """Return what the summed scalars say of the step, with the fields of the report that whoever decided on it has `judged`."""
         step_s = time.perf_counter() - self.began_s
         terms, values = self.names.means(summed.reported)
         return StepReport(
             step=self.batch.step + 1,
             loss=numbers.loss,
             grad_norm=numbers.norm,
-            lr=lr,
             tokens=int(summed.agreed.count),
             step_s=step_s,
             tokens_per_s=summed.agreed.count / step_s,
@@ -153,4 +152,5 @@ class OpenStep:
             save=summed.flags[StepFlag.SAVE] > 0,
             terms=terms,
             values=values,
+            **judged,
         )

@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -299,9 +298,16 @@ class Stepper:
     ) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
         lr = self.held.weights.updater.rates.first_with(opened.lr_factor, ALL)
-        report = opened.report_of(summed, numbers, self.place.device, lr)
-        is_spike = numbers.are_finite and bool(note)
-        return replace(report, note=note, skipped=skipped, spike=is_spike, remarks=self.refusals.news())
+        return opened.report_of(
+            summed,
+            numbers,
+            self.place.device,
+            lr=lr,
+            note=note,
+            skipped=skipped,
+            spike=numbers.are_finite and bool(note),
+            remarks=self.refusals.news(),
+        )
 
     def _own_scalars(self, batch: StepBatch, of: StepBackward, index: int, number: int, assembly: Assembly) -> Tensor:
         """Run the forwards and backwards of the replica at `index`, of this number; return this rank's share of its loss, count

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from samestep.runtime.contexts import AtEnd
 
 
@@ -72,21 +70,3 @@ def copy(owner: str, stream: str, *, is_awaited: bool = False) -> AbstractContex
 
 
 _UNHEARD = nullcontext()
-
-
-class TimedWork:
-    """A work of torch whose waits are recorded; it behaves as the work otherwise."""
-
-    def __init__(self, work: dist.Work, waited: Callable[[], Callable[[], None]]) -> None:
-        self._work, self._waited = work, waited
-
-    def wait(self, *given: Any) -> Any:
-        """Wait as the work does."""
-        end = self._waited()
-        try:
-            return self._work.wait(*given)
-        finally:
-            end()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
