@@ -29,6 +29,7 @@ attention_kernel = "cudnn"        # family of the kernels of attention, of torch
 sustained = 0.8                   # fraction of a product's rate that is held throughout a step, under the power limit
 memory_efficiency = 0.85          # fraction of memory_bytes_per_s that an elementwise kernel reaches
 contention = 1.1                  # factor by which compute is slower while communication runs
+spread = 0.015                    # standard deviation of the time of equal devices over its mean: the slowest is waited for
 reserved_bytes = 2_000_000_000    # memory of context, communicators, libraries
 [efficiency]                      # fraction of its peak that the best large product reaches; `attention`: of bfloat16's
 bfloat16 = 0.80
@@ -38,7 +39,8 @@ attention = 0.35                  # that of FlashAttention-2 with heads of 128, 
 256 = 1.0
 ```
 and in a link `collective_s`, the time that every collective over it takes, however small, and `ll128_latency_s`, the
-latency of a hop in NCCL's protocol for smaller messages. `library = "gloo"` says that all collectives are rings; without it
+latency of a hop in NCCL's protocol for smaller messages; `switch_sums`, where switches sum; `by_ranks`, rates by the size of a
+group; and `measured_s`, the seconds of an all_reduce by ranks and bytes. `library = "gloo"` says that all collectives are rings; without it
 they are NCCL's (`simulation/collectives.py`).
 """
 
@@ -48,9 +50,11 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -76,8 +80,14 @@ class Link:
     """Seconds that every collective takes besides its hops and bytes."""
     ll128_latency_s: NonNegative | None = None
     """Latency of one hop in NCCL's protocol LL128, which moves fewer bytes; None where it is not used."""
-    all_reduce_bytes_per_s: Positive | None = None
-    """Rate of an all_reduce over most of a node where the switch itself sums; None where a ring does."""
+    switch_sums: Fraction | None = None
+    """Fraction of `bytes_per_s` that an all_reduce reaches whose sums the switches of this link compute (NVLS within a node, SHARP
+    between nodes), where each byte passes a port once up and once down; None where switches only pass bytes on, or as in racks of
+    NVLink NCCL does not use that."""
+    measured_s: Mapping[Annotated[int, Field(ge=2)], Mapping[Annotated[int, Field(ge=1)], Positive]] = field(
+        default_factory=dict
+    )
+    """Measured seconds of an all_reduce by its number of ranks, all on one node or most of several nodes, and by its bytes."""
     by_ranks: Mapping[Annotated[int, Field(ge=2)], Positive] = field(default_factory=dict)
     """bytes_per_s by the number of ranks of a group, up to the next number, for devices without a switch."""
 
@@ -106,9 +116,19 @@ class Link:
             ll128_latency_s=self.ll128_latency_s and self.ll128_latency_s * latency,
             collective_s=self.collective_s * collective,
             bytes_per_s=self.bytes_per_s / transfer,
-            all_reduce_bytes_per_s=self.all_reduce_bytes_per_s and self.all_reduce_bytes_per_s / transfer,
             by_ranks={ranks: rate / transfer for ranks, rate in self.by_ranks.items()},
+            measured_s={
+                ranks: _delayed(times, transfer=transfer, collective=collective)
+                for ranks, times in self.measured_s.items()
+            },
         )
+
+
+def _delayed(times: Mapping[int, float], *, transfer: float, collective: float) -> dict[int, float]:
+    """Return measured seconds by bytes where transfers and what every collective takes last so many times as long: what the
+    shortest measured one takes is none of the bytes'."""
+    least_s = min(times.values())
+    return {size: least_s * collective + (took_s - least_s) * transfer for size, took_s in times.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +181,8 @@ class Hardware:
     """Seconds of the code around one gather or scatter of zero=2 and 3, where host and device are one."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0
     """Factor by which compute is slower while communication runs."""
+    spread: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Standard deviation of the seconds that such devices take for the same work, over their mean: all ranks wait for the slowest."""
     reserved_bytes: Annotated[int, Field(ge=0)] = 0
     """Memory that tensors cannot use: context, communicators, libraries."""
     kept_free: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -175,6 +197,15 @@ class Hardware:
         """Bytes of a device that a layout may need, `reserved_bytes` among them: its memory without what is kept free."""
         return int(self.memory_bytes * (1 - self.kept_free))
 
+    def slowest_of(self, num_ranks: int) -> Hardware:
+        """Return the machine whose devices are as slow as the slowest of so many is expected to be.
+
+        Of n independent times with a normal distribution the largest is expected z(n) standard deviations above the mean, with
+        z(n) = F((n - 3/8) / (n + 1/4)) and F the inverse of the distribution function (Blom 1958, Statistical Estimates and
+        Transformed Beta-Variables): 0 for one rank, 1.4 for 8, 3.0 for 512, 3.6 for 4,096.
+        """
+        return _slowest_of(self, num_ranks) if self.spread and num_ranks > 1 else self
+
     def __hash__(self) -> int:
         """Return a hash of the numbers in which machines differ, so that predicted times can be cached by machine."""
         reached = (
@@ -184,6 +215,22 @@ class Hardware:
             self.attention_kernel,
         )
         return hash((self.name, self.memory_bytes_per_s, self.kernel_launch_s, self.kernel_s, self.num_units, reached))
+
+
+@lru_cache(maxsize=256)  # the same object for the same machine: prices are cached by machine
+def _slowest_of(machine: Hardware, num_ranks: int) -> Hardware:
+    above = NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+    longer = 1 + machine.spread * above
+    return replace(
+        machine,
+        spread=0.0,
+        sustained=machine.sustained / longer,
+        memory_efficiency=machine.memory_efficiency / longer,
+        kernel_s=machine.kernel_s * longer,
+        kernel_launch_s=machine.kernel_launch_s * longer,
+        host_step_s=machine.host_step_s * longer,
+        fsdp_unit_s=machine.fsdp_unit_s * longer,
+    )
 
 
 def load(name_or_path: str | Path) -> Hardware:

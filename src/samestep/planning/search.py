@@ -159,10 +159,12 @@ _Refusals = Mapping[tuple[str, int], Mapping[str | None, list[Split]]]
 class _Search:
     """A best-first search for the fastest layouts that fit."""
 
-    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
+    def __init__(
+        self, model: ModelSpec, job: Job, hardware: Hardware, devices: int, top: int, states_per_param: int
+    ) -> None:
         self.model, self.job, self.hardware, self.top = model, job, hardware, top
         self.states_per_param = states_per_param
-        self.prices = Prices(model, job, hardware)
+        self.prices = Prices(model, job, hardware.slowest_of(devices))
         self.bounds, self.needs = Bounds(self.prices), Needs(self.prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self.best: list[Prediction] = []
@@ -370,7 +372,7 @@ def plan(
         may_offload: try that at all.
     """
     began = time.perf_counter()
-    search = _Search(model, job, hardware, top, states_per_param)
+    search = _Search(model, job, hardware, devices, top, states_per_param)
     with _pause_collector():
         search.run(devices)
         if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):

@@ -58,12 +58,13 @@ def reasons(found: Prediction) -> list[str]:
 
 def _launch_fraction(one: Prediction) -> float:
     """Return the fraction of compute that is not arithmetic and memory traffic: launches, shortest kernels, the host's work."""
-    at_once = replace(one.hardware, kernel_launch_s=0.0, kernel_s=0.0, host_step_s=0.0, fsdp_unit_s=0.0)
+    hardware = one.hardware.slowest_of(one.devices)
+    at_once = replace(hardware, kernel_launch_s=0.0, kernel_s=0.0, host_step_s=0.0, fsdp_unit_s=0.0)
     spent_s = work_s = 0.0
     for program in one.programs:
         for body, times in Counter(task.body for task in program.tasks).items():
             for op in program.bodies[body]:
                 if op.axis is None:
-                    spent_s += times * cost.seconds(op, program, one.hardware)
+                    spent_s += times * cost.seconds(op, program, hardware)
                     work_s += times * cost.seconds(op, program, at_once)
     return 1 - work_s / spent_s if spent_s else 0.0

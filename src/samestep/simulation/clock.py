@@ -1,7 +1,7 @@
 """The clock: the start and end of each op of every pipeline stage on given hardware, without torch or processes.
 
 All ranks of a stage do the same at the same time, so one program stands for all of them, and thousands of devices are
-played as fast as one. Streams run concurrently, each its ops in the order of issue:
+played as fast as one; equal devices take unequal times, and all wait for the slowest (`Hardware.slowest_of`). Streams run concurrently, each its ops in the order of issue:
 
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops named in `after`, of any task
@@ -92,7 +92,8 @@ class Score:
         return max(stage.end_s for stage in self._played(hardware, keeps_runs=False))
 
     def _played(self, hardware: Hardware, *, keeps_runs: bool) -> list[_PlayedStage]:
-        """Return the stages after they have been played."""
+        """Return the stages after they have been played, each as slow as the slowest of all ranks is expected to be."""
+        hardware = hardware.slowest_of(self._programs[0].step.layout.world_size)
         rendezvous = _StageMeeting()
         stages = [
             _PlayedStage(index, program, hardware, rendezvous, lines, len(self._programs), keeps_runs)
@@ -143,8 +144,9 @@ class _Pending(NamedTuple):
     name: int
     run: int
     """Index of the span that waits for its times; of no use where spans are not kept."""
-    label: str
-    """Name of the op and label of its task."""
+    op: Op
+    task: str
+    """Label of the op's task."""
 
 
 class _Contention:
@@ -241,8 +243,7 @@ class _PlayedStage:
                 self._played += 1
                 if shared is not None and shared.kind is not OpKind.SEND:
                     times = self._times(shared, task, start_s, took_s)
-                    said = f"{shared.name} of task {label}"
-                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1, said))
+                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label))
                     self._settle(pending[-1])
                     continue
                 free[queue] = end_s = start_s + took_s
@@ -260,7 +261,7 @@ class _PlayedStage:
         """Yield False until the ends of these ops are known."""
         for one in pending:
             while not self._settle(one):
-                self.at = one.label
+                self.at = f"{one.op.name} of task {one.task}"
                 yield False
 
     def _settle(self, one: _Pending) -> bool:

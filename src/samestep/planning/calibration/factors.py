@@ -33,7 +33,7 @@ _KEYS = {
     "inter": "links",
 }
 """The factor of each key of a profile, the most specific key first."""
-_RATES = ("bytes_per_s", "all_reduce_bytes_per_s", "by_ranks")
+_RATES = ("bytes_per_s", "by_ranks", "measured_s")
 
 
 def scaled(machine: Hardware, factors: Factors) -> Hardware:
