@@ -175,6 +175,11 @@ class Hardware:
         """Bytes of a device that a layout may need, `reserved_bytes` among them: its memory without what is kept free."""
         return int(self.memory_bytes * (1 - self.kept_free))
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host launches operations before the device comes to them; on a CPU the two are one."""
+        return self.library != "gloo"
+
     def __hash__(self) -> int:
         """Return a hash of the numbers in which machines differ, so that predicted times can be cached by machine."""
         reached = (

@@ -149,12 +149,23 @@ class Prediction:
         return max((self.timeline.exposed_s(stage) for stage in self.timeline.stages), default=0.0)
 
     @property
-    def parts(self) -> tuple[TimeRow, ...]:
-        """The parts of the step on the stage that computes longest; with the share of exchanges they add up to `step_s`."""
+    def launch_wait_s(self) -> float:
+        """Seconds in which the device of the stage that computes longest waits for the host to launch what it computes next."""
+        waits_s = self.timeline.launch_waits_s
+        return waits_s[self.timeline.stages.index(self._busiest)] if waits_s else 0.0
+
+    @property
+    def _busiest(self) -> int:
+        """The stage that computes longest."""
         rows = self.timeline.rows
         stages = self.timeline.stages
-        busiest = max(stages, key=lambda stage: seconds_of(rows, "compute", "recompute", stage=stage), default=0)
-        return tuple(row for row in rows if row.stage == busiest)
+        return max(stages, key=lambda stage: seconds_of(rows, "compute", "recompute", stage=stage), default=0)
+
+    @property
+    def parts(self) -> tuple[TimeRow, ...]:
+        """The parts of the step on the stage that computes longest; with the share of exchanges they add up to `step_s`."""
+        busiest = self._busiest
+        return tuple(row for row in self.timeline.rows if row.stage == busiest)
 
     @property
     def peak(self) -> MemoryUse:
@@ -201,6 +212,7 @@ class Prediction:
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
             "exposed_comm_s": self.exposed_comm_s,
+            "launch_wait_s": self.launch_wait_s,
             "parts": [row.to_record() for row in self.parts],
             "memory_bytes": [use.to_record() for use in self.memory],
             "allocated_bytes": self.allocated_bytes,

@@ -35,7 +35,7 @@ def page_of(found: Prediction, *, small: bool = False) -> Page:
         subject=subject_of(found),
         answers=answers_of(found),
         verdict=f"Bound by {bound_by.binds(found)}",
-        reasons=bound_by.reasons(found),
+        reasons=[*bound_by.host_summary(found), *bound_by.reasons(found)],
         sections=[*figures_of(found, small=small), described(found.job, found.layout, found.hardware)],
         notes=notes_of(found.labels),
         record=None if small else found.to_record(),
