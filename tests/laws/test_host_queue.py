@@ -33,10 +33,14 @@ LAYOUTS = (
 MIXTRAL = {"layers": 2}
 
 
-def small(layout: str, machine: Hardware, batch: int = 8, compile_: str = "none", **changes: int) -> Prediction:
+def small(
+    layout: str, machine: Hardware, batch: int = 8, compile_: str = "none", mode: str = "default", **changes: int
+) -> Prediction:
     """Predict a step of a small model, with short sequences unless told otherwise."""
     model = presets.preset("gpt2", 64, {"layers": 3, **changes})
-    job = Job(train={"global_batch": batch}, numerics={"precision": "bf16"}, run={"compile": compile_})
+    job = Job(
+        train={"global_batch": batch}, numerics={"precision": "bf16"}, run={"compile": compile_, "compile_mode": mode}
+    )
     return predict(model, job, Layout.parse(layout), machine)
 
 
@@ -166,6 +170,17 @@ def test_compiled_blocks_are_launched_in_fewer_kernels(where: str) -> None:
     assert compiled.step_s < plain.step_s
     assert "run.compile" in bound_by.host_summary(plain)[0]
     assert "run.compile" not in "".join(bound_by.host_summary(compiled))
+
+
+def test_cuda_graphs_are_one_launch_a_layer_and_direction() -> None:
+    machine = replace(GPU, kernel_launch_s=1e-4)
+    compiled, captured = (
+        small("dp=1 microbatch=1", machine, compile_="model", mode=mode) for mode in ("default", "reduce-overhead")
+    )
+    assert host_s(captured.programs[0], machine) == pytest.approx(8 * 2 * 5 * 1e-4)  # micro-batches, directions, layers
+    assert captured.step_s < compiled.step_s
+    plain = small("dp=1 microbatch=1", machine, mode="reduce-overhead")
+    assert host_s(plain.programs[0], machine) > 2 * host_s(captured.programs[0], machine)
 
 
 def test_a_cpu_is_its_own_host() -> None:

@@ -151,10 +151,9 @@ def _layer_key(op: Op, step: StepSpec, hardware: Hardware) -> _LayerKey:
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     layer = step.model.layers[op.layer]
     is_compiled = step.compile == "model" or (step.compile == "blocks" and layer.is_block)
+    graph: _Graph = "none" if not is_compiled else "captured" if step.captures_graphs else "compiled"
     work = _work_of(layer)
-    return _LayerKey(
-        work, op.kind, _is_whole(op, step), _part_of(op, step), step.microbatch_samples, dtypes, is_compiled
-    )
+    return _LayerKey(work, op.kind, _is_whole(op, step), _part_of(op, step), step.microbatch_samples, dtypes, graph)
 
 
 PriceKey = tuple[object, ...]
@@ -215,6 +214,10 @@ class _Dtypes(NamedTuple):
     sums: str
 
 
+_Graph = Literal["none", "compiled", "captured"]
+"""The graph that a layer is a part of: none, one of `torch.compile`, or one of CUDA, which is one launch."""
+
+
 class _LayerKey(NamedTuple):
     """What the seconds of a layer's op depend on, besides the machine."""
 
@@ -225,8 +228,7 @@ class _LayerKey(NamedTuple):
     part: BackwardPart
     samples: int
     dtypes: _Dtypes
-    is_compiled: bool
-    """Whether the layer is part of a graph of `torch.compile`."""
+    graph: _Graph
 
 
 @lru_cache(maxsize=2**16)
@@ -237,7 +239,7 @@ def _layer_s(
     part: BackwardPart,
     samples: int,
     dtypes: _Dtypes,
-    is_compiled: bool,
+    graph: _Graph,
     hardware: Hardware,
 ) -> tuple[float, float]:
     """Return the seconds of a layer's op on the device, and those in which the host launches it (`_LayerKey`)."""
@@ -248,16 +250,16 @@ def _layer_s(
     if kind is OpKind.WEIGHT:
         products = tuple(product for product in products if product.is_deferrable)
         times = [_product_s(product, samples, True, part, work, dtypes, hardware) for product in products]
-        return sum(times), len(products) * hardware.kernel_launch_s
+        return sum(times), len(products) * hardware.kernel_launch_s  # which no graph has
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
-    made = min(work.kernels, math.ceil((1 + FUSED) * len(work.products))) if is_compiled else work.kernels
+    made = min(work.kernels, math.ceil((1 + FUSED) * len(work.products))) if graph != "none" else work.kernels
     launched = max(made - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
     launched += CHUNK_KERNELS * sum(_chunks(product, samples) - 1 for product in products)
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
-    return device_s, kernels * hardware.kernel_launch_s
+    return device_s, (1 if graph == "captured" else kernels) * hardware.kernel_launch_s
 
 
 def _chunks(product: Product, samples: int) -> int:
