@@ -162,6 +162,15 @@ def test_the_host_waits_for_the_device_where_rows_go_to_experts() -> None:
     assert alone.launch_wait_s < found.launch_wait_s
 
 
+def test_a_host_that_waits_in_microbatches_is_never_far_ahead() -> None:
+    """Else it launches while its device waits for other stages, and the bubbles of a pipeline hide launches; so does a large head."""
+    ahead = replace(GPU, kernel_launch_s=2e-5)
+    behind = replace(ahead, waits_in_microbatches=True)
+    for layout, batch, vocab, factor in (("pp=2 microbatch=1", 4, 512, 1.1), ("dp=1 microbatch=32", 64, 50257, 1.001)):
+        took = [small(layout, one, layers=8, batch=batch, vocab=vocab).timeline.step_s for one in (ahead, behind)]
+        assert took[1] > factor * took[0], layout
+
+
 @pytest.mark.parametrize("where", ["blocks", "model"])
 def test_compiled_blocks_are_launched_in_fewer_kernels(where: str) -> None:
     machine = replace(GPU, kernel_launch_s=1e-4)

@@ -19,7 +19,8 @@ seconds with collectives issued before it takes
 Copies to and from the host slow nothing: no multiprocessor makes them, and the link takes a hundredth of the memory's bandwidth.
 
 The host issues the ops of all streams in the order of the program, each for as long as its launches take (`cost.launch_s`), and runs
-ahead of the device; it waits for it before an update and before rows go to experts (`cost.waits_for_device`):
+ahead of the device; it waits for it before an update and before rows go to experts (`cost.waits_for_device`), and behind every message
+to or from another stage, and every loss, where `hardware.waits_in_microbatches` says so:
 
     start of an op >= the time at which the host has launched its first kernel
     end of an op   >= the time at which it has launched its last one
@@ -185,12 +186,18 @@ class _Contention:
 class _Host:
     """The host of a stage, which launches ops in the order of the program, and runs ahead of the device."""
 
-    __slots__ = ("_now_s", "waited_s")
+    __slots__ = ("_now_s", "_waits", "_waits_in_microbatches", "waited_s")
 
-    def __init__(self) -> None:
+    def __init__(self, waits_in_microbatches: bool) -> None:
+        self._waits_in_microbatches = waits_in_microbatches
+        self._waits = False
         self._now_s = 0.0
         self.waited_s = 0.0
         """Seconds in which the device has waited for launches of what it computes."""
+
+    def begin(self, task: Task) -> None:
+        """Begin with a task; of a backward the loss is there, at which the host may have looked."""
+        self._waits |= self._waits_in_microbatches and is_backward(task.body)
 
     def launch(
         self, line: Line, start_s: float, ends_s: tuple[float, ...], drains: bool, *, computes: bool
@@ -198,8 +205,9 @@ class _Host:
         """Launch a line that its queue has come to at `start_s`; return when it starts, and when each op ends, in seconds from then."""
         if not computes:
             start_s = max(start_s, self._now_s + line.launched_s[0])
-        elif drains:
-            self._now_s = max(self._now_s, start_s)
+            self._waits |= self._waits_in_microbatches and line.ops[0][0] == "pp"
+        elif drains or self._waits:
+            self._now_s, self._waits = max(self._now_s, start_s), False
         if computes and (self._now_s - start_s > line.lead_s or ends_s is not line.ends_s):
             delayed_s = line.delayed(ends_s, self._now_s - start_s)
             self.waited_s += delayed_s[-1] - ends_s[-1]
@@ -221,7 +229,7 @@ class _PlayedStage:
         count: int,
     ) -> None:
         self.index, self.at, self.done = index, "", False
-        self.host = _Host()
+        self.host = _Host(hardware.waits_in_microbatches)
         self.runs: list[LineSpan] = []
         self._program = program
         self._rendezvous, self._count = rendezvous, count
@@ -247,6 +255,7 @@ class _PlayedStage:
         contention, host = _Contention(self._contention), self.host
         for task in self._program.tasks:
             label = f"{task.kind}{task.microbatch}"
+            host.begin(task)
             for queue, took_s, waits, awaited, shared, drains, line in parts[task.body]:
                 if pending:
                     yield from self._wait_for([one for one in pending if one.queue == queue or one.name in waits])
