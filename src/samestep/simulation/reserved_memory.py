@@ -17,7 +17,7 @@ same sizes come and go in the same order, so that after some rounds each finds t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -115,8 +115,8 @@ def _is_round(tasks: Sequence[Task], first: int, begin: int, size: int, number: 
 class MemoryChange(NamedTuple):
     """Tensors that are allocated for an owner, or the end of all that it has."""
 
-    owner: tuple[str, int | str | None]
-    """What they are for, and whose they are: a layer's index, or a name."""
+    owner: tuple[str, Hashable]
+    """What they are for, and whose they are: a layer's index, or a name, or one of these and which part of it."""
     sizes: tuple[int, ...] = ()
     """Bytes of the tensors that are allocated; empty: all that the owner has is freed."""
     stream: str = COMPUTE
@@ -138,7 +138,7 @@ class _PlayedSteps:
     """The blocks that owners have, by micro-batch, while steps are played."""
 
     allocator: CachingAllocator
-    blocks: dict[tuple[object, int], list[Block]] = field(default_factory=dict)
+    blocks: dict[tuple[tuple[str, Hashable], int], list[Block]] = field(default_factory=dict)
 
     def do(self, microbatch: int, changes: Iterable[MemoryChange]) -> None:
         """Carry out changes, one after the other; each micro-batch has its own activations."""
@@ -153,7 +153,7 @@ class _PlayedSteps:
 
     def forget_step(self) -> None:
         """Free what a step leaves beyond what is held at rest: gradients that it has allocated, and gathered weights."""
-        for key in [key for key in self.blocks if not isinstance(key[0], tuple) or key[0][0] != _REST]:
+        for key in [key for key in self.blocks if key[0][0] != _REST]:
             for block in self.blocks.pop(key):
                 self.allocator.give(block)
 
@@ -233,7 +233,7 @@ class _Changes(LiveBytes):
                 continue  # it is there already
             super()._allocate((buffer,), op)
             own = op.implied and (is_arriving or op.kind is OpKind.ALL_GATHER)
-            sizes = (buffer.size_bytes,)
+            sizes: tuple[int, ...] = (buffer.size_bytes,)
             if is_arriving and op.kind is OpKind.BACKWARD and op.layer is not None:
                 sizes = self._tensors.gradients_of(op.layer)
             elif buffer.name.startswith("gradient:"):
@@ -245,7 +245,7 @@ class _Changes(LiveBytes):
         super()._free(names)
         self.found += [MemoryChange(("buffer", name)) for name in names]
 
-    def _take(self, what: str, owner: object, sizes: tuple[int, ...], stream: str = COMPUTE) -> None:
+    def _take(self, what: str, owner: Hashable, sizes: tuple[int, ...], stream: str = COMPUTE) -> None:
         if any(sizes):
             self.found.append(MemoryChange((what, owner), sizes, stream))
 
