@@ -24,6 +24,7 @@ host_update_bytes_per_s = 15e9    # rate at which a device's share of the host u
 kernel_s = 3e-6                   # time of the shortest kernel on the device
 kernel_launch_s = 10e-6           # time in which the host launches one operation
 host_step_s = 5e-3                # time of the host once a step: data, norm, log
+waits_in_microbatches = true      # the host waits for the device at messages between stages and behind each loss: Megatron-LM's, not ours
 fsdp_unit_s = 1e-3                # time of FSDP2's own code for each gather and scatter, where it is exposed: on a CPU
 attention_kernel = "cudnn"        # family of the kernels of attention, of torch's choice: flash-1, flash-2, flash-3 or cudnn
 sustained = 0.8                   # fraction of a product's rate that is held throughout a step, under the power limit
@@ -159,6 +160,9 @@ class Hardware:
     """Seconds of work of the host once a step."""
     fsdp_unit_s: NonNegative = 0.0
     """Seconds of the code around one gather or scatter of zero=2 and 3, where host and device are one."""
+    waits_in_microbatches: bool = False
+    """Whether the host waits for the device within every micro-batch, at messages between stages and behind the loss, as Megatron-LM's
+    does by default."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0
     """Factor by which compute is slower while communication runs."""
     reserved_bytes: Annotated[int, Field(ge=0)] = 0
@@ -174,6 +178,11 @@ class Hardware:
     def room_bytes(self) -> int:
         """Bytes of a device that a layout may need, `reserved_bytes` among them: its memory without what is kept free."""
         return int(self.memory_bytes * (1 - self.kept_free))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host launches operations before the device comes to them; on a CPU the two are one."""
+        return self.library != "gloo"
 
     def __hash__(self) -> int:
         """Return a hash of the numbers in which machines differ, so that predicted times can be cached by machine."""
