@@ -1,4 +1,4 @@
-# make train   train the default job, with two worker processes       make check   format, lint, types, import rules
+# make train   train the default job, with two worker processes       make check   format, lint, types, import rules, names
 # make test    the test suite                                         make bench   step time and memory beside peers
 # make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
@@ -49,11 +49,21 @@ gpu:
 	$(HERE) benchmarks/gpu.py correctness; status=$$?; \
 	SAMESTEP_TESTS_ON_A_GPU=1 $(HERE) -m pytest -q -W default $(addprefix tests/device/test_,layouts.py waits.py running_ahead.py) && exit $$status
 
+# Laws of names, which a last edit breaks: a few seconds, and no process is started.
+NAMES := tests/docs/test_glossary.py tests/unit/test_errors.py tests/unit/test_public.py::test_the_public_names_are_these \
+	$(addprefix tests/docs/test_documents.py::test_,every_path_in_a_document_exists every_link_in_a_document_leads_somewhere \
+		every_link_to_a_heading_finds_it every_name_of_the_package_in_a_document_exists the_first_file_of_a_technique_is_named_like_it \
+		the_rooms_of_the_architecture_are_the_packages) \
+	tests/docs/test_same_result.py::test_a_quoted_error_stands_in_the_source tests/docs/test_python_api.py::test_nothing_public_is_missing \
+	$(addprefix tests/unit/test_torch_contract.py::test_,private_parts_of_torch_are_named_in_one_place_each \
+		nested_tensors_are_walked_in_one_file)
+
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q $(NAMES)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -2,6 +2,8 @@
 
 A row names a device, seldom its nodes, and hardly ever what its libraries could do at the time. What is known of those:
 
+    micro-batches     Megatron-LM's host waits for the device at every message between stages (`batch_p2p_sync`), and at every loss,
+                      which it checks (`check_for_nan_in_loss`): both are on by default
     before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through a quarter of a node's ports
     from Hopper on    Transformer Engine's attention is cuDNN's, PyTorch's own FlashAttention-2
     CUDA graphs       the host starts a graph, not its operations
@@ -133,6 +135,8 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
         machine = replace(
             machine, kernel_launch_s=machine.kernel_launch_s + covered * (GRAPH_LAUNCH_S - machine.kernel_launch_s)
         )
+    if is_by_engine(row) or re.search(r"deepspeed|\bDS=", joined(row, "schedule", "notes", "source"), re.IGNORECASE):
+        machine = replace(machine, waits_in_microbatches=True)
     if _has_own_attention(row, machine):
         machine = replace(machine, attention_kernel="cudnn")
     elif re.search(_EARLY, joined(row, "source", "notes"), re.I) and "Large Scale" not in row.get(

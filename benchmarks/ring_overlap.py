@@ -1,6 +1,8 @@
 """How much of a ring's transfer is hidden behind the attention to the keys that are there, between two hosts with a slow link.
 
     python benchmarks/ring_overlap.py [--mbit 400] [--length 4096] [--steps 6] [--keep]     --keep writes benchmarks/rows/ring_overlap.json
+    python benchmarks/ring_overlap.py --crossover [--mbit 50 200 800] [--degrees 2 4] [--keep]
+                     steps around a ring over those by heads, by link, degree and heads; --keep writes rows/exchanges_measured.json
 
 Hosts are network namespaces (`network_namespaces.py`): root and iproute2 are needed. Both runs are explained ones, `cp=2 exchange=ring`:
 
@@ -16,6 +18,7 @@ Hosts are network namespaces (`network_namespaces.py`): root and iproute2 are ne
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -56,16 +59,16 @@ def settings_of(length: int, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
-def work(way: str, settings: Sequence[str], out: str) -> None:
-    """Train as one rank of two."""
+def work(way: str, degree: int, settings: Sequence[str], out: str) -> None:
+    """Train as one rank of some."""
     if way == "planted":
         _wait_at_once()
-    samestep.train(jobs.default([*settings]), layout=f"cp=2 exchange={WAYS[way]}", out=Path(out))
+    samestep.train(jobs.default([*settings]), layout=f"cp={degree} exchange={WAYS[way]}", out=Path(out))
 
 
 def _wait_at_once() -> None:
     """Let each message arrive before the block beside it is computed."""
-    from samestep.runtime.axes import ring_attention
+    from samestep.runtime.axes.context import ring_attention
 
     begin = ring_attention._shift
 
@@ -87,8 +90,8 @@ def trained(hosts: Sequence[Host], way: str, settings: Sequence[str], out: Path)
         where = {"RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         where |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": slow_links.PORT}
         env = {**os.environ, **{key: str(value) for key, value in where.items()}}
-        given = json.dumps([way, list(settings), str(out)])
-        words = host.command(sys.executable, str(Path(__file__)), "--worker", given)
+        given = json.dumps([way, len(hosts), list(settings), str(out)])
+        words = host.command(sys.executable, __file__, "--worker", given)
         started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [process.communicate()[0] for process in started]
     failed = [text for process, text in zip(started, said, strict=True) if process.returncode]
@@ -152,6 +155,43 @@ def markdown(path: Path = ROWS) -> str:
     return "\n".join(lines)
 
 
+MEASURED = Path(__file__).parent / "rows" / "exchanges_measured.json"
+HEADS = {"8 heads": (8, 8), "8 heads, 2 of keys": (8, 2)}
+"""Heads of queries, and of keys and values, of a measured model."""
+
+
+def measured_rows(rates: Sequence[float], degrees: Sequence[int], length: int, steps: int) -> list[dict[str, Any]]:
+    """Return a row for each link, degree and number of heads: the seconds of a step by heads and around a ring, one host a rank.
+
+    Raises:
+        NetworkError: this machine cannot make the hosts.
+    """
+    rows = []
+    for mbit, degree in itertools.product(rates, degrees):
+        with tempfile.TemporaryDirectory() as folder, network(degree, mbit * 1e6) as hosts:
+            for name, (heads, of_keys) in HEADS.items():
+                row: dict[str, Any] = {"mbit": mbit, "degree": degree, "heads": name}
+                more = [f"model.config.num_attention_heads={heads}", f"model.config.num_key_value_heads={of_keys}"]
+                for way in ("heads", "ring"):
+                    out = Path(folder) / f"{way} {name}"
+                    trained(hosts, way, [*settings_of(length, steps), *more], out)
+                    row[f"{way}_s"] = figures_of(out, mbit)["step_s"]
+                rows.append(row)
+    return rows
+
+
+def measured_markdown(path: Path = MEASURED) -> str:
+    """Return the table of measured steps around a ring over those by heads: below 1 a ring is faster."""
+    found = json.loads(path.read_text())["rows"]
+    columns = list(dict.fromkeys((row["degree"], row["heads"]) for row in found))
+    lines = [f"| link | {' | '.join(f'cp={degree}, {heads}' for degree, heads in columns)} |"]
+    lines.append("| --- |" + " ---: |" * len(columns))
+    for mbit in dict.fromkeys(row["mbit"] for row in found):
+        ratios = {(row["degree"], row["heads"]): row["ring_s"] / row["heads_s"] for row in found if row["mbit"] == mbit}
+        lines.append(f"| {mbit:,.0f} Mbit/s | {' | '.join(f'{ratios[one]:.2f}' for one in columns)} |")
+    return "\n".join(lines)
+
+
 LINKS = {"450 GB/s (NVLink)": None, "50 GB/s": 50e9, "12.5 GB/s": 12.5e9}
 LENGTHS, DEGREES = (2**13, 2**15, 2**17), (2, 4, 8)
 
@@ -182,25 +222,31 @@ def _ring_over_heads(preset: str, length: int, degree: int, machine: hardware.Ha
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, default=400.0)
+    parser.add_argument("--mbit", type=float, nargs="+", default=[400.0])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     if given.worker:
         work(*json.loads(given.worker))
         return 0
+    kept, table = (MEASURED, measured_markdown) if given.crossover else (ROWS, markdown)
+    found: dict[str, Any] = {"mbit": given.mbit, "length": given.length, "steps": given.steps}
     try:
-        rows = rows_of(given.mbit, given.length, given.steps)
+        if given.crossover:
+            found["rows"] = measured_rows(given.mbit, given.degrees, given.length, given.steps)
+        else:
+            found |= {"mbit": given.mbit[0], "rows": rows_of(given.mbit[0], given.length, given.steps)}
     except NetworkError as error:
         print(error)
         return 2
-    found = {"mbit": given.mbit, "length": given.length, "steps": given.steps, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
-        path = ROWS if given.keep else Path(folder) / "rows.json"
+        path = kept if given.keep else Path(folder) / "rows.json"
         path.write_text(json.dumps(found, indent=1) + "\n")
-        print(markdown(path))
+        print(table(path))
     return 0
 
 

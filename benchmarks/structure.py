@@ -10,7 +10,7 @@ prints the files or functions behind one row. Everything is read from the syntax
     the main path                the files that a person reads to follow a job to its steps: `_MAIN_PATH`
     functions entered            with `--entered`: functions of samestep that a rank of a plain `dp=2` Llama enters while it
                                  prepares, and in its second step
-    files that name an axis      the field of `Layout` as an attribute or keyword, outside the two twins of the axis
+    files that name an axis      the field of `Layout` as an attribute or keyword, outside the two twins of the axis (files or folders)
     files that list axes         two or more axes of `Layout` as strings: an axis that is added may be missed there
     files that name a schedule   its word as a string
     files that ask for a codec   of a gradient codec its field of steps, buckets and ops, or the dtype that it sends
@@ -101,7 +101,9 @@ def measured(folder: Path) -> dict[str, list[str]]:
     rows["lines of the main path"] = [str(sum(_num_lines(root / path) for path in main_path))]
     for axis, twin in _TWINS.items():
         rows[f"files that name {axis}, but its twins"] = [
-            str(path) for path, tree in trees.items() if path.stem != twin and axis in _attributes(tree)
+            str(path)
+            for path, tree in trees.items()
+            if twin not in path.with_suffix("").parts and axis in _attributes(tree)
         ]
     rows["files that list axes by their names"] = [
         str(path) for path, tree in trees.items() if len(_strings(tree) & {"tp", "cp", "ep", "pp"}) > 1

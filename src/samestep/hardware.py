@@ -24,6 +24,7 @@ host_update_bytes_per_s = 15e9    # rate at which a device's share of the host u
 kernel_s = 3e-6                   # time of the shortest kernel on the device
 kernel_launch_s = 10e-6           # time in which the host launches one operation
 host_step_s = 5e-3                # time of the host once a step: data, norm, log
+waits_in_microbatches = true      # the host waits for the device at messages between stages and behind each loss: Megatron-LM's, not ours
 fsdp_unit_s = 1e-3                # time of FSDP2's own code for each gather and scatter, where it is exposed: on a CPU
 attention_kernel = "cudnn"        # family of the kernels of attention, of torch's choice: flash-1, flash-2, flash-3 or cudnn
 sustained = 0.8                   # fraction of a product's rate that is held throughout a step, under the power limit
@@ -179,6 +180,9 @@ class Hardware:
     """Seconds of work of the host once a step."""
     fsdp_unit_s: NonNegative = 0.0
     """Seconds of the code around one gather or scatter of zero=2 and 3, where host and device are one."""
+    waits_in_microbatches: bool = False
+    """Whether the host waits for the device within every micro-batch, at messages between stages and behind the loss, as Megatron-LM's
+    does by default."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0
     """Factor by which compute is slower while communication runs."""
     spread: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
@@ -196,6 +200,11 @@ class Hardware:
     def room_bytes(self) -> int:
         """Bytes of a device that a layout may need, `reserved_bytes` among them: its memory without what is kept free."""
         return int(self.memory_bytes * (1 - self.kept_free))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host launches operations before the device comes to them; on a CPU the two are one."""
+        return self.library != "gloo"
 
     def slowest_of(self, num_ranks: int) -> Hardware:
         """Return the machine whose devices are as slow as the slowest of so many is expected to be.
@@ -233,6 +242,13 @@ def _slowest_of(machine: Hardware, num_ranks: int) -> Hardware:
     )
 
 
+_RENAMED = {
+    "all_reduce_bytes_per_s": "is now switch_sums, a fraction of bytes_per_s: a rate R of n devices, as nccl-tests gives it, is "
+    "switch_sums = (n + 1) R / (2 (n - 1) bytes_per_s)"
+}
+"""What to write instead of a word that profiles had before."""
+
+
 def load(name_or_path: str | Path) -> Hardware:
     """Return the profile of a name, or of a TOML file of the same form.
 
@@ -250,7 +266,10 @@ def load(name_or_path: str | Path) -> Hardware:
     try:
         return TypeAdapter(Hardware).validate_python({"name": source.name.removesuffix(".toml"), **table})
     except ValidationError as error:
-        mistakes = [f"{'.'.join(map(str, m['loc']))}: {m['msg'].lower()}" for m in error.errors(include_url=False)]
+        mistakes = [
+            f"{'.'.join(map(str, m['loc']))}: {_RENAMED.get(str(m['loc'][-1]), m['msg'].lower())}"
+            for m in error.errors(include_url=False)
+        ]
         renewed = f"; samestep measure writes a new {OWN}" if str(name_or_path) == OWN else ""
         raise InputError(f"{name_or_path}: {'; '.join(mistakes)}{renewed}") from None
 

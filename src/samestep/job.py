@@ -108,31 +108,18 @@ class Job(Table):
         """The one of `evaluated_sets` whose loss is the run's; None where nothing is evaluated."""
         return self.train.judged_by or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
 
-    def with_stages(self, stages: Sequence[str] | None) -> Job:
-        """Return the job with other names of modules with which stages may begin; None leaves them as they are.
+    def with_modules(self, *, stages: Sequence[str] | None = None, offload: Sequence[str] | None = None) -> Job:
+        """Return the job with other names of modules in these keys of its model; None leaves a key as it is.
 
         Raises:
-            JobError: `stages` is one name and no list.
+            JobError: one name is given, and no list.
         """
-        if stages is None:
-            return self
         if isinstance(stages, str):
             raise JobError(f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works")
-        return self._with_model(stages=tuple(stages))
-
-    def with_offload(self, offload: Sequence[str] | None) -> Job:
-        """Return the job with other names of modules whose weights are in the host's memory; None leaves them as they are.
-
-        Raises:
-            JobError: `offload` is one name and no list.
-        """
-        if offload is None:
-            return self
         if isinstance(offload, str):
             raise JobError(f"offload={offload!r} is one name, and a list is read: offload=[{offload!r}] works")
-        return self._with_model(offload=tuple(offload))
-
-    def _with_model(self, **changes: Any) -> Job:
+        named = {"stages": stages, "offload": offload}
+        changes = {key: tuple(names) for key, names in named.items() if names is not None}
         return self.model_copy(update={"model": self.model.model_copy(update=changes)})
 
     def to_toml(self, *, with_folder: bool = False) -> str:

@@ -146,6 +146,11 @@ class Layout:
         """Degrees of the axes whose ranks may hold different parts of a weight, whatever ZeRO does."""
         return {**self.model_axes, "ep": self.ep}
 
+    @property
+    def inner_degrees(self) -> dict[str, int]:
+        """Degrees of the axes that divide a model, its layers, its sequences or its experts: all but those of data."""
+        return {**self.model_axes, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+
     @cached_property
     def cuts(self) -> tuple[int | str | None, ...]:
         """Degrees and switches that determine the part of a layer that a rank computes, and how the head computes it."""

@@ -16,7 +16,7 @@ from samestep.errors import JobError, SpikeError
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.loss_spikes import SpikeWatch
+from samestep.runtime.guards.loss_spikes import SpikeWatch
 from tests import small
 from tests.laboratory import cuts_of, job_of, largest_error, make_run, on_ranks, whole
 from tests.models import Tokens
@@ -154,7 +154,7 @@ def test_a_run_that_would_skip_for_ever_ends() -> None:
 
     given = job("skip", max_skipped=3)
     run = make_run(0, 1, "plain", "dp=1", given)
-    run._stepper.spikes = Rising(given.numerics)
+    run._stepper.guards.spikes = Rising(given.numerics)
     given_batches = iter(batches(Tokens(), given))
     assert all(run.step(next(given_batches)).spike for _ in range(3))
     with pytest.raises(SpikeError, match=r"step 4: loss is a spike; the 3 steps before were skipped too"):

@@ -15,6 +15,7 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.runtime import device_decides, microbatches
 from samestep.runtime.axes import tensor
+from samestep.runtime.axes.host_inputs import HostLanes
 from samestep.runtime.axes.pipeline.stage_messages import Messages
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.interpreter import Interpreter
@@ -193,6 +194,41 @@ def test_weights_under_way_are_waited_for(waits: bool, found: str) -> None:
     job = job_of("bf16", 3, optimizer={"name": "adamw", "options": {}}, train={"watch_every": 0})
     for seen in on_ranks("dp=2 zero=1", ahead, "llama", job, waits, device="cuda"):
         assert found in seen
+
+
+def copied(rank: int, world: int, mistake: str) -> str:
+    """Copy the input of a block to the host and back, as `recompute=offload` does; return what is there, or the error."""
+    lanes = HostLanes(torch.device("cuda", 0))
+    given = torch.arange(4.0).to("cuda") * 2
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake == "leaves before it is made":
+            patch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
+        wait = HostLanes.wait_for
+        patch.setattr(
+            HostLanes, "wait_for", lambda self, event, layer, way: way == mistake or wait(self, event, layer, way)
+        )
+        try:
+            copy, left = lanes.to_host(given, "a")
+            lanes.wait_for(left, "a", "to host")
+            back, arrived = lanes.from_host(copy, "a")
+            lanes.wait_for(arrived, "a", "from host")
+            return f"{(back + 1).cpu().tolist()}"
+        except RuntimeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        ("", "[1.0, 3.0, 5.0, 7.0]"),
+        ("leaves before it is made", "used on a stream that has not waited for it"),
+        ("to host", "what another stream copies to the host is read by one that has not waited for it"),
+        ("from host", "used on a stream that has not waited for it"),
+    ],
+)
+def test_copies_of_inputs_wait_for_what_made_them_and_are_waited_for(mistake: str, found: str) -> None:
+    (seen,) = pool(1, "cuda").run(copied, mistake)
+    assert found in seen
 
 
 def recorded(rank: int, world: int) -> list[tuple[int, bool]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,12 @@ from tests.laws.models import LAW, Case, cases, layouts
 @given(layouts())
 def test_text_reads_back(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
+
+
+def test_a_degree_is_of_data_of_chunks_or_divides_the_model() -> None:
+    """What asks for all axes that divide a model must not miss one that is added."""
+    degrees = {one.name for one in fields(Layout) if "is_degree" in one.metadata}
+    assert {*Layout().inner_degrees} == degrees - {"dp_replicate", "dp_shard", "virtual_stages"}
 
 
 @LAW

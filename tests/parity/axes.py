@@ -6,6 +6,7 @@ and each setting that the products lack is in one row; the others are for `make 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,16 @@ from torch.nn import functional as F
 from tests.covering import daily
 from tests.laboratory import combinations
 from tests.models import MODELS, Attentive, AttentiveBlock
-from tests.parity.moved_models import MIXERS, Bare, FusedRecurrence, Mixing, Recurrence
+from tests.parity.moved_models import (
+    MIXERS,
+    Bare,
+    FusedRecurrence,
+    Mixing,
+    Recurrence,
+    RecurrentLayers,
+    Shift,
+    behind_a_shifted_token,
+)
 
 
 def nightly(layouts: Iterable[str], models: Iterable[str]) -> list[Any]:
@@ -78,6 +88,8 @@ assert set(DATA) >= OF_PAIRS
 ON_HOST = [
     ("dp=1 recompute=offload microbatch=3", "deep_gpt2"),
     ("dp=2 zero=1 recompute=offload", "deep_tied"),
+    ("dp=2 zero=2 recompute=offload microbatch=2", "deep_gpt2"),
+    ("dp=2 zero=2 accumulate=full recompute=offload microbatch=2", "deep_tied"),
     ("dp=2 zero=3 recompute=offload microbatch=2", "deep_llama"),
     ("tp=2 sequence_parallel recompute=offload", "deep_gemma"),
     ("cp=2 exchange=ring recompute=offload", "dropping_llama"),
@@ -170,7 +182,7 @@ class Hybrid(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.causal, self.attentive = nn.LayerNorm(16), Causal(), AttentiveBlock(16, 4)
-        self.recurrent = nn.GRU(16, 16, batch_first=True)
+        self.recurrent = nn.GRU(16, 8, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.causal(self.norm(x))
@@ -223,6 +235,9 @@ class Neighbours(Mixing):
 MODELS |= {
     "neighbours": Neighbours,
     "bare": Bare,
+    "neighbours: token 1 of a shift": functools.partial(Mixing, functools.partial(Shift, shift=behind_a_shifted_token)),
+    **{f"neighbours: {name}": functools.partial(Mixing, make) for name, (make, _, _) in MIXERS.items()},
+    "recurrent layers": lambda: Mixing(RecurrentLayers),
     "recurrence": lambda: Mixing(Recurrence),
     "fused recurrence": lambda: Mixing(FusedRecurrence),
     "squared": SquaredModel,
@@ -272,6 +287,9 @@ MOVED = [
     ("cp=2 exchange=ring recompute=selective", "hybrid"),
     ("cp=3 zero=1 recompute=full microbatch=4", "recurrence"),
     ("cp=2 recompute=full microbatch=4", "bare"),
+    ("cp=2 recompute=selective microbatch=2", "recurrent layers"),
+    ("tp=2 cp=2 zero=3 recompute=full", "recurrent layers"),
+    ("pp=2 cp=2 microbatch=2 schedule=zero-bubble", "recurrent layers"),
 ]
 """Ranks send each other the tokens at the ends of their slices, and the states of recurrences."""
 WRITTEN_OUT = ["cp=2 zero=1 recompute=selective microbatch=4", "tp=2 cp=2 zero=2"]
@@ -410,6 +428,9 @@ ROWS: dict[str, list[Any]] = {
         ("cp=4", "llama"),
         *nightly(["cp=4"], ["attentive", "deep_gemma", "deep_granite"]),
         *_by_default(GATHERED, MOVED),
+        ("tp=2 cp=2 zero=3 recompute=full microbatch=4", "neighbours"),
+        ("cp=2", "neighbours: token 1 of a shift"),
+        *nightly(["tp=2 cp=2"], ["neighbours", *(f"neighbours: {name}" for name in MIXERS)]),
         *_by_default(combinations(WRITTEN_OUT, ["dropping_gpt2_eager"])),
         *daily(AROUND_GROUPS),
     ],
@@ -451,6 +472,11 @@ LEDGERS = [
     ),
     *nightly(["cp=2 recompute=full", "dp=2 cp=2 zero=3 microbatch=2"], SLICED),
     *daily(combinations(["cp=2 recompute=full", "cp=2 exchange=ring zero=3 microbatch=2"], ["hybrid"])),
+    *daily([("dp=2 zero=2 recompute=offload microbatch=2", "deep_llama")]),
+    *nightly(
+        ["dp=2 zero=3 recompute=offload", "tp=2 pp=2 recompute=offload microbatch=2"], ["deep_gpt2", "deep_qwen3"]
+    ),
+    *nightly(["cp=2 recompute=offload"], ["deep_llama", "recurrent layers"]),
 ]
 """In mixed precision; by default the rows of `test_products.py` in bf16 hold it."""
 

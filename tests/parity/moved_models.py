@@ -146,6 +146,21 @@ class FusedRecurrence(Recurrence):
         return self.behind(convolved_sums(self.before(x), self.conv, self.decay)[0])
 
 
+class RecurrentLayers(nn.Module):
+    """Torch's recurrent layers: tokens in the first dimension and in the second, and a state that is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+        self.lstm = nn.LSTM(width, 24, 2, proj_size=width)
+        self.rnn = nn.RNN(width, width, nonlinearity="relu", bias=False, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gru(x)[0]
+        x = self.lstm(x.transpose(0, 1))[0].transpose(0, 1)
+        return self.rnn(x, x.new_full((1, len(x), x.shape[-1]), 0.5))[0]
+
+
 class Taps(nn.Module):
     """A convolution that is written out, as a sum over shifted tokens or over windows of them."""
 
@@ -183,6 +198,11 @@ class Shift(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x * self.mix + self.shift(x) * (1 - self.mix))
+
+
+def behind_a_shifted_token(x: Tensor) -> Tensor:
+    """Shift tokens behind one that another shift has given: on one rank alone something reads that shift."""
+    return torch.cat((F.pad(x, (0, 0, 1, -1))[:, 1:2], x[:, :-1]), 1)
 
 
 class LearntFirst(Shift):

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.laboratory import job_of, prove, prove_ledger
+from tests.laboratory import clipped, job_of, observe, on_ranks, prove, prove_ledger
 from tests.parity.axes import LEDGERS, ROWS, UNEVEN
 
 
@@ -38,3 +39,23 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
 @pytest.mark.parametrize(("layout", "model", "batch"), UNEVEN)
 def test_uneven_batches_are_legal(layout: str, model: str, batch: int) -> None:
     prove(layout, model, job_of("float64", 3, train={"global_batch": batch}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("dp=2 zero=2 microbatch=2", "deep_gpt2"),
+        pytest.param("dp=2 zero=3 microbatch=2", "deep_llama", marks=pytest.mark.nightly),
+        pytest.param("tp=2 sequence_parallel", "deep_qwen3", marks=pytest.mark.nightly),
+        pytest.param("cp=2", "recurrent layers", marks=pytest.mark.nightly),
+    ],
+)
+def test_in_bf16_inputs_on_the_host_give_the_bits_of_a_repeated_forward(layout: str, model: str) -> None:
+    there, here = (
+        on_ranks(f"{layout} recompute={word}", observe, model, clipped("bf16")) for word in ("offload", "full")
+    )
+    for one, other in zip(there, here, strict=True):
+        assert one.losses == other.losses
+        for mine, others in zip(one.gradients, other.gradients, strict=True):
+            assert mine
+            assert all(torch.equal(a[-1], b[-1]) and a[:-1] == b[:-1] for a, b in zip(mine, others, strict=True))

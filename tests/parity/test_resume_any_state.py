@@ -183,7 +183,7 @@ def follow_by_data(run: Run) -> None:
 
 
 @torch.no_grad()
-def count(run: Run) -> None:
+def raise_counts(run: Run) -> None:
     for module in run.model.modules():
         if isinstance(module, Buffer | TensorAttribute):
             module.count += 1
@@ -299,17 +299,17 @@ CASES = {
     "teacher, sharded": Case(teaching, follow, layouts=("dp=2 zero=3", "dp=2 zero=1")),
     "teacher, stages": Case(teaching, follow, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
     "teacher, still": Case(teaching),
-    "buffers": Case(_of(Buffer), count),
-    "buffers of stages": Case(_of(Buffer), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
-    "not persistent": Case(_of(lambda: Buffer(False)), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=3")),
-    "attributes": Case(_of(Attribute), count),
-    "attributes of stages": Case(_of(Attribute), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=2")),
-    "deque": Case(_of(Deque), count),
-    "table": Case(_of(Table), count),
-    "array": Case(_of(Array), count),
-    "tensor attribute": Case(_of(TensorAttribute), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
-    "extra state": Case(_of(Extra), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
-    "own object": Case(_of(OwnObject), count, is_refused=True),
+    "buffers": Case(_of(Buffer), raise_counts),
+    "buffers of stages": Case(_of(Buffer), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
+    "not persistent": Case(_of(lambda: Buffer(False)), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=3")),
+    "attributes": Case(_of(Attribute), raise_counts),
+    "attributes of stages": Case(_of(Attribute), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=2")),
+    "deque": Case(_of(Deque), raise_counts),
+    "table": Case(_of(Table), raise_counts),
+    "array": Case(_of(Array), raise_counts),
+    "tensor attribute": Case(_of(TensorAttribute), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
+    "extra state": Case(_of(Extra), raise_counts, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
+    "own object": Case(_of(OwnObject), raise_counts, is_refused=True),
     "own object, still": Case(_of(OwnObject)),
     "option of its own class": Case(plainly, optimizer=with_object, is_refused=True),
 }
@@ -406,7 +406,7 @@ def test_a_partial_function_that_was_looked_at_has_not_changed():
 
 def test_what_cannot_be_kept_is_named_when_it_is_saved(tmp_path):
     run = _prepared(0, 1, "own object", "dp=1")
-    count(run)
+    raise_counts(run)
     with pytest.warns(UserWarning, match=r"does not hold own \(a Own\), which has changed, of attributes of blocks\.0"):
         checkpoint.save(run, tmp_path, keep=1)
 

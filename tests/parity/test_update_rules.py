@@ -178,7 +178,8 @@ class MuonAndAdam(Rule):
     """As in modded-nanogpt: matrices are orthogonalised, the rest goes to Adam, in groups of one optimizer."""
 
     def __init__(self, params: list[Tensor]) -> None:
-        matrices = [param for param in params if param.ndim == 2 and max(param.shape) <= 64]
+        # The bound is above the numbers that a trial takes for counts of steps: one of 64 has each rank try 64 steps, again and again.
+        matrices = [param for param in params if param.ndim == 2 and param.numel() < 20_000]
         others = [param for param in params if all(param is not matrix for matrix in matrices)]
         super().__init__([{"params": matrices, "is_muon": True}, {"params": others, "is_muon": False}])
 

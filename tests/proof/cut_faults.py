@@ -16,9 +16,11 @@ from samestep.program.holding import Holding
 from samestep.program.ops import ends_step
 from samestep.program.step import StepSpec
 from samestep.proof.verdict import Cause
-from samestep.runtime.axes import context, sequence, tensor
+from samestep.runtime.axes import sequence, tensor
+from samestep.runtime.axes.context import slicing as context
 from samestep.runtime.axes.pipeline import stage
 from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.guards import nonfinite
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.replicated import Replicated
 from samestep.schedules import Action, TaskKind
@@ -220,7 +222,7 @@ def a_rank_skips_by_itself(patch: Patch) -> None:
         return changed(found, norm_squared=float("inf")) if rank() == 1 and self.steps_taken == 1 else found
 
     around(patch, Stepper, "_agree", agree)
-    patch.setattr(Stepper, "_diagnose", lambda self, *_: "overflow")
+    patch.setattr(nonfinite, "cause_of_nonfinite", lambda *_: "overflow")
 
 
 @fault(Cause.SKIP, "dp=1 pp=2 microbatch=4", "llama", own_precision=True, numerics=FP16)
@@ -231,4 +233,4 @@ def a_stage_skips_by_itself(patch: Patch) -> None:
         return changed(found, norm_squared=float("inf")) if overflows else found
 
     around(patch, Stepper, "_agree", agree)
-    patch.setattr(Stepper, "_diagnose", lambda self, *_: "overflow")
+    patch.setattr(nonfinite, "cause_of_nonfinite", lambda *_: "overflow")

@@ -91,6 +91,7 @@ def test_its_ranks_are_those_inside_all_others() -> None:
     layout = RowsLayout.parse("dp=2 rows=2 tp=2")
     assert str(layout) == "dp=2 tp=2 rows=2"
     assert layout.world_size == 8
+    assert layout.inner_degrees == {"tp": 2, "rows": 2, "pp": 1, "cp": 1, "ep": 1}
     ranks = Ranks.of(layout)
     assert ranks.groups("rows") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert ranks.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))

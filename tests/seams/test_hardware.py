@@ -7,12 +7,16 @@ that samestep does not run on lies in `benchmarks/machines`, and is loaded by it
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from samestep.errors import InputError
 from samestep.hardware import load, profiles
 from samestep.layout import Layout
+from samestep.program.ops import OpKind
+from samestep.simulation.collectives import GroupShape, collective_s
 from tests.small import main
 
 PROFILE = Path(__file__).parent / "abacus.toml"
@@ -43,6 +47,21 @@ def test_it_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main("plan", *GPT2, "--devices", 8, "--hardware", PROFILE, "--json", file) == 0
     assert "abacus" in capsys.readouterr().out
     assert Layout.parse(json.loads(file.read_text())["best"][0]["layout"]).world_size == 8
+
+
+def test_a_word_that_profiles_had_before_is_refused_with_the_one_that_works(tmp_path: Path) -> None:
+    """A rate of 48 GB/s, as nccl-tests gives it of 8 devices, is 9/14 of that as a fraction of the ports' 40 GB/s."""
+    before, now = tmp_path / "before.toml", tmp_path / "now.toml"
+    link = "[intra]\n"
+    before.write_text(PROFILE.read_text().replace(link, f"{link}all_reduce_bytes_per_s = 48e9\n"))
+    now.write_text(PROFILE.read_text().replace(link, f"{link}switch_sums = {9 * 48 / (14 * 40)}\n"))
+    with pytest.raises(
+        InputError, match=r"intra\.all_reduce_bytes_per_s: is now switch_sums, a fraction of bytes_per_s"
+    ):
+        load(before)
+    group, size_bytes = GroupShape(8, 1, 8), 2**34
+    took_s = collective_s(OpKind.ALL_REDUCE, size_bytes, group, replace(load(now), devices_per_node=8))
+    assert took_s == pytest.approx(2 * 7 / 8 * size_bytes / 48e9, rel=0.001)
 
 
 @pytest.mark.parametrize("file", MACHINES, ids=lambda file: file.stem)

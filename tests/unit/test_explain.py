@@ -536,3 +536,24 @@ def test_a_killed_rank_and_ranks_of_an_earlier_layout_are_told_apart(tmp_path: P
         path.write_text(text)
     _, found, _ = read_run(tmp_path)
     assert [*found] == [0, 1]
+
+
+@pytest.mark.parametrize("waits_ms", [0, 5])
+def test_copies_of_inputs_are_hidden_but_for_the_waits_of_the_device(waits_ms: int) -> None:
+    """A copy of 8 ms beside 10 ms of a layer's forward, for whose end the device waits, or does not."""
+    plain, found = records(), records()
+    for one in found.values():
+        for number, step in one.steps.items():
+            begin = next(event[2] for event in step.events if event[:2] == ["layer", "b"])
+            end = begin + 8 * MS
+            more = [["copy", "b", begin, end, "to host"], ["awaited", "b", end - waits_ms * MS, end, "to host"]]
+            one.steps[number] = replace(step, events=[*step.events, *more])
+    before, seen = measured_steps(plain, [2]), measured_steps(found, [2])
+    assert_adds_up(seen)
+    for rank in found:
+        rows, others = seen.rows[rank], before.rows[rank]
+        assert rows.get(("transfer", "to host"), 0.0) * 1e3 == pytest.approx(waits_ms, abs=0.01)
+        assert (others["compute", None] - rows["compute", None]) * 1e3 == pytest.approx(waits_ms, abs=0.01)
+        assert seen.hidden[rank]["to host"] * 1e3 == pytest.approx(8 - waits_ms, abs=0.01)
+    verdict = verdict_of(seen, parts_of(seen, seen.busiest, None)[0])
+    assert any("copied to host" in reason for reason in verdict.reasons) is bool(waits_ms)

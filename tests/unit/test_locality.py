@@ -65,6 +65,24 @@ class Recurrent(nn.GRU):
         return super().forward(x)[0]
 
 
+class Cycles(Odd):
+    """The first turns of the blocks take no gradients, and between them is added what stands before the blocks."""
+
+    def __init__(self, adds_again: bool = True, by_length: int = 0) -> None:
+        super().__init__()
+        self.adds_again, self.by_length = adds_again, by_length
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        whole = x = self.embed(input_ids)
+        with torch.set_grad_enabled(False):
+            for block in self.blocks:
+                x = block(x + whole) if self.adds_again else block(x)
+        for block in self.blocks:
+            with torch.set_grad_enabled(x.shape[1] > self.by_length):
+                x = block(x + whole)
+        return self.head(x)
+
+
 def with_positions(x: Tensor) -> Tensor:
     return x + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
 
@@ -159,13 +177,14 @@ MIXING = {
     "tokens by a mask of numbers": (functools.partial(Odd, with_tokens_by_a_mask_of_numbers), "counts the tokens of a slice"),
     "another second half": (functools.partial(Odd, with_another_second_half), "by tanh computes some tokens of a slice"),
     "a pooled output": (Pooled, "the model itself mixes tokens by mean"),
+    "gradients by its length": (functools.partial(Cycles, by_length=8), "computes differently, or with other"),
     "outputs of other rows": (Shifted, "its outputs have no row for each token"),
 }  # fmt: skip
 
 
 GATHERED = {
     "a convolution": (lambda: Odd(part=Convolution(16, 16, 3)), ["blocks.0.part"], "blocks.0.part mixes tokens by convolution"),
-    "a recurrence": (lambda: Odd(part=Recurrent(16, 16, batch_first=True)), ["blocks.0.part"], "mixes tokens|not between the tokens of one sequence"),
+    "a recurrence": (lambda: Odd(part=Recurrent(16, 8, batch_first=True, bidirectional=True)), ["blocks.0.part"], "mixes tokens|not between the tokens of one sequence"),
 }  # fmt: skip
 WRITTEN_OUT = {
     "scores by hand": functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x),
@@ -214,6 +233,8 @@ LOCAL: dict[str, Any] = {
     "the best of each token": functools.partial(Odd, lambda x: x + x.topk(3, -1).values.sum(-1, keepdim=True)),
     "in chunks": functools.partial(Odd, in_chunks),
     "written in chunks": functools.partial(Odd, written_in_chunks),
+    "first turns without gradients": Cycles,
+    "blocks alone without gradients": functools.partial(Cycles, adds_again=False),
     "constants of every token": functools.partial(Odd, lambda x: x + torch.ones_like(x) * torch.zeros(x.shape[1], 1)),
     **{
         name: MODELS[name]

@@ -157,7 +157,7 @@ def test_a_plan_compares_layouts_and_says_why_the_others_fell_out() -> None:
 
 
 def test_where_nothing_fits_the_page_says_so() -> None:
-    found = plan.plan(Job(model={"source": "preset:llama3-70b"}), 2, "a10x8")
+    found = plan.plan(Job(model={"source": "preset:gpt2"}), 2, replace(load("a10x8"), memory_bytes=2**26))
     assert not found.best
     page = assert_whole(plan_page.page_of(found).to_html())
     assert page.record["page"]["title"] == "No layout of 2 devices fits"

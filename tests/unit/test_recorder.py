@@ -56,6 +56,7 @@ LAYOUTS = [
     ("cp=2", "llama"),
     ("pp=2 microbatch=2 schedule=zero-bubble", "deep_llama"),
     ("dp=2 recompute=full", "llama"),
+    ("dp=2 recompute=offload", "deep_llama"),
 ]
 
 
@@ -110,6 +111,24 @@ def test_a_window_changes_no_bit_and_no_graph_and_holds_every_op(layout: str, mo
         for step in WINDOW:
             assert_holds_every_op(record, step)
         assert_bytes_are_those_of_the_prediction(found, rank)
+
+
+def test_copies_of_inputs_have_the_spans_that_the_program_lists(tmp_path: Path) -> None:
+    layout = "dp=1 recompute=offload microbatch=4"
+    on_ranks(layout, trained, "deep_llama", JOB, str(tmp_path))
+    found = explain(tmp_path, hardware="cpu-laptop")
+    assert found.predicted is not None
+    (program,) = found.predicted.programs
+    listed = Counter((op.name, op.stream) for _, op in program.ops() if op.stream in ("to host", "from host"))
+    assert {name.partition(":")[0] for name, _ in listed} == {"offload", "fetch"}
+    spans = [span for span in found.found.last.timeline.spans_of(0) if span.stream in ("to host", "from host")]
+    assert Counter((span.name, span.stream) for span in spans) == listed
+    assert {span.task[:1] for span in spans if span.stream == "to host"} == {"F"}
+    assert {span.task[:1] for span in spans if span.stream == "from host"} == {"B"}
+    names = {
+        event["args"]["name"] for event in found.to_chrome_trace()["traceEvents"] if event["name"] == "thread_name"
+    }
+    assert {"rank 0 to host", "rank 0 from host"} <= names
 
 
 def assert_bytes_are_those_of_the_prediction(found: Explained, rank: int) -> None:

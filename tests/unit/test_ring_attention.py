@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samestep.building.attention import AttentionCall, AttentionSpec, DocumentMask, attend, formula
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes.ring_attention import Ring
+from samestep.runtime.axes.context.ring_attention import Ring
 from tests.pool import pool
 
 BATCH, HEADS, WIDTH = 2, 4, 6

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.recurrences import StateCall, convention_of
-from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of
+from samestep.building.recurrences import StateCall, convention_of, functions_of, intercepting
+from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, form_of, kind_of
 from samestep.independence.traced_states import _token_dim_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from tests.parity.moved_models import MIXERS, Mixing, Recurrence, Shift, decayed_sums
+from tests.parity.moved_models import MIXERS, Mixing, Recurrence, RecurrentLayers, Shift, decayed_sums
 from tests.unit.test_locality import shown
 
 TOKENS, SLICES = 12, 3
@@ -48,7 +48,7 @@ class OnSlices(TorchFunctionMode):
         kwargs = kwargs or {}
         if kind_of(func) is None:
             return func(*args, **kwargs)
-        form = form_of(func, args, kwargs, self.given.pop(0)[0], self.size)
+        form = form_of(func, args, kwargs, self.given.pop(0)[0], self.size, ViewSources())
         assert form is not None
         return form.compute(self.extend)
 
@@ -76,7 +76,7 @@ class OnTheWhole(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kind_of(func) is None or (form := form_of(func, args, kwargs, self.place, TOKENS)) is None:
+        if kind_of(func) is None or (form := form_of(func, args, kwargs, self.place, TOKENS, ViewSources())) is None:
             return func(*args, **kwargs)
         self.given.append((self.place, args[0]))
         return form.compute(self.extend)
@@ -228,6 +228,70 @@ def test_a_recurrence_is_computed_from_the_state_of_the_rank_before() -> None:
 def test_a_function_that_ignores_its_state_computes_all_tokens() -> None:
     spec = shown(functools.partial(Mixing, functools.partial(Recurrence, is_true=False)))
     assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
+
+
+def test_recurrent_layers_of_torch_are_computed_from_the_state_of_the_rank_before() -> None:
+    spec = shown(functools.partial(Mixing, RecurrentLayers))
+    states = [move for move in moves_of(spec) if move.owner.startswith("blocks.0")]
+    assert [(move.owner[-4:].strip("."), move.function, move.dim, move.elements) for move in states] == [
+        ("gru", "gru", 1, 16),
+        ("lstm", "lstm", 0, 2 * (24 + 16)),
+        ("rnn", "rnn_relu", 1, 16),
+    ]
+    block, sliced = (
+        next(layer for layer in one if layer.is_block)
+        for one in (spec.layers, [layer.sliced_by(2) for layer in spec.layers])
+    )
+    serial = {move.owner for move in states}
+    of_layers = [one.flops for one in block.products if one.owner in serial]
+    assert of_layers == [one.flops for one in sliced.products if one.owner in serial], (
+        "a rank waits for the others' tokens"
+    )
+    others = [one.flops for one in block.products if one.owner not in serial]
+    assert sum(others) == 2 * sum(one.flops for one in sliced.products if one.owner not in serial)
+
+
+class OneLayer(nn.Module):
+    """A recurrent layer that computes all tokens on every rank."""
+
+    def __init__(self, width: int, how: str) -> None:
+        super().__init__()
+        self.how, both, drop = how, how == "both ways", 0.5 * (how == "dropout")
+        self.gru = nn.GRU(width, width // 2 if both else width, 2, dropout=drop, bidirectional=both, batch_first=True)
+        self.first = nn.Parameter(torch.rand(2, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first.expand(-1, len(x), -1).contiguous() if self.how == "trained state" else None
+        if self.how == "state of tokens":
+            first = x.detach().mean(1)[None].repeat(2, 1, 1)
+        found, last = self.gru(x, first)
+        return found + last[-1][:, None] if self.how == "last state" else found
+
+
+@pytest.mark.parametrize("how", ["both ways", "dropout", "trained state", "state of tokens", "last state"])
+def test_recurrent_layers_that_no_rank_can_go_on_with_compute_all_tokens(how: str) -> None:
+    spec = shown(functools.partial(Mixing, functools.partial(OneLayer, how=how)))
+    assert spec.slice_refusal == ""
+    assert all(layer.gathered_parts for layer in spec.layers if layer.is_block)
+    assert not any(layer.token_moves for layer in spec.layers)
+
+
+@pytest.mark.parametrize("width", [1, 16, 1024])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_trial_shows_the_state_of_layers_of_any_width(kind: Any, width: int) -> None:
+    layer, x, found = kind(width, width), torch.rand(6, 2, width), list[StateCall]()
+
+    def receive(call: StateCall) -> Any:
+        found.append(call)
+        return NotImplemented
+
+    with intercepting(functions_of(layer), receive):
+        tokens = layer(x)[0]
+    (call,) = found
+    assert call.begins
+    torch.testing.assert_close(call.run(None)[0], tokens)
+    dims = [0, *(None for _ in (*call.args[2], *call.args[3]))]
+    assert _token_dim_of(call, dims) == 0
 
 
 def of_positive(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +139,8 @@ class PlainCalls:
     """The module of the first call, which had the job's own seed."""
     first: Mapping[str, Tensor]
     second: Mapping[str, Tensor]
+    parameters: tuple[tuple[str, weakref.ref[Tensor]], ...]
+    """Those of both modules, by name."""
 
     def differs(self, name: str) -> bool:
         """Return whether a tensor differs between the calls, so that it was drawn."""
@@ -182,7 +185,10 @@ def call_twice(source: Callable[[], nn.Module], seed: int) -> PlainCalls:
     for name, tensor in ours.items():
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device, so it has no values")
-    return PlainCalls(first, ours, theirs)
+    parameters = tuple(
+        (name, weakref.ref[Tensor](param)) for module in (first, second) for name, param in module.named_parameters()
+    )
+    return PlainCalls(first, ours, theirs, parameters)
 
 
 def other_form(one: nn.Module, other: nn.Module) -> str:

@@ -14,7 +14,6 @@ keys by name, and so the equality between layouts, are ours.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import weakref
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building import drawn_rows, nf4
+from samestep.building.module_copies import deep_copy, parameter_in_a_function
 from samestep.building.named_tensors import (
     NamedTensor,
     join_name,
@@ -72,6 +72,8 @@ class Blueprint:
     given: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict, repr=False)
     """The parameters that existed before the build: all of an instance's, and those that a build function took from
     elsewhere."""
+    others: tuple[tuple[str, weakref.ref[Tensor]], ...] = field(default=(), repr=False)
+    """The parameters of other modules that the build function has returned, by name."""
     stored: StoredWeights | None = field(default=None, repr=False)
     """Values that are read from a folder; the tape computes those that it lacks."""
 
@@ -224,7 +226,16 @@ def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
 
 
 def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blueprint:
-    """Return the blueprint of a module that was built on a tape, or of an instance, whose present values are kept."""
+    """Return the blueprint of a module that was built on a tape, or of an instance, whose present values are kept.
+
+    Raises:
+        ModelError: a function holds a parameter, or the module cannot be copied.
+    """
+    if held := parameter_in_a_function(source):
+        raise ModelError(
+            f"a function that the model holds has {held} itself in a variable around it, and each rank has a parameter of its own: "
+            "a function that reads the parameter from its module (self.…) works"
+        )
     marks = take_marks(source)
     given: dict[str, weakref.ref[Tensor]] = {
         name: weakref.ref(param) for name, param in source.named_parameters() if not param.is_meta
@@ -315,7 +326,8 @@ def _fill_in_constants(
     if refused:
         more = f" (and {len(refused) - 1} more tensors)" if len(refused) > 1 else ""
         refused = [waived(f"{refused[0]}{more}")]
-    return replace(made, drawn=made.drawn - set(constants), constants=constants, waived=tuple(refused))
+    others = () if calls is None else calls.parameters
+    return replace(made, drawn=made.drawn - set(constants), constants=constants, waived=tuple(refused), others=others)
 
 
 def _unlike(made: Blueprint, calls: drawn_rows.PlainCalls, name: str) -> str:
@@ -418,7 +430,7 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
     if not from_instance and all(attribute.tensor.is_meta for attribute in tensors_of(module)):
         return module
     try:
-        return copy.deepcopy(module, memo)
+        return deep_copy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise ModelError(f"the {type(module).__name__} cannot be copied ({error}): pass a build function") from error
 

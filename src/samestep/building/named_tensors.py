@@ -6,7 +6,6 @@ such as a first value, takes the name without it, so that a wrapped module compu
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.module_copies import deep_copy
 from samestep.building.torch_seams import get_unwrapped, is_functorch_wrapped_tensor
 from samestep.trees import replace_tensors, tree_map_only
 
@@ -64,7 +64,7 @@ def copy_module(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {
         id(one.tensor): one.tensor.detach().clone() for one in tensors_of(module) if not one.tensor.is_leaf
     }
-    return copy.deepcopy(module, memo)
+    return deep_copy(module, memo)
 
 
 def map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:

@@ -22,6 +22,7 @@ from samestep.building import adapters, families
 from samestep.building.adapters import Value
 from samestep.building.initial_values import Blueprint
 from samestep.building.merging import Merged
+from samestep.building.module_copies import deep_copy
 from samestep.building.stored_weights import by_kind, convert_tensors, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
@@ -69,14 +70,14 @@ class PretrainedForm:
             ModelError: it has no adapters, and is no model of transformers.
         """
         if job.model.lora is not None:
-            return cls(plan, copy.deepcopy(plan.module), tuple(_of_adapters(plan)), tuple(_beside(job)), job)
+            return cls(plan, deep_copy(plan.module, {}), tuple(_of_adapters(plan)), tuple(_beside(job)), job)
         if not is_of_transformers(plan):
             raise ModelError(
                 f"a folder for transformers holds a model of transformers, and {job.model.source} is a "
                 f"{type(plan.module).__name__}: samestep export RUN --out DIR writes it as one file with its state dict (--format "
                 "safetensors) or for torch.distributed.checkpoint (--format dcp), and run.state_dict() returns it in a loop of your own"
             )
-        module = copy.deepcopy(plan.module)
+        module = deep_copy(plan.module, {})
         groups = tuple(_groups(module, _saved_names(module, plan.canonical)))
         return cls(plan, module, groups, tuple(_beside(job)), job, merged)
 

@@ -8,7 +8,9 @@ several, or a list of them, and one that asks for the state at its end. A scan o
 so that a state h at the beginning adds C_t exp(A (d_1 + ... + d_t)) h to token t (`_scan_from`; Gu and Dao 2023, arXiv:2312.00752).
 
 A model's code calls them by their names, as functions of its file or methods of its classes; inside `intercepting` these names are a
-wrapper's, which hands each call to a receiver. That the convention holds is tried on drawn values (`independence/traced_states.py`).
+wrapper's, which hands each call to a receiver. What torch's recurrent layers (`nn.RNN`, `nn.GRU`, `nn.LSTM`) call is seen by a function
+mode there: it is given the state at the beginning, which is the rank's own only where the sequence begins. That the convention
+holds is tried on drawn values (`independence/traced_states.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from samestep.trees import tree_leaves
 
@@ -43,6 +46,8 @@ class Convention:
     """Whether the state is one argument that is a list of tensors."""
     is_alone: bool = False
     """Whether the tokens alone are returned, and not a pair, where the state is not asked for."""
+    is_layer: bool = False
+    """Whether the function is that of a recurrent layer of torch, which is given weights and a state, and returns states behind the tokens."""
 
 
 CONVENTIONS = (
@@ -106,9 +111,9 @@ class StateCall(NamedTuple):
             given[how.asks] = True
         first = [given.pop(name) for name in names[: len(args)]]
         found = self.original(*first, **given)
-        if not isinstance(found, tuple) or len(found) != 2:
+        if not isinstance(found, tuple) or len(found) < 2 or (len(found) > 2 and not how.is_layer):
             raise TypeError(f"{self.name} returns no pair")
-        tokens, last = found
+        tokens, last = found[0], (found[1:] if how.is_layer else found[1])
         states = (last,) if isinstance(last, Tensor) else tuple(last)
         if not isinstance(tokens, Tensor) or not all(isinstance(one, Tensor) for one in states):
             raise TypeError(f"{self.name} returns other things than tensors")
@@ -116,6 +121,8 @@ class StateCall(NamedTuple):
 
     def returned(self, tokens: Tensor, state: State) -> Any:
         """Return what the code has asked for."""
+        if self.convention.is_layer:
+            return tokens, *state
         if not self.convention.asks:
             return tokens, (state if len(state) > 1 else state[0])
         return tokens if self.convention.is_alone else (tokens, None)
@@ -140,6 +147,42 @@ def _scan_from(original: Any, args: Any, kwargs: Any, state: State | None) -> tu
     return tokens + more.to(tokens.dtype), (last + kept[:, :, -1].to(last.dtype),)
 
 
+_LAYERS = frozenset(getattr(torch, name) for name in ("rnn_tanh", "rnn_relu", "gru", "lstm"))
+"""What torch's recurrent layers call."""
+_OF_LAYERS = Convention(("state",), is_list=True, is_layer=True)
+
+
+def layer_call(function: Any, args: tuple[Any, ...]) -> StateCall | None:
+    """Return a call of what a recurrent layer of torch calls as one with a state; None if it is another one.
+
+    Nor is it one on packed sequences, in both directions, with dropout between layers, or from a state that takes a gradient, which
+    only the rank with the first tokens would give.
+    """
+    # (input, [batch_sizes,] states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    if function not in _LAYERS or len(args) != 9 or not isinstance(args[3], bool):
+        return None
+    x, initial, weights, has_biases, num_layers, dropout, train, is_both_ways, is_batch_first = args
+    states = [*initial] if isinstance(initial, list | tuple) else [initial]
+    if is_both_ways or (train and dropout and num_layers > 1) or any(one.requires_grad for one in states):
+        return None
+    settings = has_biases, num_layers, 0.0, train, False, is_batch_first
+    return StateCall(function.__name__, _OF_LAYERS, _run_layer, (function, x, states, [*weights], settings), {})
+
+
+def _run_layer(
+    function: Any,
+    x: Tensor,
+    initial: list[Tensor],
+    weights: list[Tensor],
+    settings: tuple[Any, ...],
+    state: list[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return what a recurrent layer computes from a state on, and the states after it."""
+    states = initial if state is None else state
+    found: tuple[Tensor, ...] = function(x, states if function is torch.lstm else states[0], weights, *settings)
+    return found
+
+
 @functools.lru_cache(maxsize=1024)
 def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
@@ -159,8 +202,10 @@ def convention_of(function: Any) -> Convention | None:
 
 
 def functions_of(model: nn.Module) -> list[tuple[Any, str]]:
-    """Return the files and classes of a model's modules that name such a function, with its name."""
+    """Return the files and classes of a model's modules that name such a function, with its name; torch for its recurrent layers."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        found[id(torch), ""] = torch, ""
     for kind in {type(module) for module in model.modules()}:
         if kind.__module__.partition(".")[0] == "torch":
             continue
@@ -185,14 +230,32 @@ def _is_method(kind: type, name: str) -> bool:
 @contextmanager
 def intercepting(functions: Sequence[tuple[Any, str]], receive: Callable[[StateCall], Any]) -> Iterator[None]:
     """Hand each call of these functions inside to a receiver, which returns `NotImplemented` for the function to compute it."""
-    before = [(owner, name, vars(owner)[name]) for owner, name in functions]
+    before = [(owner, name, vars(owner)[name]) for owner, name in functions if owner is not torch]
     for owner, name, now in before:
         setattr(owner, name, _wrapped(name, inspect.unwrap(now, stop=lambda one: not hasattr(one, _OURS)), receive))
     try:
-        yield
+        with ExitStack() as stack:
+            if len(before) < len(functions):
+                stack.enter_context(_Layers(receive))
+            yield
     finally:
         for owner, name, now in before:
             setattr(owner, name, now)
+
+
+class _Layers(TorchFunctionMode):
+    """A function mode that hands the calls of torch's recurrent layers to a receiver."""
+
+    def __init__(self, receive: Callable[[StateCall], Any]) -> None:
+        super().__init__()
+        self._receive = receive
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        call = None if kwargs else layer_call(func, args)
+        found = NotImplemented if call is None else self._receive(call)
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
 
 _OURS = "_samestep_receives_states"

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from samestep.building.families import facts_of
+from samestep.building.module_copies import deep_copy
 from samestep.errors import ModelError
 from samestep.models.weight_files import StoredTensor
 
@@ -251,7 +252,7 @@ def find_stored_weights(
     ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unread = [name for name in unread if not any(pattern.search(name) for pattern in ignored)]
     if any(origin.conversion is not None for origin in found):
-        module = copy.deepcopy(module)
+        module = deep_copy(module, {})
     return StoredWeights(module, files, canonical, tuple(missing), tuple(sorted(unread)), origins, resized)
 
 

@@ -109,10 +109,10 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def run_backward(tensor: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to that of a tensor, as `torch.autograd.backward` does: without its checks, which take longer than the rest."""
+def run_backward(tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Add gradients to those of tensors, as `torch.autograd.backward` does: without its checks, which take longer than the rest."""
     engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine.run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def dynamo() -> Any:

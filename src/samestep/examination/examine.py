@@ -32,6 +32,7 @@ from samestep.errors import ModelError, failures_of
 from samestep.examination import plan_search
 from samestep.examination.layout_needs import examine_layout, with_chunks
 from samestep.examination.plan_search import ProvenPlan
+from samestep.examination.read_originals import refused_reads
 from samestep.examination.recording import Placing, record_masks
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
 from samestep.examination.traced_model import TracedModel
@@ -129,7 +130,7 @@ def _trace(
         )
         if cuts and planned is None:
             planned = plan_search.find_plan(built)
-        with blame_samples(example):
+        with blame_samples(example), refused_reads(built.blueprint):
             forward = trace_forward(built, planned, run)
         if planned is None or forward.cuts is None:
             return built, forward, None

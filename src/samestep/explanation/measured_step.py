@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from samestep.program.ops import COPY_STREAMS
 from samestep.program.recorded import RankRecord, RecordedStep, SentOp
 from samestep.simulation.partition import BUBBLE, WAIT, Gap, gaps, row_name
 from samestep.simulation.spans import COMPUTE, Span
@@ -175,6 +176,10 @@ def measured_step(
         blocked = [one.waited for one in sent[rank] if one.waited is not None and one.ends > one.waited[0]]
         waiting = [(start - begin, stop - begin) for start, stop in blocked]
         waited_for = _waited_for(sent[rank])
+        for copy, gap in _copies(rank, step):
+            parts.append(copy)
+            passed.update((copy,) if gap is None else ())
+            waiting += [] if gap is None else [gap]
         parts += [
             Span(rank, COMPUTE, one.name, one.task, one.begin / 1e9, one.end / 1e9)
             for one in segments(step, waiting)
@@ -202,6 +207,31 @@ def measured_step(
         known,
         before,
     )
+
+
+# -- copies between device and host ------------------------------------------------------------------------------------
+
+
+def _copies(rank: int, step: RecordedStep) -> Iterator[tuple[Span, tuple[int, int] | None]]:
+    """Yield the copies of inputs of layers, and for which instants the device has waited for each; None where it has not."""
+    awaited: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for form, name, begin, end, *more in step.events:
+        if form == "awaited":
+            awaited[name, more[0]].append((begin, end))
+    tasks = [(name, begin, end) for form, name, begin, end, *_ in step.events if form == "task"]
+    for form, name, begin, end, *more in step.events:
+        if form != "copy":
+            continue
+        waits = awaited[name, more[0]]
+        start, stop = waits.pop(0) if waits else (end, end)
+        has_waited = stop - start > _SHORT_NS and start < end
+        task = next((task for task, first, last in tasks if first <= begin <= last), "")
+        until = min(end, stop) if has_waited else end  # a gap is closed by what ends in it
+        span = Span(rank, more[0], f"{_KINDS_OF_COPIES[more[0]]}:{name}", task, begin / 1e9, until / 1e9)
+        yield span, (start, stop) if has_waited else None
+
+
+_KINDS_OF_COPIES = {stream: str(kind) for kind, stream in COPY_STREAMS.items()}
 
 
 # -- what was sent -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from samestep.explanation.step_parts import MeasuredSteps, StepPart
 from samestep.output.byte_sizes import readable
+from samestep.program.ops import COPY_STREAMS
 from samestep.runtime.recording.stragglers import WORTH, straggler_among
 from samestep.simulation.partition import BUBBLE, IMBALANCE, TRANSFER, row_name
 
@@ -181,7 +182,10 @@ def _links(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candidate]:
             continue
         size = sent.get(part.axis, 0)
         hidden = found.hidden[found.busiest].get(part.axis, 0.0)
-        text = f"{part.axis} sends buffers of {readable(size)} a step, {_ms(part.measured_s)} of which no compute hides"
+        what = f"{part.axis} sends buffers of {readable(size)} a step"
+        if part.axis in COPY_STREAMS.values():
+            what = f"inputs of blocks are copied {part.axis}"
+        text = f"{what}, {_ms(part.measured_s)} of which no compute hides"
         if hidden:
             text += f" and {_ms(hidden)} of which compute may hide"
         if part.predicted_s is not None:

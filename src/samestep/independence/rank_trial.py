@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.module_attributes import set_attributes
 from samestep.errors import ModelError
 from samestep.independence.dimension_maps import FILLS
 from samestep.independence.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
@@ -348,7 +349,7 @@ class RankTrial:
             if kind in seen:
                 continue
             seen.add(kind)
-            for name, value in vars(module).items():
+            for name, value in set_attributes(module).items():
                 if isinstance(value, int) and not isinstance(value, bool):
                     yield from (Count(path, name, by) for by in divisors if value >= by and value % by == 0)
 

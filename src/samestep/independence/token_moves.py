@@ -14,7 +14,7 @@ What a function returns has at most a row more for each token of its margins, as
     conv1d with zeros before and behind    T + P rows, of which code keeps the first T
     pad                                    T + P + Q rows, of which code reads T in a row, from each place up to P + Q
 
-A form is found by `form_of` in a trace (`traced_moves.py`), and again by ranks that carry it out (`runtime/axes/neighbour_tokens.py`).
+A form is found by `form_of` in a trace (`traced_moves.py`), and again by ranks that carry it out (`runtime/axes/context/neighbour_tokens.py`).
 `Extend` returns an operand with tokens of neighbours in front of and behind its own; on the first rank and on the last one there are
 what the code has put there, or around the sequence the tokens of the other end.
 """
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.models.layer_parts import MoveKind
 
@@ -89,13 +90,46 @@ def kind_of(func: Any) -> MoveKind | None:
         return None
 
 
-def form_of(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int = 0) -> MoveForm | None:
+class ViewSources:
+    """The tensor of which each view has been taken.
+
+    A gradient that enters a view's base goes past the functions between both, as the sum over ranks of `tp`, whose output is a view of
+    its input too; the tensor that code has sliced is behind them.
+    """
+
+    def __init__(self) -> None:
+        self._sources = WeakIdKeyDictionary()
+
+    def note(self, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note of which tensor the results of a call are views."""
+        source = args[0] if args else kwargs.get("input")
+        if not isinstance(source, Tensor):
+            return
+        base = source if source._base is None else source._base
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, Tensor) and one is not source and one._base is base:
+                self._sources[one] = source, one.requires_grad
+
+    def of(self, view: Tensor) -> Tensor | None:
+        """Return the tensor of which a view has been taken.
+
+        It is None where none is known, and for a view that a function has returned: within the function it had no gradient.
+        """
+        source, had_gradient = self._sources.get(view, (None, False))
+        return source if view.requires_grad == had_gradient else None
+
+
+def form_of(
+    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, sources: ViewSources, margin: int = 0
+) -> MoveForm | None:
     """Return a call in this form; None if it is none that a slice of so many tokens allows.
 
     `margin` is the number of rows that an operand has more than tokens, which neighbours have given before.
     """
     try:
-        form = _FORMS[_KINDS[func]](func, args, kwargs, place, tokens, margin)
+        x = operands_of(func, args, kwargs)[place.operand]
+        whole = x if margin else whole_of(x, place, tokens, sources)
+        form = _FORMS[_KINDS[func]](func, args, kwargs, place, tokens, margin, whole)
     except (IndexError, KeyError, TypeError, ValueError):  # arguments that its rule does not foresee
         return None
     return form if form is not None and max(form.left, form.right) <= tokens <= form.rows else None
@@ -116,7 +150,9 @@ def operands_of(func: Any, args: Any, kwargs: Any) -> Sequence[Tensor]:
 # -- the forms -------------------------------------------------------------------------------------
 
 
-def _conv(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
+def _conv(
+    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
+) -> MoveForm | None:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     given = dict(zip(names, args, strict=False)) | kwargs
     x, weight, num = given.pop("input"), given.pop("weight"), 1 if func is torch.conv1d else 2
@@ -155,7 +191,9 @@ def _conv(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, mar
     return MoveForm("conv", place, before, right, rows, last, place.dim, what, operands, compute)
 
 
-def _pad(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
+def _pad(
+    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
+) -> MoveForm | None:
     given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
     x, pad, mode, value = given["input"], [*given["pad"]], given.get("mode", "constant"), given.get("value")
     at = 2 * (x.dim() - 1 - place.dim)
@@ -165,7 +203,7 @@ def _pad(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, marg
     if any(cut):  # what code has cut off is a pad by fewer than none, unless others stand in its place
         if mode != "constant" or (cut[0] and before > 0) or (cut[1] and behind > 0):
             return None
-        x, before, behind = whole_of(x, place, tokens), before - cut[0], behind - cut[1]
+        x, before, behind = whole, before - cut[0], behind - cut[1]
     others = [*pad]
     others[at : at + 2] = 0, 0
     left, right = max(before, 0), max(behind, 0)
@@ -188,7 +226,9 @@ def _pad(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, marg
     return MoveForm("pad", place, left, right, rows, rows - tokens, place.dim, (pad, mode, value, cut), (x,), compute)
 
 
-def _cat(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
+def _cat(
+    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
+) -> MoveForm | None:
     parts = [*kwargs.get("tensors", args[0] if args else ())]
     x = parts[place.operand]
     if margin or kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim() != place.dim:
@@ -203,7 +243,7 @@ def _cat(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, marg
     def compute(extend: Extend) -> Tensor:
         first, last = parts[: place.operand], parts[place.operand + 1 :]
         wider = extend(
-            whole_of(x, place, tokens),
+            whole,
             place.dim,
             before,
             behind,
@@ -216,7 +256,9 @@ def _cat(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, marg
     return MoveForm("cat", place, before, behind, rows, rows - tokens, place.dim, what, (x, *others), compute)
 
 
-def _roll(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
+def _roll(
+    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
+) -> MoveForm | None:
     given = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
     x, by, dim = given["input"], given["shifts"], given["dims"]
     by, dim = (one[0] if isinstance(one, list | tuple) and len(one) == 1 else one for one in (by, dim))
@@ -232,7 +274,9 @@ def _roll(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, mar
     return MoveForm("roll", place, max(by, 0), max(-by, 0), tokens, 0, place.dim, (by,), (x,), compute)
 
 
-def _write(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int) -> MoveForm | None:
+def _write(
+    func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, margin: int, whole: Tensor
+) -> MoveForm | None:
     target, index, value = args
     at = _written_rows(target, index, tokens)
     if margin or at is None:
@@ -249,7 +293,6 @@ def _write(func: Any, args: Any, kwargs: Any, place: TokenPlace, tokens: int, ma
         return None
 
     def compute(extend: Extend) -> None:
-        whole = whole_of(value, place, tokens)
         ends = target.narrow(dim, 0, before).clone(), target.narrow(dim, tokens - behind, behind).clone()
         wider = extend(whole, dim, before, behind, *ends)
         target[(slice(None),) * dim] = wider.narrow(dim, behind, tokens)
@@ -282,8 +325,8 @@ _FORMS: dict[MoveKind, Callable[..., MoveForm | None]] = {
 }
 
 
-def whole_of(part: Tensor, place: TokenPlace, tokens: int) -> Tensor:
-    """Return all tokens of a slice, of which code has cut some off: the rows next to the view in its base.
+def whole_of(part: Tensor, place: TokenPlace, tokens: int, sources: ViewSources) -> Tensor:
+    """Return all tokens of a slice, of which code has cut some off: the rows next to the view in the tensor that was sliced.
 
     Raises:
         ValueError: it is no view of them.
@@ -291,14 +334,22 @@ def whole_of(part: Tensor, place: TokenPlace, tokens: int) -> Tensor:
     dim, start = place.dim, place.start
     if not start and part.shape[dim] == tokens:
         return part
-    base = part if part._base is None else part._base
-    offset = part.storage_offset() - start * part.stride(dim)
+    first = part.storage_offset() - start * part.stride(dim)
     shape = [*part.shape]
     shape[dim] = tokens
-    reach = sum((size - 1) * step for size, step in zip(shape, part.stride(), strict=True))
-    if base is part or offset < 0 or (offset + reach + 1) * part.element_size() > part.untyped_storage().nbytes():
-        raise ValueError("no view of all tokens")
-    return base.as_strided(shape, part.stride(), offset)
+    last = first + _reach(shape, part.stride())
+    view = part
+    while (source := sources.of(view)) is not None:
+        begin = source.storage_offset()
+        if begin <= first and last <= begin + _reach(source.shape, source.stride()):
+            return source.as_strided(shape, part.stride(), first)
+        view = source
+    raise ValueError("no view of all tokens")
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements between the first of a tensor and its last."""
+    return sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
 def _written_rows(target: Tensor, index: Any, tokens: int) -> tuple[int, range] | None:

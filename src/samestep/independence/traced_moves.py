@@ -15,7 +15,16 @@ from torch.overrides import TorchFunctionMode
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import NO_DIM, Along, Dependence, Dependences, WithNeighbours
 from samestep.independence.gathered_parts import PartCalls
-from samestep.independence.token_moves import Edge, MoveForm, TokenPlace, form_of, kind_of, operands_of, whole_of
+from samestep.independence.token_moves import (
+    Edge,
+    MoveForm,
+    TokenPlace,
+    ViewSources,
+    form_of,
+    kind_of,
+    operands_of,
+    whole_of,
+)
 from samestep.independence.value_numbers import ValueNumbers
 from samestep.models.layer_parts import TokenMove
 
@@ -70,6 +79,7 @@ class TracedMoves(TorchFunctionMode):
         self._watch = watch
         self._calls: dict[str, int] = {}
         """Number of such calls in each module that runs."""
+        self._sources = ViewSources()
 
     def enter(self, path: str) -> None:
         """Begin to count the calls of a module."""
@@ -78,7 +88,14 @@ class TracedMoves(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, watch = kwargs or {}, self._watch
+        kwargs = kwargs or {}
+        result = self._called(func, args, kwargs)
+        self._sources.note(result, args, kwargs)
+        return result
+
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call, as the last rank computes it of its tokens."""
+        watch = self._watch
         if kind_of(func) is None or not watch.is_on_slices:
             return func(*args, **kwargs)
         number = self._calls.get(watch.where, 0)
@@ -107,14 +124,14 @@ class TracedMoves(TorchFunctionMode):
             place = TokenPlace(operand, known.dim, known.start)
             if watch.of_some_tokens(x) or not (margin or self._has_all(x, place)):
                 continue
-            if (form := form_of(func, args, kwargs, place, watch.size, margin)) is not None:
+            if (form := form_of(func, args, kwargs, place, watch.size, self._sources, margin)) is not None:
                 return form
         return None
 
     def _has_all(self, x: Tensor, place: TokenPlace) -> bool:
         """Return whether an operand, with what code has cut off of it, has a row for each token."""
         try:
-            return self._watch.known.has_rows(whole_of(x, place, self._watch.size), place.dim)
+            return self._watch.known.has_rows(whole_of(x, place, self._watch.size, self._sources), place.dim)
         except ValueError:
             return False
 

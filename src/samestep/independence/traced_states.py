@@ -92,6 +92,7 @@ class TracedStates:
                 is_cut=any(watch.key(one) in watch.cut for one in given if one.is_meta),
                 takes_gradient=tokens.requires_grad and torch.is_grad_enabled(),
                 function=call.name,
+                is_of_weights=call.convention.is_layer,
             )
         watch.parts.moved(move)
         watch.tried.append(f"{watch.where} by {call.name}")
@@ -160,7 +161,10 @@ def _tried_with(call: StateCall, dims: list[int | None], lengths: tuple[int, int
             made = torch.randint(2, shape, generator=source).to(one.dtype)
             made.select(dim, lengths[0]).copy_(1 - made.select(dim, lengths[0] - 1).int())  # as between two documents
         else:
-            made = (-torch.rand(shape, dtype=torch.float64, generator=source)).requires_grad_()
+            made = -torch.rand(shape, dtype=torch.float64, generator=source)
+            if call.convention.is_layer and dim is None:
+                made /= shape[-1]  # as small as weights are, with which gates are neither open nor closed
+            made.requires_grad_()
         drawn.append(made)
         return made
 

@@ -98,7 +98,9 @@ class ValueNumbers:
             is_uniform = _is_uniform(tensor)
         else:
             number = self._of_storage(self._key_of(tensor))
-        return Operand(tensor, number, found, is_uniform, tensor.requires_grad, self._known.form_of(tensor))
+        # Where no gradient is taken, a slice that was made there has none, and the whole tensor may.
+        takes_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        return Operand(tensor, number, found, is_uniform, takes_gradient, self._known.form_of(tensor))
 
     def learn_constant(self, tensor: Tensor, real: Tensor) -> None:
         """Set the number of a tensor on the meta device that stands for a real one."""

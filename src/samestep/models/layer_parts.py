@@ -240,6 +240,8 @@ class TokenMove:
     """Number of `GatheredPart` of its layer that run before it."""
     function: str = ""
     """Name of the function of a recurrence."""
+    is_of_weights: bool = False
+    """Whether that function multiplies by weights, as a recurrent layer does, which is done for one rank's tokens after the other's too."""
 
     @property
     def messages(self) -> tuple[int, ...]:

@@ -281,10 +281,11 @@ class LayerSpec:
         )
 
     def _but_states(self, sliced: LayerSpec, serial: Collection[str]) -> LayerSpec:
-        """Return one rank's part of a layer with recurrences, for whose products of activations it waits as long as for those of all
-        tokens."""
+        """Return one rank's part of a layer with recurrences, for whose products of activations, and of weights within their functions, it waits
+        as long as for those of all tokens."""
+        weighing = {move.owner for move in self.token_moves if move.is_of_weights}
         products = tuple(
-            one if one.owner in serial and one.factors == "pair" else mine
+            one if one.owner in weighing or (one.owner in serial and one.factors == "pair") else mine
             for one, mine in zip(self.products, sliced.products, strict=True)
         )
         whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))

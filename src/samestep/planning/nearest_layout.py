@@ -25,7 +25,7 @@ MOST_ASKED = 3000
 """Layouts of which it is asked whether they can be."""
 MOST_PLAYED = 8
 """Tie-break among equally near layouts."""
-_DEGREES = ("tp", "pp", "cp", "ep", "dp")
+_DEGREES = (*Layout().inner_degrees, "dp")
 _WORDS = tuple(one.name for one in fields(Layout) if one.name not in _DEGREES)
 
 

@@ -1,7 +1,7 @@
 """The `Holding` of a weight: which part of it one rank holds, and over which ranks its gradient is summed. No torch.
 
 A weight starts whole on every rank, and its gradient is summed over all data ranks. Each strategy adds its part while
-it writes the program (`Step.hold`), in the order of the stack:
+it writes the program (`StepSpec.hold`), in the order of the stack:
 
 ```
 strategy   adds

@@ -108,7 +108,7 @@ class OpKind(StrEnum):
     OFFLOAD = "offload"
     """Copy of a block's input to the host's memory, while the block computes."""
     FETCH = "fetch"
-    """Copy of it back to the device, while the block behind computes its backward."""
+    """Copy of it back to the device, while the block after it computes its backward."""
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"

@@ -1,8 +1,8 @@
 """The `Program` of one optimizer step on one pipeline stage, and the ledger of its collectives.
 
-[Note: one step, four readers]  `plan` prices a program, `simulate` plays it on a clock, `train` carries it out, and
-`verify` proves it. Because all four read the same program, a prediction can be checked: the collectives that torch
-recorded must equal those listed here. That comparison is the ledger.
+[Note: one step, five readers]  `plan` prices a program, `simulate` plays it on a clock, `train` carries it out, `verify`
+proves it, and `explain` compares its predicted times with measured ones. Because all read the same program, a prediction can be
+checked: the collectives that torch recorded must equal those listed here. That comparison is the ledger.
 
 A program is the list of tasks of one stage. A task (`ops.py`) points at a body, a list of ops (`ops.py`). The
 strategies write the bodies and decide buckets and units (`buckets.py`) without torch; the runtime follows them and
@@ -72,7 +72,7 @@ class Program:
     host_modules: tuple[HostModule, ...] = ()
     """Modules whose weights are copied to the device for each of their calls."""
     followed: tuple[FollowedWeights, ...] = ()
-    """The weights that stages send each other behind a step, since models on other stages follow them."""
+    """The weights that stages send each other after a step, since models on other stages follow them."""
     exchanges: tuple[Mapping[Phase, Ops], ...] = ()
     """Ops that exchange each part of the weights of independently trained replicas, by the phases of `exchange_times.py`: codes
     or sums of the moves of weights, and under zero=1 the weights, which are gathered once more."""

@@ -13,6 +13,8 @@ of `run.step`, `until_ns` the begin of the next one. An event is `[form, name, b
               1 if the host goes on while it runs, and in the first step of a window the bytes of the buffers that torch was given
     wait      a wait for it: owner, begin, end, number, and the step in which it was issued
     region    other work of the host: `data`, `host:gc`, `watching`, `checkpoint`
+    copy      a copy of a layer's input between device and host (`recompute=offload`): the layer, begin, end, `to host` or `from host`
+    awaited   a wait of the device for it, with the same
 """
 
 from __future__ import annotations

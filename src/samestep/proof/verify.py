@@ -92,7 +92,7 @@ def verify(
         WorkerError: a worker process died.
     """
     began = time.perf_counter()
-    job = (job or Job()).with_stages(stages)
+    job = (job or Job()).with_modules(stages=stages)
     loss = named_loss(loss) if isinstance(loss, str) else loss
     loss = loss if loss is None else scoped(loss, job)
     job, notes = _on_device(job, device, steps)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.module_attributes import set_attributes
 from samestep.errors import LayoutError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below, with_attentions
@@ -230,7 +231,7 @@ def has_dropout(model: nn.Module) -> bool:
     seen: set[int] = set()
     facts = facts_of(model)
     for module in model.modules():
-        if _has_rate(vars(module), facts, everything="drop" in type(module).__name__.lower()):
+        if _has_rate(set_attributes(module), facts, everything="drop" in type(module).__name__.lower()):
             return True
         for config in facts.configurations_of(module):
             if id(config) in seen:

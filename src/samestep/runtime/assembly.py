@@ -47,7 +47,6 @@ from samestep.runtime.axes import (
     batch_norm,
     chunked_loss,
     chunked_mlp,
-    context,
     exchanging_calls,
     expert,
     folded_hooks,
@@ -58,6 +57,7 @@ from samestep.runtime.axes import (
     tensor,
 )
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
+from samestep.runtime.axes.context import slicing as context
 from samestep.runtime.axes.joined_exchanges import BackwardExchanges
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from samestep.program.ops import FLAG_SLOTS, REPLICA_SCALARS, StepFlag
+from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.open_step import HostDecides, StepState
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks

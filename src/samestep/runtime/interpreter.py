@@ -81,6 +81,8 @@ class Interpreter:
                 with self.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
                     if not store.calls.gave_up:
                         self._run(task, microbatches, totals)
+        if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
+            self.trials.loss_is_tried = True  # where the model ends
         self.data_wait_s = microbatches.wait_s
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)

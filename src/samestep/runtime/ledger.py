@@ -47,25 +47,39 @@ class _OwnerStack(threading.local):
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.made: dict[tuple[str, str], OwnedCollectives] = {}
+        """The contexts of `owned`."""
         self.is_outside = False
 
 
 _owners = _OwnerStack()
 
 
-class owned:  # noqa: N801 (a context manager, named as what one calls)
-    """Label the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
+def owned(name: str, kind: str = "") -> OwnedCollectives:
+    """Return the context that labels the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
+
+    It is made once for each name and thread, and not entered again inside itself. `kind` is needed where a stage sends and receives
+    under one name.
+    """
+    found = _owners.made.get((name, kind))
+    if found is None:
+        found = _owners.made[name, kind] = OwnedCollectives(name, kind)
+    return found
+
+
+class OwnedCollectives:
+    """The context of `owned`.
 
     Uses torch's fast record function: `torch.profiler.record_function` takes twenty times as long, because it is
-    dispatched as an operation. `kind` is needed where a stage sends and receives under one name.
+    dispatched as an operation.
     """
 
     __slots__ = ("_issue", "_kind", "_label", "_ledger", "_name")
 
-    def __init__(self, name: str, kind: str = "") -> None:
+    def __init__(self, name: str, kind: str) -> None:
         self._name, self._kind, self._label = name, kind, RecordFunctionFast(f"samestep::owner {name}")
 
-    def __enter__(self) -> owned:
+    def __enter__(self) -> OwnedCollectives:
         _owners.names.append(self._name)
         self._label.__enter__()
         listener = marks.listener()
@@ -74,8 +88,9 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._issue is not None:
-            self._issue.end(None if self._ledger is None else self._weighed(self._ledger))
+        issue, self._issue = self._issue, None  # which would keep the run
+        if issue is not None:
+            issue.end(None if self._ledger is None else self._weighed(self._ledger))
         self._label.__exit__(*error)
         _owners.names.pop()
 

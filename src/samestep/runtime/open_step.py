@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from torch import Tensor
 from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.guards.nonfinite import SavedValues
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_report import StepReport, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars
+from samestep.state.kept_tensors import KeptTensors
 
 
 class Progress(Enum):
@@ -88,8 +88,8 @@ class HostDecides:
         return False
 
     def begin(self, sums: Tensor) -> Tensor:
-        """Return numbers that the host reads with the sums: 1 where no update is launched and gradients are not multiplied, and
-        where weights were written since the last update (float64 [2]).
+        """Return two numbers that the host reads with the sums (float64 [2]): 1, as no update is launched and gradients are not
+        multiplied, and 1 if weights were written since the last update.
         """
         return torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
 
@@ -100,7 +100,7 @@ class OpenStep:
 
     batch: StepBatch
     began_s: float
-    running_buffers: SavedValues
+    running_buffers: KeptTensors
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
     """The summed scalars, and the two numbers of its decider's `begin`."""
@@ -134,15 +134,14 @@ class OpenStep:
             self.state = StepState.HELD_BACK if self.was_held_back else StepState.CLOSED
         return SummedScalars.of(sums, num_unsure, self.names.num_numbers)
 
-    def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, lr: float) -> StepReport:
-        """Return what the summed scalars say of the step, at a learning rate."""
+    def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, **judged: Any) -> StepReport:
+        """Return what the summed scalars say of the step, with the fields of the report that whoever decided on it has `judged`."""
         step_s = time.perf_counter() - self.began_s
         terms, values = self.names.means(summed.reported)
         return StepReport(
             step=self.batch.step + 1,
             loss=numbers.loss,
             grad_norm=numbers.norm,
-            lr=lr,
             tokens=int(summed.agreed.count),
             step_s=step_s,
             tokens_per_s=summed.agreed.count / step_s,
@@ -153,4 +152,5 @@ class OpenStep:
             save=summed.flags[StepFlag.SAVE] > 0,
             terms=terms,
             values=values,
+            **judged,
         )

@@ -44,10 +44,10 @@ from samestep.runtime.checkpoints.run_state import RunState
 from samestep.runtime.checkpoints.saved_run import SavedRun
 from samestep.runtime.evaluated_run import EvaluatedRun
 from samestep.runtime.guards import chosen_kernels
+from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import Replicas
-from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.held_bytes import held_bytes
@@ -101,14 +101,13 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self._own = HeldAssembly(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
         """Where the time of its steps goes."""
-        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
+        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights, shared=shared)
         self._parts = StepsInParts(self._stepper, self._own)
         self._refuse_waiting = self._parts.refuse_waiting
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
         self._state = RunState(self, self._own)
-        self._shared = shared
-        self._after_step: list[Callable[[int], None]] = [self._stepper.follow]
+        self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
 
     def __repr__(self) -> str:
@@ -134,7 +133,7 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
     @property
     def spikes(self) -> SpikeWatch:
         """The losses of the last steps, by which a spike is recognised."""
-        return self._stepper.spikes
+        return self._stepper.guards.spikes
 
     @property
     def replicas(self) -> Replicas:
@@ -182,8 +181,7 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self._batches.begin(example)
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
-        if self._shared is not None and (remark := self._shared.begin(self._own.current)):
-            self._stepper.refusals.remark(remark)
+        self._stepper.guards.begin(self._own.current)
         if self.replicas.are_apart:
             self._after_step.append(lambda step: self.replicas.exchange(step + 1))
             self._after_step.append(lambda _: self._stepper.guards.note_replicas())
@@ -229,15 +227,13 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self._parts.note_values(values, step)
         batch = self.labelled(given)
         self.changes += self._batches.begin_step(given)
-        is_last = batch.step + 1 >= self.job.train.steps
-        shared = SharedWeights() if self._shared is None else self._shared
         held = self._own.current
         module, program, updater = held.model.module, held.parallel.program, held.weights.updater
         kept = functools.partial(held_bytes, module, program, updater)
         recorded = self.recorder.taking(batch.step + 1, program, module, held.model.spec, kept)
         try:
-            with self._kernels(), shared.stepping(is_last) as reports, recorded:
-                reports.append(report := take(batch))
+            with self._kernels(), recorded:
+                report = self._stepper.guards.take(batch, take)
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
                 forget_groups()
@@ -338,7 +334,7 @@ def parallelize(
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.
     """
-    job = (job or Job()).with_stages(stages).with_offload(offload)
+    job = (job or Job()).with_modules(stages=stages, offload=offload)
     place, where = _joined(job, layout)
     averages = ModelAverages(ema or {})
     averages.check(where, job)

@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,17 +24,14 @@ from torch import Tensor
 
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import forward_state
 from samestep.runtime.device_decides import Deciders, DeviceDecides
 from samestep.runtime.evaluated_steps import with_closure
-from samestep.runtime.guards import nonfinite
-from samestep.runtime.guards.skipped_steps import MASKED
+from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
@@ -45,6 +41,7 @@ from samestep.runtime.processes import join
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
+from samestep.state.kept_tensors import KeptTensors
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -52,16 +49,19 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 class Stepper:
     """Takes the steps of a run. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
-        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
+    def __init__(
+        self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool, shared: SharedWeights | None = None
+    ) -> None:
+        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps.
+
+        `shared` notices other runs that were given the same weights.
+        """
         self._own, self._owns_weights = own, owns_weights
         self.job, self.place = own.job, own.place
         self.steps_taken = 0
-        self.spikes = SpikeWatch(self.job.numerics)
-        """The losses of the last steps, by which a spike is recognised."""
-        self.guards = StepGuards(own, observer)
+        self.guards = StepGuards(own, observer, shared)
         self.refusals = self.guards.refusals
-        self._deciders = Deciders.of(own, self.spikes)
+        self._deciders = Deciders.of(own, self.guards.spikes)
         self.progress = Progress.BETWEEN
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
@@ -96,14 +96,13 @@ class Stepper:
     def take(
         self, batch: StepBatch, take: Callable[[], StepReport] | None = None, *, watches: bool = True
     ) -> StepReport:
-        """Take a step, or the part of one that `take` takes, and where one is due, do a part of it once more and compare what ranks
-        hold, if it `watches`.
+        """Take a step, or a part of one by `take`; with `watches` the guards run samples again in a watched step, and compare ranks.
 
         Collective over the world, see [Note: collective calls].
         """
         held = self.held
-        for reason in () if self.progress is not Progress.BETWEEN else held.model.replaced.take_over(inside=False):
-            self.guards.refuse_state(batch, reason)
+        if self.progress is Progress.BETWEEN:
+            self.guards.take_over(held, batch, inside=False)
         self.guards.find_loss(held, batch)
         self.progress = Progress.WITHIN
         steps = take or functools.partial(self._step, batch)
@@ -127,7 +126,9 @@ class Stepper:
         return self._closed(opened)
 
     def open(self, batch: StepBatch, of: StepBackward = WHOLE) -> OpenStep:
-        """Run the forwards and backwards of a step, or of one of its backwards, and sum its scalars, for which the host does not wait.
+        """Run the forwards and backwards of a step, or of one backward of it, and begin to sum its scalars over the ranks.
+
+        The host does not wait for the sums: `read` does.
 
         Collective over the world, see [Note: collective calls].
         """
@@ -138,7 +139,7 @@ class Stepper:
         self.guards.begin_step(held, batch)
         # Forwards and backwards, of one replica after the other.
         weights = held.weights
-        running = nonfinite.save_values(held.model.running_buffers)
+        running = KeptTensors.of(held.model.running_buffers)
         self._deciders.begin_step(weights.updater)
         numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
@@ -178,7 +179,7 @@ class Stepper:
         return opened.report
 
     def close(self) -> None:
-        """Read the sums of a step whose update was launched before, if there is one, and do what they ask for.
+        """Read the sums of the step whose update was launched and not read, if there is one, and do what they ask for.
 
         Collective over the world where the step is not finite or is refused, see [Note: collective calls]: at the latest before
         its next step.
@@ -200,8 +201,7 @@ class Stepper:
         summed = self.read(opened)
         # Decide: the step is taken or skipped, or the run stops.
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        spike = self.spikes.judge(numbers.loss) if numbers.are_finite else ""
-        note = self.note_of(numbers, opened.batch) or spike
+        note = self.note_of(numbers, opened.batch) or self.guards.spikes.judge(numbers.loss)
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
         are_apart = self._own.replicas.are_apart
@@ -244,7 +244,7 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls].
         """
-        nonfinite.put_back(opened.running_buffers)
+        opened.running_buffers.restore()
         for _, assembly in self._own.replicas.each():
             assembly.weights.updater.offload.forget()
         before, self.progress = self.progress, Progress.REPEATING
@@ -253,8 +253,8 @@ class Stepper:
         opened.sums, opened.state = again.sums, again.state
 
     def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
-        """Exchange and raise what the flags of any rank ask for, and let the observer and the stream know of the step; return
-        False where the step must be taken once more.
+        """Do what the flags of all ranks ask for: refuse the step, agree on its weights, record, stop; return False where the step
+        must be taken once more.
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
 
@@ -276,7 +276,7 @@ class Stepper:
 
     def note_of(self, numbers: StepNumbers, batch: StepBatch, of: StepBackward = WHOLE) -> str:
         """Return why the numbers of a step are unusual; empty where they are not. What is not finite is looked for in a second run."""
-        return MASKED if numbers.is_masked else "" if numbers.are_finite else self._diagnose(batch, of)
+        return self.guards.note_of(numbers, self.held, batch, functools.partial(self.forward_backward, batch, 0, of))
 
     def judge(self, note: str, numbers: StepNumbers, opened: OpenStep) -> bool:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
@@ -287,7 +287,7 @@ class Stepper:
         is_scaled = self.held.weights.updater.loss_scale.scale > 1.0
         skipped = self.guards.skipped.judge(opened.batch.step + 1, note, numbers, is_scaled=is_scaled)
         if skipped:
-            nonfinite.put_back(opened.running_buffers)
+            opened.running_buffers.restore()
         else:
             self.used.updated(is_first=not self._deciders.num_updates)
             self._deciders.num_updates += 1
@@ -298,9 +298,16 @@ class Stepper:
     ) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
         lr = self.held.weights.updater.rates.first_with(opened.lr_factor, ALL)
-        report = opened.report_of(summed, numbers, self.place.device, lr)
-        is_spike = numbers.are_finite and bool(note)
-        return replace(report, note=note, skipped=skipped, spike=is_spike, remarks=self.refusals.news())
+        return opened.report_of(
+            summed,
+            numbers,
+            self.place.device,
+            lr=lr,
+            note=note,
+            skipped=skipped,
+            spike=numbers.are_finite and bool(note),
+            remarks=self.refusals.news(),
+        )
 
     def _own_scalars(self, batch: StepBatch, of: StepBackward, index: int, number: int, assembly: Assembly) -> Tensor:
         """Run the forwards and backwards of the replica at `index`, of this number; return this rank's share of its loss, count
@@ -312,8 +319,7 @@ class Stepper:
         uses = self.used.note(number, {name: without[name] for name in without if name in (of.names or without)})
         if reason := self.used.unproven(number):
             self.guards.refuse_state(batch, reason)
-        for name in weights.store.watch.written():
-            self.guards.refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
+        self.guards.refuse_lost_writes(assembly, batch)
         updater = weights.updater
         overflow = updater.loss_scale.overflow(updater.pieces, self.place.device, of.names)
         norm_squared = weights.store.norm_squared(of.names) + overflow
@@ -333,8 +339,7 @@ class Stepper:
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = own.weights.store.calls.gave_up
-        for reason in own.model.replaced.take_over(inside=True):
-            self.guards.refuse_state(batch, reason)
+        self.guards.take_over(own, batch, inside=True)
         own.weights.store.settle()
         for line in own.model.compiled.news():
             self.refusals.remark(line)
@@ -377,7 +382,3 @@ class Stepper:
         if self._own.averages.following:
             held = self.whole_assembly
             self._own.averages.follow(held.model.module, held.parallel.program, held.parallel.mesh, step, updated)
-
-    def _diagnose(self, batch: StepBatch, of: StepBackward) -> str:
-        """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
-        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch, 0, of)[0], batch)

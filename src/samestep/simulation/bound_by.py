@@ -26,10 +26,15 @@ _WORDS = {
 def binds(found: Prediction) -> str:
     """Return the name of the part that takes most of a predicted step, and its share."""
     busy = found.step_s * (1 - found.bubble_fraction) - found.exposed_comm_s
-    launched = _launch_fraction(found)
+    launched_s = found.launch_wait_s
+    if (
+        not found.hardware.runs_ahead
+    ):  # there what launches take is a part of every op, of which a smaller part belongs to compute
+        part = _launch_fraction(found)
+        launched_s = busy * part if part > 0.5 else 0.0
     parts = {
-        "launches of small kernels": busy * launched if launched > 0.5 else 0.0,  # a smaller part belongs to compute
-        "compute": busy if launched <= 0.5 else busy * (1 - launched),
+        "launches of small kernels": launched_s,
+        "compute": max(busy - launched_s, 0.0),
         "bubbles": found.bubble_fraction * found.step_s,
         "exposed communication": found.exposed_comm_s,
     }
@@ -54,6 +59,23 @@ def reasons(found: Prediction) -> list[str]:
         else:
             lines.append(f"{row.name}: {_WORDS.get(row.name, row.name)} for {took}")
     return lines
+
+
+HOST_BOUND = 0.1
+"""Part of a step that the device waits for launches from which on a step is called bound by its host."""
+
+
+def host_summary(found: Prediction) -> list[str]:
+    """Return a line if the host binds a step: if its device often waits for launches."""
+    part = found.launch_wait_s / found.step_s if found.step_s else 0.0
+    if part < HOST_BOUND:
+        return []
+    more = "larger micro-batches launch less" + (
+        ', and so does run.compile = "blocks"' if found.job.run.compile == "none" else ""
+    )
+    return [
+        f"host-bound: the device waits {duration(found.launch_wait_s).text} for launches, {part:.0%} of the step; {more}"
+    ]
 
 
 def _launch_fraction(one: Prediction) -> float:

@@ -18,6 +18,16 @@ seconds with collectives issued before it takes
 
 Copies to and from the host slow nothing: no multiprocessor makes them, and the link takes a hundredth of the memory's bandwidth.
 
+The host issues the ops of all streams in the order of the program, each for as long as its launches take (`cost.launch_s`), and runs
+ahead of the device; it waits for it before an update and before rows go to experts (`cost.waits_for_device`), and behind every message
+to or from another stage, and every loss, where `hardware.waits_in_microbatches` says so:
+
+    start of an op >= the time at which the host has launched its first kernel
+    end of an op   >= the time at which it has launched its last one
+
+so a device that has more to do than the host launches never waits, and one that has less waits for launches, which is part of
+its ops' time here. A queue of launches is as long as the host is ahead: CUDA's limit of about a thousand keeps no device waiting.
+
 Ops in which several stages take part:
 
     send, recv      a recv ends when the neighbour's send of the same name and micro-batch ends; each direction is a
@@ -36,7 +46,7 @@ the times within it do not depend on its start.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,7 +57,7 @@ from samestep.program.between_steps import amid_steps
 from samestep.program.ops import COPY_STREAMS, BodyKey, Op, OpKind, Task, is_backward
 from samestep.program.program import Program
 from samestep.program.ranks import stages_of
-from samestep.simulation.cost import PriceKey, price_key, seconds
+from samestep.simulation.cost import PriceKey, launch_s, price_key, seconds, waits_for_device
 from samestep.simulation.spans import COMPUTE, Line, LineSpan
 from samestep.simulation.timeline import Timeline
 
@@ -81,7 +91,9 @@ class Score:
         Raises:
             LayoutError: the stages wait for each other forever.
         """
-        return Timeline(tuple(run for stage in self._played(hardware, keeps_runs=True) for run in stage.runs))
+        stages = self._played(hardware, keeps_runs=True)
+        waits_s = tuple(stage.host.waited_s for stage in stages)
+        return Timeline(tuple(run for stage in stages for run in stage.runs), launch_waits_s=waits_s)
 
     def step_s(self, hardware: Hardware) -> float:
         """Return the seconds of the step at the speeds of `hardware`: those of its timeline, which is not kept.
@@ -132,6 +144,8 @@ class _Segment(NamedTuple):
     """Names for which other queues wait, and their positions in the line."""
     shared: Op | None
     """The line's only op, if another stage takes part in it; else None."""
+    drains: bool
+    """Whether the host waits for the device before it launches the line's first op."""
     line: Line
 
 
@@ -186,6 +200,39 @@ class _Contention:
         return tuple(ends_s)
 
 
+class _Host:
+    """The host of a stage, which launches ops in the order of the program, and runs ahead of the device."""
+
+    __slots__ = ("_now_s", "_waits", "_waits_in_microbatches", "waited_s")
+
+    def __init__(self, waits_in_microbatches: bool) -> None:
+        self._waits_in_microbatches = waits_in_microbatches
+        self._waits = False
+        self._now_s = 0.0
+        self.waited_s = 0.0
+        """Seconds in which the device has waited for launches of what it computes."""
+
+    def begin(self, task: Task) -> None:
+        """Begin with a task; of a backward the loss is there, at which the host may have looked."""
+        self._waits |= self._waits_in_microbatches and is_backward(task.body)
+
+    def launch(
+        self, line: Line, start_s: float, ends_s: tuple[float, ...], drains: bool, *, computes: bool
+    ) -> tuple[float, tuple[float, ...]]:
+        """Launch a line that its queue has come to at `start_s`; return when it starts, and when each op ends, in seconds from then."""
+        if not computes:
+            start_s = max(start_s, self._now_s + line.launched_s[0])
+            self._waits |= self._waits_in_microbatches and line.ops[0][0] == "pp"
+        elif drains or self._waits:
+            self._now_s, self._waits = max(self._now_s, start_s), False
+        if computes and (self._now_s - start_s > line.lead_s or ends_s is not line.ends_s):
+            delayed_s = line.delayed(ends_s, self._now_s - start_s)
+            self.waited_s += delayed_s[-1] - ends_s[-1]
+            ends_s = delayed_s
+        self._now_s += line.launched_s[-1]
+        return start_s, ends_s
+
+
 class _PlayedStage:
     """One stage while its program is played."""
 
@@ -200,9 +247,8 @@ class _PlayedStage:
         keeps_runs: bool,
     ) -> None:
         self.index, self.at, self.done = index, "", False
+        self.host = _Host(hardware.waits_in_microbatches)
         self.runs: list[LineSpan] = []
-        self.end_s = 0.0
-        """Second at which the last op ends of those whose times are known."""
         self._keeps_runs = keeps_runs
         self._program = program
         self._rendezvous, self._count = rendezvous, count
@@ -216,6 +262,11 @@ class _PlayedStage:
         self._played = 0
         self._steps = self._play(lines.priced(program, hardware))
 
+    @property
+    def end_s(self) -> float:
+        """Second at which the last op ends of those whose times are known: each queue runs its ops in order."""
+        return max(self._free, default=0.0)
+
     def advance(self) -> bool:
         """Play until the program ends or another stage has to come first; return whether anything was played."""
         before = self._played
@@ -225,10 +276,11 @@ class _PlayedStage:
     def _play(self, parts: Mapping[BodyKey, Sequence[_Segment]]) -> Iterator[bool]:
         """Play the program line by line; yield False as long as the next line waits for another stage."""
         ended, free, runs, pending, keeps_runs = self._ended, self._free, self.runs, self._pending, self._keeps_runs
-        contention = _Contention(self._contention)
+        contention, host = _Contention(self._contention), self.host
         for task in self._program.tasks:
             label = f"{task.kind}{task.microbatch}"
-            for queue, took_s, waits, awaited, shared, line in parts[task.body]:
+            host.begin(task)
+            for queue, took_s, waits, awaited, shared, drains, line in parts[task.body]:
                 if pending:
                     yield from self._wait_for([one for one in pending if one.queue == queue or one.name in waits])
                 start_s = free[queue]
@@ -238,6 +290,9 @@ class _PlayedStage:
                 if queue in self._computes and contention.is_beside(start_s):
                     ends_s = contention.slowed(start_s, line)
                     took_s = ends_s[-1]
+                if line.launched_s:
+                    start_s, ends_s = host.launch(line, start_s, ends_s, drains, computes=queue in self._computes)
+                    took_s = ends_s[-1]
                 if keeps_runs:
                     runs.append(LineSpan(self.index, label, start_s, start_s + took_s, line, ends_s))
                 self._played += 1
@@ -246,9 +301,7 @@ class _PlayedStage:
                     pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label))
                     self._settle(pending[-1])
                     continue
-                free[queue] = end_s = start_s + took_s
-                if end_s > self.end_s:
-                    self.end_s = end_s
+                free[queue] = start_s + took_s
                 for name, place in awaited:
                     ended[name] = start_s + ends_s[place]
                 if shared is not None:
@@ -274,7 +327,6 @@ class _PlayedStage:
         if self._keeps_runs:
             run = self.runs[one.run]
             self.runs[one.run] = LineSpan(run.stage, run.task, start_s, end_s, run.line, (end_s - start_s,))
-        self.end_s = max(self.end_s, end_s)
         self._ended[one.name] = self._free[one.queue] = end_s
         self._played += 1
         return True
@@ -326,6 +378,7 @@ class _UnpricedLine(NamedTuple):
     waits: tuple[int, ...]
     awaited: tuple[tuple[int, int], ...]
     shared: Op | None
+    drains: bool
     ops: tuple[tuple[str, str], ...]
     prices: tuple[int, ...]
     is_of_one_stream: bool
@@ -359,8 +412,11 @@ class _LinesOfStage:
 
     def priced(self, program: Program, hardware: Hardware) -> dict[BodyKey, tuple[_Segment, ...]]:
         """Return the lines of each body with their times on `hardware`."""
-        prices = [seconds(op, program, hardware) for _, op in self._prices.values()]
-        parts = {key: tuple(_at_prices(line, prices) for line in lines) for key, lines in self._parts.items()}
+        prices = [(seconds(op, program, hardware), launch_s(op, program, hardware)) for _, op in self._prices.values()]
+        parts = {
+            key: tuple(_at_prices(line, prices, hardware.kernel_launch_s) for line in lines)
+            for key, lines in self._parts.items()
+        }
         return {body: parts[id(ops)] for body, ops in program.bodies.items()}
 
     def _place(self, op: Op, program: Program, hardware: Hardware, known: dict[int, _PlacedOp]) -> _PlacedOp:
@@ -374,17 +430,21 @@ class _LinesOfStage:
     def _cut(
         self, ops: Sequence[_PlacedOp], waits: Mapping[int, tuple[str, ...]], needed: set[str]
     ) -> Iterator[_UnpricedLine]:
-        """Yield the lines of a body; a new one begins with each change of queue, wait, or op shared with a stage."""
-        start = 0
+        """Yield the lines of a body; a new one begins with each change of queue, wait of an op or of the host, or op shared with a
+        stage."""
+        start, drains = 0, False
         for index, one in enumerate(ops):
-            before = ops[index - 1]
-            if index and (one.queue != before.queue or one.shared or before.shared or waits.get(id(one.op))):
-                yield self._part(ops[start:index], waits.get(id(ops[start].op), ()), needed)
+            before = ops[index - 1] if index else None
+            waits_here = waits_for_device(one.op, before.op if before else None)
+            is_new = before is not None and (one.queue != before.queue or one.shared or before.shared or waits_here)
+            if before is not None and (is_new or waits.get(id(one.op))):
+                yield self._part(ops[start:index], waits.get(id(ops[start].op), ()), needed, drains)
                 start = index
+            drains = waits_here if start == index else drains
         if ops:
-            yield self._part(ops[start:], waits.get(id(ops[start].op), ()), needed)
+            yield self._part(ops[start:], waits.get(id(ops[start].op), ()), needed, drains)
 
-    def _part(self, ops: Sequence[_PlacedOp], waits: tuple[str, ...], needed: set[str]) -> _UnpricedLine:
+    def _part(self, ops: Sequence[_PlacedOp], waits: tuple[str, ...], needed: set[str], drains: bool) -> _UnpricedLine:
         """Return the line of consecutive ops."""
         return _UnpricedLine(
             self.queues.setdefault(ops[0].queue, len(self.queues)),
@@ -393,22 +453,30 @@ class _LinesOfStage:
                 (self.names[one.op.name], place) for place, one in enumerate(ops) if one.shared or one.op.name in needed
             ),
             ops[0].op if ops[0].shared else None,
+            drains,
             tuple((one.op.stream, one.op.name) for one in ops),
             tuple(one.price for one in ops),
             len({one.op.stream for one in ops}) == 1,
         )
 
 
-def _at_prices(line: _UnpricedLine, prices: Sequence[float]) -> _Segment:
+def _at_prices(line: _UnpricedLine, prices: Sequence[tuple[float, float]], first_s: float) -> _Segment:
     """Return a line with its times."""
-    ops_s = [prices[price] for price in line.prices]
-    ends_s = tuple(itertools.accumulate(ops_s))
-    busy_s = {line.ops[0][0]: ends_s[-1]}
+    ends_s, launched_s = list[float](), list[float]()
+    took_s, host_s, lead_s = 0.0, 0.0, math.inf
+    for price in line.prices:
+        op_s, issue_s = prices[price]
+        lead_s = min(lead_s, took_s + op_s - host_s - max(op_s + min(first_s, issue_s), issue_s))
+        took_s, host_s = took_s + op_s, host_s + issue_s
+        ends_s.append(took_s)
+        launched_s.append(host_s)
+    busy_s = {line.ops[0][0]: took_s}
     if not line.is_of_one_stream:
         busy_s = {}
-        for (stream, _), op_s in zip(line.ops, ops_s, strict=True):
-            busy_s[stream] = busy_s.get(stream, 0.0) + op_s
-    return _Segment(line.queue, ends_s[-1], line.waits, line.awaited, line.shared, Line(line.ops, ends_s, busy_s))
+        for (stream, _), price in zip(line.ops, line.prices, strict=True):
+            busy_s[stream] = busy_s.get(stream, 0.0) + prices[price][0]
+    times = Line(line.ops, tuple(ends_s), busy_s, tuple(launched_s) if host_s else (), first_s, lead_s)
+    return _Segment(line.queue, took_s, line.waits, line.awaited, line.shared, line.drains, times)
 
 
 def _check_waits(program: Program, stage: int) -> None:

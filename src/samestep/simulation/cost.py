@@ -1,13 +1,14 @@
 """The cost of one op in seconds, alone on its stream: a roofline for products, bytes for other work; collectives are in
 `collectives.py`.
 
-A layer's forward takes the sum of its parts, but not less than the host needs to launch them:
+A layer's forward takes the sum of its parts:
 
     product      max(waves x time of a tile, bytes / bandwidth) + kernel_s
                  (without num_units, as on a CPU, FLOPs / the rate that its shortest side allows, instead of waves)
     attention    keys that the tiles of a fused kernel visit, at its rate (`attention.py`)
     other work   elements read and written / bandwidth
-    the layer    (device^n + host^n)^(1/n), host = operations x kernel_launch_s          a soft maximum, n = 8
+    launches     operations x kernel_launch_s, of the host: the clock lets it run ahead of the device
+                 (on a CPU, where the two are one, (parts^n + launches^n)^(1/n), a soft maximum, n = 8)
 
 A product [m, k] x [k, n] is divided into tiles, one on each multiprocessor at a time, so its time grows in steps of
 `num_units` tiles; a tile also fills its pipeline: k + FILL steps instead of k (Williams et al. 2009,
@@ -68,7 +69,10 @@ FILL = 64
 SPLIT = 1024
 """Steps along k from which on several multiprocessors share a tile."""
 SHARPNESS = 8
-"""Exponent of the soft maximum of device and host: both are uneven, so neither hides the other entirely."""
+"""Exponent of the soft maximum of work and launches on a CPU: both are uneven, so neither hides the other entirely."""
+FUSED = 0.5
+"""Operations beside each product that a compiled block is left with, assumed: norms and activations are one kernel each, residuals,
+rotations and casts are parts of them or of a product's."""
 BACKWARD_MOVES = 1.75
 """Ratio of bytes moved by the backward of other work to its forward."""
 CHUNK_KERNELS = 10
@@ -78,7 +82,8 @@ BACKWARD_KERNELS = 2.2
 
 
 def seconds(op: Op, program: Program, hardware: Hardware) -> float:
-    """Return the predicted seconds of one op of a program, alone on its stream.
+    """Return the predicted seconds of one op of a program, alone on its stream; without those in which the host launches it, where
+    that runs ahead of the device.
 
     Raises:
         InputError: the hardware has no speed for the op's dtype.
@@ -95,20 +100,60 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     dtype = dtype_on(hardware, op.dtype)
     if op.flops:
         _peak(hardware, dtype)
-    if op.layer is None:
+    if op.layer is None or not _has_work(program.step.model.layers[op.layer]):
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
-    step = program.step
-    layer = step.model.layers[op.layer]
-    if not layer.products and not layer.moved_elements:
-        return op.flops / _peak(hardware, dtype) if op.flops else 0.0
-    work = _work_of(layer)
-    values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
-    dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
-    is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute != "selective"
-    part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
+    step, is_whole, part = program.step, _is_whole(op, program.step), _part_of(op, program.step)
     unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if is_whole and part != "weights" else 0
     unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)
-    return unpacking_s + _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
+    device_s, host_s = _layer_s(*_layer_key(op, step, hardware), hardware)
+    return unpacking_s + (device_s if hardware.runs_ahead else _soft_maximum(device_s, host_s))
+
+
+def launch_s(op: Op, program: Program, hardware: Hardware) -> float:
+    """Return the seconds in which the host launches one op of a program, where it runs ahead of the device; else none are its own."""
+    if not hardware.runs_ahead or not hardware.kernel_launch_s or op.kind in (OpKind.UPDATE, OpKind.OUTER):
+        return 0.0  # an update, whose price has what the host does once a step, begins when the host has waited for the device
+    if op.axis is not None or op.kind in COPIES:
+        return hardware.kernel_launch_s
+    if op.layer is None or not _has_work(program.step.model.layers[op.layer]):
+        return 0.0
+    return _layer_s(*_layer_key(op, program.step, hardware), hardware)[1]
+
+
+def waits_for_device(op: Op, before: Op | None) -> bool:
+    """Return whether the host waits for the device before it launches an op: for the numbers of rows of each expert, which the op
+    before it has exchanged, and for what an update asks of gradients."""
+    if op.kind is OpKind.UPDATE:
+        return True
+    return before is not None and before.kind is OpKind.ALL_TO_ALL and before.dtype == "int64"
+
+
+def _has_work(layer: LayerSpec) -> bool:
+    """Return whether more is known of a layer than its FLOPs."""
+    return bool(layer.products or layer.moved_elements)
+
+
+def _is_whole(op: Op, step: StepSpec) -> bool:
+    """Return whether an op computes the products of its layer."""
+    return op.kind is not OpKind.RECOMPUTE or step.layout.recompute != "selective"
+
+
+def _part_of(op: Op, step: StepSpec) -> BackwardPart:
+    """Return the gradients that an op computes, if it is a backward."""
+    return "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
+
+
+def _layer_key(op: Op, step: StepSpec, hardware: Hardware) -> _LayerKey:
+    """Return what the seconds of a layer's op depend on."""
+    assert op.layer is not None
+    dtype = dtype_on(hardware, op.dtype)
+    values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
+    dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
+    layer = step.model.layers[op.layer]
+    is_compiled = step.compile == "model" or (step.compile == "blocks" and layer.is_block)
+    graph: _Graph = "none" if not is_compiled else "captured" if step.captures_graphs else "compiled"
+    work = _work_of(layer)
+    return _LayerKey(work, op.kind, _is_whole(op, step), _part_of(op, step), step.microbatch_samples, dtypes, graph)
 
 
 PriceKey = tuple[object, ...]
@@ -125,7 +170,7 @@ def _kinds_of_work(model: ModelSpec) -> tuple[int, ...]:
     """Return the number of each layer's kind: layers of one kind have the same work."""
     packed, known, kinds = _packed_numel_by_layer(model), dict[object, int](), list[int]()
     for index, layer in enumerate(model.layers):
-        key = _work_of(layer), layer.forward_flops, packed.get(index, 0)
+        key = _work_of(layer), layer.forward_flops, packed.get(index, 0), layer.is_block
         kinds.append(known.setdefault(key, len(known)))
     return tuple(kinds)
 
@@ -169,27 +214,52 @@ class _Dtypes(NamedTuple):
     sums: str
 
 
+_Graph = Literal["none", "compiled", "captured"]
+"""The graph that a layer is a part of: none, one of `torch.compile`, or one of CUDA, which is one launch."""
+
+
+class _LayerKey(NamedTuple):
+    """What the seconds of a layer's op depend on, besides the machine."""
+
+    work: _Work
+    kind: OpKind
+    is_whole: bool
+    """Whether it computes the layer's products."""
+    part: BackwardPart
+    samples: int
+    dtypes: _Dtypes
+    graph: _Graph
+
+
 @lru_cache(maxsize=2**16)
 def _layer_s(
-    work: _Work, kind: OpKind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
-) -> float:
-    """Return the seconds of a layer's op; without its products unless `is_whole`."""
+    work: _Work,
+    kind: OpKind,
+    is_whole: bool,
+    part: BackwardPart,
+    samples: int,
+    dtypes: _Dtypes,
+    graph: _Graph,
+    hardware: Hardware,
+) -> tuple[float, float]:
+    """Return the seconds of a layer's op on the device, and those in which the host launches it (`_LayerKey`)."""
     if not work.has_backward and kind is not OpKind.FORWARD:
-        return 0.0
+        return 0.0, 0.0
     backward = kind in (OpKind.BACKWARD, OpKind.WEIGHT)
     products = work.products if is_whole else ()
     if kind is OpKind.WEIGHT:
         products = tuple(product for product in products if product.is_deferrable)
         times = [_product_s(product, samples, True, part, work, dtypes, hardware) for product in products]
-        return _soft_maximum(sum(times), len(products) * hardware.kernel_launch_s)
+        return sum(times), len(products) * hardware.kernel_launch_s  # which no graph has
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
-    launched = max(work.kernels - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
+    made = min(work.kernels, math.ceil((1 + FUSED) * len(work.products))) if graph != "none" else work.kernels
+    launched = max(made - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
     launched += CHUNK_KERNELS * sum(_chunks(product, samples) - 1 for product in products)
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
-    return _soft_maximum(device_s, kernels * hardware.kernel_launch_s)
+    return device_s, (1 if graph == "captured" else kernels) * hardware.kernel_launch_s
 
 
 def _chunks(product: Product, samples: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -30,6 +31,28 @@ class Line(NamedTuple):
     """End of each op, in seconds from the start of the first."""
     busy_s: Mapping[str, float]
     """Seconds in which an op of a stream runs, by stream."""
+    launched_s: tuple[float, ...] = ()
+    """Second at which the host has launched each op, from when it begins with the first; empty where it does not run ahead."""
+    first_s: float = 0.0
+    """Seconds in which the host launches the first kernel of an op."""
+    lead_s: float = math.inf
+    """By how many seconds the host may begin later than the device is free, without making an op wait; less than 0 by how many
+    it has to begin earlier."""
+
+    def delayed(self, ends_s: tuple[float, ...], host_s: float) -> tuple[float, ...]:
+        """Return when each op ends if the host begins with the first one so many seconds after the device is free.
+
+        No op starts before its first kernel is launched, nor ends before its last one is. `ends_s` are the ends of ops that wait for
+        no launch.
+        """
+        found, before_s, now_s, launched_s = list[float](), 0.0, 0.0, 0.0
+        for end_s, next_s in zip(ends_s, self.launched_s, strict=True):
+            took_s = end_s - before_s
+            first_s = host_s + min(launched_s + self.first_s, next_s)
+            now_s = max(max(now_s, first_s) + took_s, host_s + next_s)
+            before_s, launched_s = end_s, next_s
+            found.append(now_s)
+        return tuple(found)
 
 
 class LineSpan(NamedTuple):

@@ -53,6 +53,8 @@ class Timeline:
     parts: tuple[Span | LineSpan, ...]
     lane: Literal["stage", "rank"] = "stage"
     """What `Span.stage` counts: pipeline stages of a played timeline, or ranks of a measured one."""
+    launch_waits_s: tuple[float, ...] = ()
+    """Seconds in which the device of each stage waits for the host to launch what it computes next, of a played timeline."""
     not_waited_for: frozenset[Span] = frozenset()
     """Ops that a measured lane did not wait for: nobody saw their ends, which are at most what their spans say."""
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.families import facts_of
+from samestep.building.module_attributes import set_attributes
 from samestep.building.optimizer import CombinedOptimizer
 
-_OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (type(None), bool, int, float, str)
 _COLUMNS = 4093
 """The number of columns of the table in which a tensor's words are summed: a prime, so that rows of a usual width which change places show."""
@@ -59,10 +59,10 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
     Whether a model has installed its hooks is left out: another process has not, and would believe that it had.
     """
-    left_out = _OF_MODULES | {facts_of(model).installed_flag}
+    installed = facts_of(model).installed_flag
     for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key not in left_out and not isinstance(value, nn.Module | types.FunctionType | types.MethodType):
+        for key, value in set_attributes(module).items():
+            if key != installed and not isinstance(value, nn.Module | types.FunctionType | types.MethodType):
                 yield path, key, value
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.building.module_attributes import OF_TORCH
 from samestep.building.named_tensors import address
 from samestep.datasets.generators import GENERATORS, put_all_back, put_back, state_of, states_of
 from samestep.state.reachable import Reached, Variable, built_in_kind, items_of
@@ -39,8 +40,6 @@ _UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, 
 
 _MACHINERY = ("samestep", "torch.distributed", "torch.utils.hooks", "logging", "threading", "multiprocessing")
 """Packages whose objects are no state of a model."""
-_OWN = frozenset(vars(nn.Module()))
-"""What torch itself keeps in every module: weights, buffers, children, hooks, the mode."""
 OUTSIDE = "outside of the modules"
 """Stands for the path of a module in the slots of variables that no module holds."""
 Slot = tuple[str, str]
@@ -122,7 +121,7 @@ class Snapshot:
         return self._reached.constants
 
     def _module(self, path: str, part: nn.Module) -> None:
-        kept = frozenset() if self._weights else _OWN
+        kept = frozenset() if self._weights else OF_TORCH
         self._undo.append((vars(part), {name: value for name, value in vars(part).items() if name not in kept}))
         for name, value in vars(part).items():
             if name == "_buffers" or (self._weights and name in ("_parameters", "_modules")):
@@ -279,7 +278,7 @@ def put_items(held: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(held, dict):
         kind, now = built_in_kind(held), items_of(held)
-        kept = _OWN if "_modules" in now and "_modules" not in items else frozenset()
+        kept = OF_TORCH if "_modules" in now and "_modules" not in items else frozenset()
         if now.keys() - kept != items.keys() or any(now[key] is not item for key, item in items.items()):
             for key in now.keys() - items.keys() - kept:
                 kind.__delitem__(held, key)

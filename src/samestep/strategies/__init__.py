@@ -44,34 +44,29 @@ from samestep.strategies import (
     whole_update,
 )
 
-# The order matters. `whole_graph` only refuses; `chunked_loss` leaves the last layer a chunk of its logits, `chunked_mlp` blocks a chunk of their MLPs; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
-# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
-# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated, `coupled_samples` only refuses,
-# `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
-# `host_weights` copies weights to the device in front of what reads them, `whole_batch` repeats the forwards that are written by then,
-# and `host_inputs` copies what the others keep.
+# The order matters: each strategy works on what those before it have written.
 STACK: tuple[ModuleType, ...] = (
-    whole_graph,
+    whole_graph,  # only refuses
     precision,
-    chunked_loss,
-    chunked_mlp,
-    context,
-    tensor,
-    sequence,
-    expert,
-    recompute,
-    batch_norm,
-    pipeline,
-    batch_values,
-    loss_terms,
-    shard,
-    data,
-    coupled_samples,
-    compress,
-    whole_update,
-    host_weights,
-    whole_batch,
-    host_inputs,
+    chunked_loss,  # leaves the last layer a chunk of its logits
+    chunked_mlp,  # leaves blocks a chunk of their MLPs
+    context,  # leaves a rank a slice of the sequence
+    tensor,  # cuts the heads and neurons of that slice
+    sequence,  # cuts the parts between what `tensor` has cut
+    expert,  # leaves a rank its experts
+    recompute,  # repeats forwards, together with the collectives that are in them by now
+    batch_norm,  # sends statistics, which no repeated forward takes again
+    pipeline,  # leaves a stage its layers
+    batch_values,  # sends the sums and rows of samples that the model's code asks for
+    loss_terms,  # exchanges counts where the model ends
+    shard,  # gathers weights and scatters gradients
+    data,  # reduces the gradients that are left
+    coupled_samples,  # only refuses
+    compress,  # encodes what is reduced
+    whole_update,  # brings to one rank what it must update whole
+    host_weights,  # copies weights to the device in front of what reads them
+    whole_batch,  # repeats the forwards, as they are by now
+    host_inputs,  # copies what the others keep
 )
 
 

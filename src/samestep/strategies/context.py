@@ -54,15 +54,6 @@ LEAST_TOKENS = 2
 """Smallest number of tokens in a slice: a model may take a single token for a step of generation."""
 
 
-def _moving_often(model: ModelSpec) -> str:
-    """Return the first layer that shifts tokens, or convolves over them more than once, recurrences aside; empty if none does."""
-    for layer in model.layers:
-        kinds = [move.kind for move in layer.token_moves if move.kind != "state"]
-        if kinds and kinds != ["conv"]:
-            return layer.name
-    return ""
-
-
 def refusal(step: StepSpec) -> str | None:
     """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
@@ -84,9 +75,6 @@ def refusal(step: StepSpec) -> str | None:
         return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:
         return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
-    if step.layout.tp > 1 and (name := _moving_often(model)):
-        # A shift of a part of the tokens goes back past what tp sums (`token_moves.whole_of`); one convolution is proven.
-        return f"cp={degree}: {name} shifts tokens or convolves over them more than once, which with tp is not proven; tp=1 works, and so does cp=1"
     if not (step.cuts_loss or step.loss_over_batch):
         return (
             f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "

@@ -13,7 +13,7 @@ from samestep.program.step import StepSpec
 def refusal(step: StepSpec) -> str | None:
     """Return why the forward of a layout is not one graph."""
     layout = step.layout
-    within = [f"{axis}={degree}" for axis in ("tp", "pp", "cp", "ep") if (degree := getattr(layout, axis)) > 1]
+    within = [f"{axis}={degree}" for axis, degree in layout.inner_degrees.items() if degree > 1]
     within += [f"zero={step.zero}"] if step.zero > 1 else []
     within += ["recompute=offload"] if layout.recompute == "offload" else []
     if not within:

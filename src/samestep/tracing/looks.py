@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.module_attributes import set_attributes
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in, tree_map_only
 
@@ -117,12 +118,12 @@ def _reached(root: nn.Module) -> Iterator[nn.Module]:
         seen.add(id(part))
         yield part
         rest.extend(part.children())
-        for value in vars(part).values():
+        for value in set_attributes(part).values():
             held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             rest.extend(one for one in held if isinstance(one, nn.Module))
 
 
 def tensors_seen_by(root: nn.Module, given: Any) -> tuple[Tensor, ...]:
     """Return the tensors that a module is given, and those that it and the modules below it keep as plain attributes."""
-    kept = [value for part in root.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    kept = [value for part in root.modules() for value in set_attributes(part).values() if isinstance(value, Tensor)]
     return (*tensors_in(given), *kept)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention.attention_spec import AttentionSpec, DroppedWeights
-from samestep.building.attention.carriers import Across, attend
+from samestep.building.attention.carriers import Across, output_of
 
 
 class AttentionCall(NamedTuple):
@@ -61,7 +61,7 @@ class AttentionCall(NamedTuple):
         if key.dim() == value.dim() == 4 and key.shape[0] == value.shape[0] == query.shape[0] and (
             self.enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
         ) and (self.attn_mask is None or self.attn_mask.dim() <= 4):  # fmt: skip
-            return attend(*self[:3], self.spec(dropout), needs_lse=False, across=across)[0]
+            return output_of(*self[:3], self.spec(dropout), across)
         heads = self.heads
         query, key, value = (_in_heads(one, heads) for one in self[:3])
         mask = self.attn_mask
@@ -71,9 +71,8 @@ class AttentionCall(NamedTuple):
             part = dropout.part
             dropout = dropout._replace(part=lambda *some: part(*some).flatten(0, -4))
         call = self._replace(query=query, key=key, value=value, attn_mask=mask)
-        return attend(query, key, value, call.spec(dropout), needs_lse=False, across=across)[0].reshape(
-            *heads, query.shape[-2], value.shape[-1]
-        )
+        found = output_of(query, key, value, call.spec(dropout), across)
+        return found.reshape(*heads, query.shape[-2], value.shape[-1])
 
     def check(self) -> None:
         """Raise an error, as the kernels do, where the shapes of queries, keys, values and mask do not fit.

@@ -2,11 +2,11 @@
 
     carrier           computes                                                 where
     across            anything, with keys on other ranks                       a rank of cp, `exchange=ring`
+    small             dropout, causality, by operations of torch               CPUs, few tokens
     variable length   documents, windows                                       GPUs, half precision, torch 2.12 or later
     by documents      documents                                                CPUs, GPUs of other dtypes where lengths are known
     torch             masks or causality, no log-sum-exp                       every device: torch chooses its kernel
     flash             causality, sinks, the log-sum-exp                        CPUs; GPUs in half precision
-    small             dropout, causality, by operations of torch               CPUs, few tokens
     formula           everything: windows, caps, sinks, dropout, documents     every device
 
 Each is the formula of `attention_spec.py`. A kernel is given `is_causal` in place of a mask, and drops nothing.
@@ -62,17 +62,22 @@ def attend(
     value: Tensor,
     spec: AttentionSpec,
     *,
-    needs_lse: bool = True,
     across: Across | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query's scores [B, A, L], which takes no gradient.
 
-    Queries are [B, A, L, D], keys [B, K, S, D] and values [B, K, S, E], where K divides A. Without `needs_lse` the second is
-    of no elements where the kernel does not return it.
+    Queries are [B, A, L, D], keys [B, K, S, D] and values [B, K, S, E], where K divides A.
     """
-    asked = Asked(query, key, value, spec, needs_lse, across)
+    asked = Asked(query, key, value, spec, True, across)
     output, log_sum_exp = carrier_of(asked).run(asked)
-    return output, output.new_empty(0) if log_sum_exp is None else log_sum_exp
+    assert log_sum_exp is not None, "this carrier was asked for it"
+    return output, log_sum_exp
+
+
+def output_of(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, across: Across | None = None) -> Tensor:
+    """Return the output that `attend` returns, where nobody needs the log-sum-exps."""
+    asked = Asked(query, key, value, spec, False, across)
+    return carrier_of(asked).run(asked)[0]
 
 
 def carrier_of(asked: Asked) -> Carrier:
@@ -146,11 +151,11 @@ def _across(asked: Asked) -> _Found:
 
 CARRIERS = (
     Carrier("across", lambda asked: asked.across is not None, _across),
+    Carrier("small", _fits_small, lambda asked: (attend_small(*asked[:4]), None)),
     Carrier("variable length", _fits_variable_length, lambda asked: by_document.attend_by_length(*asked[:4])),
     Carrier("by documents", _fits_documents, lambda asked: (by_document.attend_each(*asked[:4]), None)),
     Carrier("torch", _fits_torch, _by_torch),
     Carrier("flash", _fits_flash, lambda asked: attend_by_flash(*asked[:4])),
-    Carrier("small", _fits_small, lambda asked: (attend_small(*asked[:4]), None)),
     Carrier("formula", lambda asked: True, lambda asked: attend_by_formula(*asked[:4], needs_lse=asked.needs_lse)),
 )
 """The carriers, the first that fits before those after it."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from samestep.building.attention.attention_call import AttentionCall
 from samestep.building.attention.by_document import dense_mask
-from samestep.building.attention.carriers import attend
+from samestep.building.attention.carriers import output_of
 from samestep.building.attention.form_functions import OF_FORM
 from samestep.building.torch_seams import DisableTorchFunctionSubclass
 from samestep.trees import tree_map_only
@@ -68,7 +68,7 @@ def _attention(call: AttentionCall) -> Tensor:
     if not alike or dropout_p or is_causal:
         return call._replace(attn_mask=mask if query.is_meta else mask.dense()).run(F.scaled_dot_product_attention)
     if not query.is_meta:
-        return attend(query, key, value, call.spec(), needs_lse=False)[0]
+        return output_of(query, key, value, call.spec())
     # A trace computes all documents at once, with the copies that splitting and joining them make.
     query, key, value = (one.split(one.shape[2], 2)[0] for one in (query, key, value))
     output = call._replace(query=query, key=key, value=value).run(F.scaled_dot_product_attention)

@@ -252,7 +252,7 @@ def is_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> 
     few = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= KEPT_ELEMENTS
     return (
         few
-        and query.dtype in WIDE
+        and query.dtype == key.dtype == value.dtype
         and spec.mask is None
         and spec.has_only("dropout")
         and key.shape[:2] == query.shape[:2]
@@ -264,18 +264,24 @@ def attend_small(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
     drop = spec.dropout
     assert drop is not None, "it is for dropout"
     num_queries, num_keys = query.shape[2], key.shape[2]
-    hidden = _future_scores(num_queries, num_keys, query) if spec.causal else nothing(query)
-    scores = torch.baddbmm(
-        hidden,
-        query.flatten(0, 1),
-        key.flatten(0, 1).transpose(1, 2),
-        beta=int(spec.causal),
-        alpha=scale_of(spec, query),
-    )
-    dropped = drop.part(0, num_queries, num_keys)
-    weights = scores.softmax(-1).view(*query.shape[:2], num_queries, num_keys).masked_fill(dropped, 0.0)
-    output = torch.baddbmm(nothing(query), weights.flatten(0, 1), value.flatten(0, 1), beta=0, alpha=drop.scale)
-    return output.view(*query.shape[:3], value.shape[-1])
+    queries, keys, values = _wide_rows(query, key, value)
+    hidden = _future_scores(num_queries, num_keys, queries) if spec.causal else nothing(queries)
+    scale = scale_of(spec, query)
+    scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), beta=int(spec.causal), alpha=scale)
+    dropped = drop.part(0, num_queries, num_keys).flatten(0, 1)
+    weights = scores.softmax(-1).masked_fill(dropped, 0.0)
+    output = torch.baddbmm(nothing(queries), weights, values, beta=0, alpha=drop.scale)
+    return output.view(*query.shape[:3], value.shape[-1]).to(query.dtype)
+
+
+def _wide_rows(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return queries, keys and values in the dtype of their sums, as [B A, T, D]: in half precision by one cast where they are alike."""
+    first, *others = tensors
+    if first.dtype in WIDE:
+        return [one.flatten(0, 1) for one in tensors]
+    if any(one.shape != first.shape for one in others):
+        return [one.to(wide(first)).flatten(0, 1) for one in tensors]
+    return torch.stack(tensors).to(wide(first)).flatten(1, 2).unbind()
 
 
 class _Formula(torch.autograd.Function):

@@ -13,7 +13,8 @@ from samestep.building.torch_seams import num_dispatch_modes
 
 def wide(tensor: Tensor) -> torch.dtype:
     """Return the dtype of sums of a tensor."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    # Torch's own answer is another operation that is dispatched.
+    return torch.float32 if tensor.dtype in _HALF else torch.promote_types(tensor.dtype, torch.float32)
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -22,6 +23,7 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 WIDE = (torch.float32, torch.float64)
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def by_features(query: Tensor, key: Tensor, times: float = 1.0) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from samestep.building.module_attributes import set_attributes
 from samestep.building.torch_seams import disable_current_modes, is_transformed
 from samestep.errors import LayoutError, ModelError
 from samestep.models.spec import is_below
@@ -30,7 +31,6 @@ from samestep.strategies.chunked_mlp import chunked_owners
 from samestep.tracing.checkpointed import ContextFn
 
 _DIMS, _TOKENS = 3, 1
-_OF_TORCH = frozenset(vars(nn.Module()))
 num_chunks = 0
 """Chunks computed by forwards of this process, which tests count."""
 
@@ -109,8 +109,7 @@ class _Part:
     def _held(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yield each attribute and buffer of the module and of those in it, with marks that a write changes."""
         for path, module in self.module.named_modules():
-            own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-            for name, value in (*own.items(), *module._buffers.items()):
+            for name, value in (*set_attributes(module).items(), *module._buffers.items()):
                 version = version_of(value) if isinstance(value, Tensor) else 0
                 yield f"{self._path}.{path}.{name}".replace("..", "."), (id(value), version)
 

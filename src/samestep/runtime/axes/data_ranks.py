@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.runtime.ledger import owned
+from samestep.runtime.ledger import OwnedCollectives, owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 
 AXIS = "dp"
@@ -36,7 +36,7 @@ class DataRanks:
             all_gather(everything, mine.contiguous(), group=self._group)
         return everything
 
-    def gather_into(self, everything: Tensor, mine: Tensor, label: owned) -> None:
+    def gather_into(self, everything: Tensor, mine: Tensor, label: OwnedCollectives) -> None:
         """Write the tensors of all ranks [N] one after the other into another one, under a label that is prepared once.
 
         Collective over `dp`, see [Note: collective calls].
@@ -44,7 +44,7 @@ class DataRanks:
         with label:
             all_gather(everything, mine, group=self._group)
 
-    def sum_under(self, tensor: Tensor, label: owned) -> None:
+    def sum_under(self, tensor: Tensor, label: OwnedCollectives) -> None:
         """Sum a tensor over all ranks, in its place, under a label that is prepared once.
 
         Collective over `dp`, see [Note: collective calls].

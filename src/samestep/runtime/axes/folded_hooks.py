@@ -71,19 +71,26 @@ def fold(model: nn.Module, program: Program) -> None:
 
 def _folded(module: nn.Module, before: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Callable[..., Any]:
     """Return a module's forward with its hooks, as a function of the module, so that a copy of it runs with the weights of the copy."""
-    forward, given = type(module).forward, vars(module).get("forward")
-    if isinstance(given, MethodType) and given.__self__ is module:
-        forward, given = given.__func__, None
-    if given is not None:
-        inside: Hook = given
-
-        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return inside(*args, **kwargs)
-
+    forward = forward_of(module)
     dtype = getattr(before[0], _UNLESS_IN) if len(before) == 1 and not after else None
     folded = _after_cast(forward, before[0], dtype) if dtype is not None else _around(forward, before, after)
-    vars(folded).update(vars(given or forward))  # the marks of what is inside
+    vars(folded).update(vars(forward))  # the marks of what is inside
     return folded
+
+
+def forward_of(module: nn.Module) -> Hook:
+    """Return the forward of a module as a function of the module, its own or that of its class."""
+    given = vars(module).get("forward")
+    if given is None:
+        return type(module).forward
+    if isinstance(given, MethodType) and given.__self__ is module:
+        return given.__func__
+
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return given(*args, **kwargs)
+
+    vars(forward).update(vars(given))
+    return forward
 
 
 def _after_cast(forward: Hook, cast: Hook, dtype: torch.dtype) -> Hook:
@@ -116,7 +123,11 @@ def _around(forward: Hook, before: Sequence[Hook], after: Sequence[tuple[Hook, b
     def call_both(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output, has_ended = None, False
         try:
-            output = call(module, *args, **kwargs)
+            for hook in before:
+                changed = hook(module, args, kwargs)
+                if changed is not None:
+                    args, kwargs = changed
+            output = forward(module, *args, **kwargs)
             has_ended = True
         finally:
             for hook, is_always_called in after:

@@ -1,13 +1,14 @@
-"""Norms that are called as one function of torch's in the compute dtype, where that gives what their float32 island gives.
+"""Norms that are called as one function of torch's, where that gives what their float32 island gives.
 
 ```
 island     cast(x) to float32 -> forward of the module with float32 weights -> cast to the dtype of x        several kernels
 fused      F.rms_norm(x, shape, weight, eps) or F.layer_norm(x, shape, weight, bias, eps)                    one kernel on a GPU
+raised     the same function of the float32 casts of x, weight and bias -> cast to the dtype of x            no hooks, no swap
 ```
-Both compute in float32 and round once. A module is called as the function only if its forward consists of the operations of such
-a norm, and if on drawn values its island and the function agree, outputs and gradients, to one rounding of the compute dtype on
-the device of the run. On a CPU that holds to the bit for RMS norms; layer norms add their weights' gradients in half precision
-there, so they keep their island.
+All compute in float32 and round once. A module is called as the function only if its forward consists of the operations of such
+a norm, and if on drawn values its island and the function agree, outputs and gradients, on the device of the run: fused to one
+rounding of the compute dtype, raised to the bit. On a CPU fused RMS norms agree to the bit too; layer norms add their weights'
+gradients in half precision there, so they are raised.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from samestep.building.module_attributes import set_attributes
 from samestep.building.torch_seams import DispatchMode
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 """Calls a norm on an input that has the dtype of its weights."""
+_Function = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
+"""Normalises an input as a module does, with this weight and bias."""
 
 _COPIES = ("_to_copy", "alias", "clone", "contiguous", "detach", "expand", "lift_fresh", "unsqueeze", "view")
 _ARITHMETIC = ("abs", "add", "div", "mean", "mul", "pow", "reciprocal", "rsqrt", "sqrt", "square", "sub", "sum")
@@ -45,25 +49,49 @@ def fused_call(module: nn.Module, compute: torch.dtype, master: torch.dtype, dev
     has_buffers, is_meta = next(module.buffers(), None) is not None, device.type == "meta"
     if "forward" in vars(module) or not {*weights} <= {"weight", "bias"} or weight is None or has_buffers or is_meta:
         return None
-    for call in _calls(module, tuple(weight.shape), master):
-        if _agrees(module, weights, call, compute, master, device):
+    functions = [*_functions(module, tuple(weight.shape), master)]
+    for call in map(_fused, functions):
+        if _agrees(module, weights, call, compute, master, device, _is_one_rounding):
+            return call
+    for call in (_raised(function, master) for function in functions):
+        if _agrees(module, weights, call, compute, master, device, torch.equal):
             return call
     return None
 
 
-def _calls(module: nn.Module, shape: tuple[int, ...], master: torch.dtype) -> Iterator[Call]:
+def _functions(module: nn.Module, shape: tuple[int, ...], master: torch.dtype) -> Iterator[_Function]:
     """Yield the candidates for a module: each function with each number of the module as its epsilon."""
-    names = [name for name, value in vars(module).items() if isinstance(value, float)]
+    names = [name for name, value in set_attributes(module).items() if isinstance(value, float)]
     least = torch.finfo(master).eps  # of nn.RMSNorm without an epsilon
     if "bias" not in module._parameters or module._parameters["bias"] is None:
         for name in names:
-            yield lambda norm, x, name=name: F.rms_norm(x, shape, norm.weight, getattr(norm, name))  # type: ignore[misc]
+            yield lambda norm, x, weight, _, name=name: F.rms_norm(x, shape, weight, getattr(norm, name))  # type: ignore[misc]
         if getattr(module, "eps", least) is None:
-            yield lambda norm, x: F.rms_norm(x, shape, norm.weight, least)  # type: ignore[arg-type]
+            yield lambda norm, x, weight, _: F.rms_norm(x, shape, weight, least)
     for name in names:
-        yield lambda norm, x, name=name: F.layer_norm(  # type: ignore[misc]
-            x, shape, norm.weight, norm._parameters.get("bias"), getattr(norm, name)
-        )
+        yield lambda norm, x, weight, bias, name=name: F.layer_norm(x, shape, weight, bias, getattr(norm, name))  # type: ignore[misc]
+
+
+def _fused(function: _Function) -> Call:
+    """Return the call of a function with the weights as they are held."""
+
+    def call(norm: nn.Module, x: Tensor) -> Tensor:
+        held: Any = norm._parameters
+        return function(norm, x, held["weight"], held.get("bias"))
+
+    return call
+
+
+def _raised(function: _Function, master: torch.dtype) -> Call:
+    """Return the call of a function in the dtype of the island."""
+
+    def call(norm: nn.Module, x: Tensor) -> Tensor:
+        held: Any = norm._parameters
+        bias = held.get("bias")
+        raised = function(norm, x.to(master), held["weight"].to(master), None if bias is None else bias.to(master))
+        return raised.to(x.dtype)
+
+    return call
 
 
 def _agrees(
@@ -73,6 +101,7 @@ def _agrees(
     compute: torch.dtype,
     master: torch.dtype,
     device: torch.device,
+    are_alike: Callable[[Tensor, Tensor], bool],
 ) -> bool:
     """Return whether island and call agree on drawn values, in the outputs and in all gradients."""
     draws = torch.Generator().manual_seed(0)
@@ -95,7 +124,7 @@ def _agrees(
             return False
         asked, out = [x, *held.values()], draw(*found.shape)
         gradients = torch.autograd.grad(expected, asked, out), torch.autograd.grad(found, asked, out)
-        if not all(map(_is_one_rounding, (expected, *gradients[0]), (found, *gradients[1]))):
+        if not all(map(are_alike, (expected, *gradients[0]), (found, *gradients[1]))):
             return False
     return True
 

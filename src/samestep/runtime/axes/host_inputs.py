@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
-from samestep.program.ops import OpKind
+from samestep.program.ops import COPY_STREAMS, OpKind
 from samestep.program.program import Program
+from samestep.runtime.recording import marks
 from samestep.state.writes import marks_of
 
 _Forward = Callable[..., Any]
@@ -33,6 +34,9 @@ num_copies = 0
 """Copies of inputs to the host in this process, which tests count."""
 
 
+_TO_HOST, _FROM_HOST = COPY_STREAMS[OpKind.OFFLOAD], COPY_STREAMS[OpKind.FETCH]
+
+
 class HostLanes:
     """The two directions between a device and the host, on a GPU a stream each."""
 
@@ -40,29 +44,31 @@ class HostLanes:
         self._device, self._is_gpu = device, device.type == "cuda"
         self._out, self._back = (torch.cuda.Stream(device) if self._is_gpu else None for _ in range(2))
 
-    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return a copy of a tensor on the host, and the event at which it is complete; None where it is already."""
+    def to_host(self, tensor: Tensor, layer: str) -> tuple[Tensor, Any]:
+        """Return a copy of the input of a layer on the host, and the event at which it is complete; None where it is already."""
         copy = torch.empty_like(tensor, device="cpu", pin_memory=self._is_gpu)
-        return copy, self._copied(copy, tensor, self._out)
+        return copy, self._copied(copy, tensor, self._out, layer, _TO_HOST)
 
-    def from_host(self, copy: Tensor) -> tuple[Tensor, Any]:
+    def from_host(self, copy: Tensor, layer: str) -> tuple[Tensor, Any]:
         """Return the tensor on the device again, and the event at which it is complete; None where it is already."""
         tensor = torch.empty_like(copy, device=self._device)
-        return tensor, self._copied(tensor, copy, self._back)
+        return tensor, self._copied(tensor, copy, self._back, layer, _FROM_HOST)
 
-    def wait_for(self, event: Any) -> None:
+    def wait_for(self, event: Any, layer: str, way: str) -> None:
         """Let what the device computes from now on wait for the end of a copy."""
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            with marks.copy(layer, way, is_awaited=True):
+                torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _copied(self, target: Tensor, source: Tensor, stream: Any) -> Any:
+    def _copied(self, target: Tensor, source: Tensor, stream: Any, layer: str, way: str) -> Any:
         if stream is None:
-            target.copy_(source)
+            with marks.copy(layer, way), marks.copy(layer, way, is_awaited=True):
+                target.copy_(source)
             return None
         stream.wait_stream(
             torch.cuda.current_stream(self._device)
         )  # which makes the source, or frees the target's memory
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), marks.copy(layer, way):
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
@@ -70,14 +76,14 @@ class HostLanes:
 class _InputOnHost:
     """One tensor given to a block: its copy on the host, and the tensor on the device while there is one."""
 
-    def __init__(self, tensor: Tensor, lanes: HostLanes, path: str) -> None:
+    def __init__(self, tensor: Tensor, lanes: HostLanes, path: str, layer: str) -> None:
         global num_copies
         num_copies += 1
         self.given = weakref.ref(tensor)
-        self._lanes, self._path = lanes, path
+        self._lanes, self._path, self._layer = lanes, path, layer
         self._leaving: Tensor | None = tensor.detach()
         self._before = marks_of([tensor])
-        self._host, self._left = lanes.to_host(self._leaving)
+        self._host, self._left = lanes.to_host(self._leaving, layer)
         self._coming: tuple[Tensor, Any] | None = None
 
     def release(self) -> None:
@@ -93,13 +99,13 @@ class _InputOnHost:
                 f"the model writes into the input of {self._path} behind its forward, and recompute=offload copies it to the host "
                 "meanwhile: recompute=none works, and so does a forward that writes nowhere (x = x + y for x += y)"
             )
-        self._lanes.wait_for(self._left)
+        self._lanes.wait_for(self._left, self._layer, _TO_HOST)
         self._leaving = None
 
     def fetch(self) -> None:
         """Begin the copy back to the device."""
         if self._leaving is None and self._coming is None:
-            self._coming = self._lanes.from_host(self._host)
+            self._coming = self._lanes.from_host(self._host, self._layer)
 
     def take(self) -> Tensor:
         """Return the input on the device, whose memory is the caller's from now on."""
@@ -108,7 +114,7 @@ class _InputOnHost:
         self.fetch()
         assert self._coming is not None
         (tensor, arrived), self._coming = self._coming, None
-        self._lanes.wait_for(arrived)
+        self._lanes.wait_for(arrived, self._layer, _FROM_HOST)
         return tensor
 
 
@@ -145,15 +151,23 @@ class HostInputs:
         self._lanes, self._latest = HostLanes(device), _BlockCall(None)
         self._moves = {op.layer for ops in program.bodies.values() for op in ops if op.kind is OpKind.OFFLOAD}
         layers = program.step.model.layers
+        self._names = [layer.name for layer in layers]
         chunks = program.chunks or (range(len(layers)),)
         self._begins = {next((index for index in chunk if layers[index].is_block), None) for chunk in chunks}
 
     def around(self, layer: int, path: str) -> Repeatable:
         """Return what makes one call of a block a function that can be repeated."""
-        return functools.partial(self._call, path, layer in self._moves, layer in self._begins)
+        return functools.partial(self._call, path, self._names[layer], layer in self._moves, layer in self._begins)
 
     def _call(
-        self, path: str, moves: bool, begins: bool, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        path: str,
+        layer: str,
+        moves: bool,
+        begins: bool,
+        forward: _Forward,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Callable[[], Any]:
         before, call = self._latest, _BlockCall(None if begins else self._latest)
         given = dict(_activations(args, kwargs) if moves else ())
@@ -161,7 +175,7 @@ class HostInputs:
             same = (
                 one for one in before.inputs.values() if one.given() is tensor
             )  # an encoder's output, as all blocks get it
-            call.inputs[place] = next(same, None) or _InputOnHost(tensor, self._lanes, path)
+            call.inputs[place] = next(same, None) or _InputOnHost(tensor, self._lanes, path, layer)
         before.release(call)
         self._latest = call
         others = tuple(None if place in given else value for place, value in enumerate(args))

@@ -16,7 +16,6 @@ tensor `starts` of booleans, the state of the lanes that it marks is set to zero
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import operator
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from samestep.building.batch_dim import BatchDim
 from samestep.building.initial_values import Blueprint
+from samestep.building.module_copies import deep_copy
 from samestep.building.named_tensors import cast_floating
 from samestep.building.several_models import as_one
 from samestep.datasets.values import first_of, num_samples, rows_of
@@ -276,7 +276,7 @@ def _carried_on(plan: Blueprint, lanes: Any, number: int) -> Any:
 
 def _with_values(plan: Blueprint) -> nn.Module:
     """Return a copy of a model on the host, with its values."""
-    module = copy.deepcopy(plan.module).to_empty(device="cpu")
+    module = deep_copy(plan.module, {}).to_empty(device="cpu")
     host = torch.device("cpu")
     with torch.no_grad():
         for name, value in (*module.named_parameters(), *module.named_buffers()):

@@ -60,7 +60,7 @@ class RankCrossing:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x after the move there."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return cross(x, self.place, self.degree, self.index, self._there, self._back, self._is_shared)
         return self._uncompiled(x)
 
@@ -168,7 +168,7 @@ _WRITING = {
 # -- the operations --------------------------------------------------------------------------------
 
 
-def _owned(place: Tensor) -> tuple[RankCrossing, ledger.owned]:
+def _owned(place: Tensor) -> tuple[RankCrossing, ledger.OwnedCollectives]:
     crossing = _CROSSINGS[int(place)]
     return crossing, ledger.owned(crossing.owner)
 

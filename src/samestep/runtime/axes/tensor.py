@@ -69,7 +69,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     whole = _Boundaries(
         lambda path: RankCrossing(path, group, "keep", "sum", functools.partial(copies, path), is_shared=True),
         lambda module, path: RankCrossing(
-            path, group, "sum", "keep", functools.partial(_reduce_output, group, overwrites, module, path)
+            path, group, "sum", "keep", functools.partial(_sum_of_output(module, overwrites), group=group, owner=path)
         ),
     )
     within = _Boundaries(None, lambda _, path: sequence.scattering(group, path))
@@ -124,9 +124,10 @@ def _enter(module: nn.Module, path: str, boundaries: _Boundaries) -> None:
         before_forward(module, lambda _, args, kwargs: ((crossing(args[0]), *args[1:]), kwargs))
 
 
-def _reduce_output(group: dist.ProcessGroup, overwrites: bool, module: nn.Module, path: str, x: Tensor) -> Tensor:
-    is_own = type(module).forward is nn.Linear.forward and "forward" not in vars(module) and x.is_contiguous()
-    return reduce_in_place(x, group, path) if overwrites and is_own else reduce(x, group, path)
+def _sum_of_output(module: nn.Module, overwrites: bool) -> Callable[..., Tensor]:
+    """Return how the output of a module whose hooks are not folded yet is summed: in its place if it is a product that is not kept."""
+    is_product = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return reduce_product if overwrites and is_product else reduce
 
 
 def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -152,12 +153,16 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
     """Hold the bias back while the module runs, and add it once to the sum."""
     held: list[Tensor | None] = []
     leave = boundaries.leaving(module, path)
+    is_linear = type(module).forward is nn.Linear.forward
+    if is_linear and module._parameters.get("bias") is None:
+        after_forward(module, lambda _, args, output: leave(output), prepend=True)
+        return
+    # GPT-2's linear layers need a bias, and code of the user's own may.
+    may_lack = is_linear and not facts.is_transposed(module)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         bias = module._parameters.get("bias")
         held.append(bias)
-        # GPT-2's linear layers need a bias, and code of the user's own may.
-        may_lack = type(module).forward is nn.Linear.forward and not facts.is_transposed(module)
         none = None if bias is None or may_lack else bias.new_zeros(())
         module._parameters["bias"] = none  # type: ignore[assignment]
 
@@ -250,27 +255,17 @@ def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     return apply_move(x, group, owner, _sum_over_ranks, lambda gradient, group, owner: gradient)
 
 
-def reduce_in_place(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return x with the sum over the group in its place, where nothing else reads x; pass its gradient on unchanged.
+def reduce_product(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Return x, a product of matrices that nothing else reads, with the sum over the group in its place.
 
-    Collective over `group`, see [Note: collective calls].
+    The backward of a product does not read the product, so autograd goes on with the gradient of the sum as that of x, and needs
+    no function for it. Collective over `group`, see [Note: collective calls].
     """
-    total: Tensor = _ReduceFunction.apply(x, (group, owner))
-    return total
-
-
-class _ReduceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, how: tuple[dist.ProcessGroup, str]) -> Tensor:
-        ctx.mark_dirty(x)
-        group, owner = how
-        with owned(owner):
-            dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+    if not x.is_contiguous():
+        return reduce(x, group, owner)
+    with owned(owner):
+        dist.all_reduce(x.detach(), group=group)
+    return x
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

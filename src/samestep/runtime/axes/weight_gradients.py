@@ -14,6 +14,7 @@ other code reads a linear layer's weight too, that part comes in B, and the grad
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,11 @@ from samestep.independence.tensor_plan import is_linear
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
+from samestep.runtime.axes.folded_hooks import forward_of
 from samestep.strategies.chunked_mlp import chunked_owners
+
+_AT_ONCE = 4
+"""Weights whose gradients exist besides those that are added up: each call of autograd takes the host as long as a product."""
 
 
 class _PostponedGradient(NamedTuple):
@@ -51,11 +56,21 @@ class Postponed:
 
     def add_up(self) -> None:
         """Add the postponed gradients to those of the weights, in the order of the backward."""
+        weights: list[Tensor] = []
+        products: list[Tensor] = []
         while self._gradients:
             one = self._gradients.pop(0)
+            if len(weights) == _AT_ONCE or id(one.weight) in map(
+                id, weights
+            ):  # one that is used twice is added to twice
+                run_backward((*weights,), (*products,))
+                weights, products = [], []
             given, gradient = one.given.flatten(0, -2).to(one.gradient.dtype), one.gradient.flatten(0, -2)
             product = given.T @ gradient if one.is_transposed else gradient.T @ given
-            run_backward(one.weight, product.to(one.weight.dtype))
+            weights.append(one.weight)
+            products.append(product.to(one.weight.dtype))
+        if weights:
+            run_backward((*weights,), (*products,))
 
 
 class Deferred:
@@ -79,7 +94,7 @@ class Deferred:
             is_apart = any(is_below(path, one) for one in apart)
             if is_linear(module, facts) and f"{path}.weight" not in shared and not is_apart:
                 postpone_weights(module, lambda _: self, facts)
-                setattr(module.forward, _MARK, True)
+                vars(module.forward)[_MARK] = True
 
     def add_up(self, microbatch: int) -> None:
         """Add the postponed gradients of a micro-batch to those of the weights, in the order of its backward."""
@@ -95,19 +110,17 @@ def postpone_weights(
 ) -> None:
     """Make a linear module's backward compute the gradient of its input alone, and postpone that of its weight to
     the list that `until` returns for the input; where that is None, the backward is autograd's."""
-    forward, is_transposed = module.forward, facts.is_transposed(module)
+    forward, is_transposed = forward_of(module), facts.is_transposed(module)
     is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-    held = module._parameters
-    computes = F.linear if is_plain else (lambda x, weight, bias: forward(x))
 
-    def call(*args: Tensor, **named: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # one backward of a graph makes all gradients
-            compiled: Tensor = forward(*args, **named)
+    def call(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():  # one backward of a graph makes all gradients
+            compiled: Tensor = forward(module, *args, **named)
             return compiled
         weight: Any
         bias: Any
         try:
-            weight, bias = held["weight"], held["bias"]
+            weight, bias = module._parameters["weight"], module._parameters["bias"]
         except KeyError:  # computed in each forward, from others
             weight, bias = module.weight, module.bias
         (x,) = (*args, *named.values())
@@ -115,12 +128,13 @@ def postpone_weights(
         is_trained = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
         postponed = until(x) if is_trained else None
         if postponed is None:
-            result: Tensor = forward(x)
+            result: Tensor = forward(module, x)
             return result
+        computes = F.linear if is_plain else lambda x, *_: forward(module, x)
         # Inside a tuple autograd does not see the weight, and so computes no gradient for it.
         return _SplitBackward.apply(x, bias, (weight, computes, postponed, is_transposed))
 
-    module.forward = call
+    module.forward = MethodType(call, module)
 
 
 _MARK = "postpones_weight_gradient"

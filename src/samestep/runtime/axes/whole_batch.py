@@ -38,12 +38,12 @@ from samestep.independence.roundings import limit_of_values
 from samestep.program.program import Program
 from samestep.runtime.axes import loss_rows, precision
 from samestep.runtime.axes.batch_values import order_of
+from samestep.runtime.axes.context.whole_tokens import DIM as TOKENS
+from samestep.runtime.axes.context.whole_tokens import TokenRanks
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.loss_terms import Indices, Shares
 from samestep.runtime.axes.sample_rows import RowsPlace, as_numbers, by_sample, from_numbers, joined
-from samestep.runtime.axes.whole_tokens import DIM as TOKENS
-from samestep.runtime.axes.whole_tokens import TokenRanks
 from samestep.runtime.axes.words_of_others import without_words
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh

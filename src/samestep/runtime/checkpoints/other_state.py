@@ -99,7 +99,7 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if (state := run.data.stream_state(run.steps_taken)) is not None:
         record["stream"] = writer.kept({"state": state}, "the stream of the data").get("state")
     mesh = run.assembly.parallel.mesh
-    if not any(mesh.index(axis) for axis in ("cp", "tp")) and (lanes := run.lanes.state()) is not None:
+    if not any(mesh.index(axis) for axis in ("cp", "model")) and (lanes := run.lanes.state()) is not None:
         record["lanes"] = writer.kept({"lanes": lanes}, "the lanes of the batch").get("lanes")
     record["unsaved"] = writer.unsaved
     if writer.unsaved:
@@ -124,7 +124,7 @@ def _writes(run: PreparedRun) -> bool:
     """Return whether this rank is the first of its pipeline stage, which writes the values that are equal on all of
     them."""
     mesh = run.assembly.parallel.mesh
-    return not any(mesh.index(axis) for axis in ("dp", "cp", "tp"))
+    return not any(mesh.index(axis) for axis in ("dp", "cp", "model"))
 
 
 def _is_mine(run: PreparedRun, name: str, changed: bool) -> bool:

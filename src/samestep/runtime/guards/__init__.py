@@ -12,13 +12,14 @@ split batch and every `train.watch_every`-th (its head draws them).
 | is the loss a sum over samples, over tokens? | `loss_trial.py`, on `loss_parts.py` | until a micro-batch shows it, and in regular watched steps | some calls of the loss on at most 4 Mi elements |
 | does it reach weights by the outputs alone? | `loss_paths.py` | when the loss is tried | a walk along the graph of one loss |
 | by what is a loss divided that the forward returns? | `model_loss_trial.py`, by `repeat.py` | before the first step | 3 to 10 forwards of up to three samples |
-| is a sample the same whenever it is read? | `step_trials.py` | the first step | 8 samples read twice, 4 of them once more, two digests from each rank |
+| is a sample the same whenever it is read? | `data_trial.py`, by `repeat.py` | the first step | 8 samples read twice, 4 of them once more, two digests from each rank |
 | does the user's code communicate by itself? | `step_trials.py` | until the loss is tried | a look at the caller for each call of torch.distributed |
 | who draws random numbers? | `randomness.py` | every forward, loss, backward, update | 41 us each; another forward under hooks to name the module |
 | what has the loop changed outside of the run? | `outside_changes.py` | before every step | a comparison of the attributes of all modules; 16 elements of each tensor in steps 1, 2, 4, 8, ... |
 | are two runs given the same weights? | `shared_weights.py` | before every step | a comparison of ids, once there is another run |
 | do ranks hold equal values? | `drift.py` | every `watch_every`-th step, several ranks | every weight read once, an all_reduce of a few hundred bytes a tensor |
 | which module made a value that is not finite? | `nonfinite.py` | after such a step | its forwards and backwards once more under hooks |
+| is a loss far above the last ones? | `loss_spikes.py` | every step, with `numerics.on_spike` | nothing |
 | is a bad step skipped, and how often? | `skipped_steps.py` | after such a step | nothing |
 | do kernels give the same bits? | `deterministic.py` | with `numerics.deterministic` | slower kernels |
 | does attention run by the kernel of the job? | `chosen_kernels.py` | with `run.attention` | none |

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.loss_scale import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
+from samestep.state.kept_tensors import KeptTensors
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in
 
@@ -87,10 +88,10 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
             masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.master().abs().max()))
         for others in gather_values(masters, world_size):  # a rank may hold a part of a weight only
             masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
-    buffers = save_values(module.buffers())
+    buffers = KeptTensors.of(module.buffers())
     with assembly.model.compiled.off():
         text = first_nonfinite(run_forward_backward, module, masters)
-    put_back(buffers)
+    buffers.restore()
     named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_values(text, world_size)) if text]
     if named and _OF_INPUT in named[0]:
         bad = sorted({one for found in gather_values(_bad_samples(assembly, batch), world_size) for one in found})
@@ -109,35 +110,6 @@ def _bad_samples(assembly: Assembly, batch: StepBatch) -> list[int]:
     layout = assembly.parallel.program.step.layout
     mine = batch.shares(assembly.parallel.mesh.index("dp"), layout.dp, 1)[0].tolist()
     return [one for one in mine if not all(_is_finite(held) for held in tensors_in(batch.samples([one])))]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedValues:
-    """Tensors with copies of their values, in one tensor for all that are alike."""
-
-    tensors: tuple[Sequence[Tensor], ...]
-    copies: tuple[Tensor, ...]
-    """For tensors of no dimension one element each, for others all elements one after the other."""
-
-
-def save_values(buffers: Iterable[Tensor]) -> SavedValues:
-    """Return tensors with copies of their values, for `put_back`: one call for all of a dtype, whatever their number."""
-    alike: dict[tuple[Any, ...], list[Tensor]] = {}
-    for held in buffers:
-        alike.setdefault((held.dtype, held.device, min(held.dim(), 2)), []).append(held)
-    copies = [
-        torch.stack(tensors) if dims == 0 else torch.cat(tensors if dims == 1 else [one.flatten() for one in tensors])
-        for (_, _, dims), tensors in alike.items()
-    ]
-    return SavedValues(tuple(alike.values()), tuple(copies))
-
-
-@torch.no_grad()
-def put_back(saved: SavedValues) -> None:
-    """Set tensors to the values that were saved."""
-    for tensors, copies in zip(saved.tensors, saved.copies, strict=True):
-        for held, value in zip(tensors, copies.split([held.numel() for held in tensors]), strict=True):
-            held.copy_(value.view(held.shape))
 
 
 @dataclass(slots=True, eq=False)

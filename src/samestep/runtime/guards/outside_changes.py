@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.building.module_attributes import set_attributes
 from samestep.building.parameter_marks import gradient_hooks_of
 from samestep.errors import ModelError
 from samestep.runtime.assembly import Assembly
@@ -246,8 +247,8 @@ def _facts_of(module: nn.Module) -> Iterator[_Fact]:
         name = path or type(part).__name__
         mode = f"put into {'evaluation' if part.training else 'training'} mode"
         yield _Fact.of(name, (*_OF_PARTS, mode), functools.partial(_structure_of, part))
-        for key, value in own.items():
-            if key.startswith("_") or key == "training" or isinstance(value, nn.Module):
+        for key, value in set_attributes(part).items():
+            if key.startswith("_") or isinstance(value, nn.Module):
                 continue
             where = f"{path}.{key}".lstrip(".")
             if type(value) in _SINGLE:

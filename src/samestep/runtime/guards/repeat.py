@@ -3,7 +3,9 @@
 The samples are read anew and run as a recomputation does: without gradients, with the dropout masks and experts that the
 step gave them, from the buffers and attributes that the modules had when the step began. Which samples, whether alone, in
 pairs or as a whole micro-batch, and how often, are arguments. Afterwards buffers and attributes are put back.
+Where nothing runs, `NamedSamples` only reads them again.
 
+    samples twice, alone and together                               against each other (`data_trial.py`)
     forward of one sample alone, or of its micro-batch              against the step's own (`canary.py`)
     the loss twice on the same outputs                              against each other (`canary.py`)
     two samples padded to one size, and each of them alone          the sums (`canary.py`)
@@ -54,17 +56,22 @@ def has_own_graph(assembly: Assembly) -> bool:
     return layout.zero <= 1 and layout.cp == layout.pp == layout.model_ranks == 1
 
 
-class Repeat:
-    """Forwards of named samples of one step, which run when the step begins."""
+class NamedSamples:
+    """The samples of one step, read again by their indices, as the step reads them."""
 
-    def __init__(
-        self, assembly: Assembly, batch: StepBatch, loss: Loss, seed: int, make_mode: Callable[[], MakeMode | None]
-    ) -> None:
-        self.state = ModelState(assembly.model.module)
-        self.routes: Routes = {}
-        """The experts that the step chose, if they are to be chosen again."""
-        self._assembly, self._batch, self._loss_of_user, self._seed = assembly, batch, loss, seed
-        self._make_mode = make_mode
+    def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
+        self._assembly, self._batch = assembly, batch
+
+    @property
+    def everyone(self) -> Indices:
+        """The indices of the samples of all ranks."""
+        return self._batch.shares(0, 1, 1)[0]
+
+    @property
+    def mine(self) -> Indices:
+        """The indices of this rank's samples; there may be none."""
+        layout = self._assembly.parallel.program.step.layout
+        return self._batch.shares(self._assembly.parallel.mesh.index("dp"), layout.dp, 1)[0]
 
     def read(self, indices: list[int] | Indices) -> Any:
         """Return samples, read together."""
@@ -72,14 +79,26 @@ class Repeat:
 
     def few(self, number: int) -> Indices:
         """Return the first samples of this rank's share, at least two: one is taken twice, and a rank without runs the batch's first."""
-        everyone, dp = self._batch.shares(0, 1, 1)[0], self._assembly.parallel.program.step.layout.dp
-        mine = self._batch.shares(self._assembly.parallel.mesh.index("dp"), dp, 1)[0]
-        found = mine[:number] if len(mine) else everyone[:1]
+        found = self.mine[:number] if len(self.mine) else self.everyone[:1]
         return found if len(found) > 1 else np.concatenate([found, found])
 
     def shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
         return [leaf.shape[1:] for leaf in tree_leaves(self.read(indices)) if isinstance(leaf, Tensor)]
+
+
+class Repeat(NamedSamples):
+    """Forwards of named samples of one step, which run when the step begins."""
+
+    def __init__(
+        self, assembly: Assembly, batch: StepBatch, loss: Loss, seed: int, make_mode: Callable[[], MakeMode | None]
+    ) -> None:
+        super().__init__(assembly, batch)
+        self.state = ModelState(assembly.model.module)
+        self.routes: Routes = {}
+        """The experts that the step chose, if they are to be chosen again."""
+        self._loss_of_user, self._seed = loss, seed
+        self._make_mode = make_mode
 
     def run(
         self,

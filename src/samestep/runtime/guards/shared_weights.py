@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -49,9 +48,8 @@ class SharedWeights:
             "model.load_state_dict(run.state_dict(on_every_rank=True)) in front of it takes over what was trained"
         )
 
-    @contextmanager
-    def stepping(self, is_last: bool) -> Iterator[list[StepReport]]:
-        """Refuse a step while another run takes steps with the same weights; inside, append the report to the list.
+    def take(self, take: Callable[[], StepReport], *, is_last: bool) -> StepReport:
+        """Take a step or a part of one by `take`, and note its report; refuse it while another run takes steps with the same weights.
 
         Raises:
             ModelError: another run does.
@@ -65,13 +63,13 @@ class SharedWeights:
                     "one run over a module that holds all parts works; so does, for one run after the other, "
                     "model.load_state_dict(run.state_dict(on_every_rank=True)) before the next one is made"
                 )
-        reports: list[StepReport] = []
         try:
-            yield reports
+            self._last = take()
         except BaseException:
             self._has_ended = True
             raise
-        self._last, self._has_ended = reports[-1], is_last
+        self._has_ended = is_last
+        return self._last
 
     def _weight_used_by_another(self) -> str:
         """Return the name of a weight with which another run takes steps; empty if none does."""

@@ -1,12 +1,15 @@
 """One observer that calls all guards of a rank's steps: which step is watched, by which of them, and in which order.
 
 ```
-take    ─► watch          a watched step: samples run again, one update made again, ranks compared
+take    ─► take           another run that was given the same weights takes steps too
+        ─► watch          a watched step: samples run again, one update made again, ranks compared
 begin   ─► begin_step     what the loop has changed since the last step; samples read twice
 tasks   ─► observer       that of the run, in a watched step by way of the canary
         ─► trials         random numbers, calls of torch.distributed, the loss
+        ─► take_over, refuse_lost_writes     weights that code replaces or writes
 agree   ─► refusals       one flag of the step's all_reduce
-decide  ─► skips          a step that is not finite, a spike, or all masked
+decide  ─► note_of        a step that is not finite, whose cause is looked for, or all masked; a spike
+        ─► skipped        whether it is skipped
 ```
 The table in the head of this room lists what each of them finds, and what it costs. Which steps are watched:
 
@@ -24,36 +27,61 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.forward_state import explain_lost_write
+from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
+from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
 from samestep.runtime.guards.parts_trial import PartsTrial
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.skipped_steps import SkippedSteps
+from samestep.runtime.guards.shared_weights import SharedWeights
+from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import copy_modes
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
+from samestep.runtime.step_scalars import StepNumbers
 
 
 class StepGuards:
     """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, own: HeldAssembly, observer: StepObserver) -> None:
-        """Make them before the run is prepared; `observer` sees the steps as the guards do."""
+    def __init__(self, own: HeldAssembly, observer: StepObserver, shared: SharedWeights | None) -> None:
+        """Make them before the run is prepared; `observer` sees the steps as the guards do, `shared` other runs with its weights."""
         self.observer = observer
         """What sees the steps: in a watched step the canary, which passes on what it hears."""
         self.refusals = Refusals(own.job.run)
         self.skipped = SkippedSteps(own.job.numerics)
+        self.spikes = SpikeWatch(own.job.numerics)
+        """The losses of the last steps, by which a spike is recognised."""
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
-        self._own = own
+        self._own, self._shared = own, shared
         self._loop_changes: LoopChanges | None = None
 
+    def begin(self, held: Assembly) -> None:
+        """Note the weights that a prepared run was given, and remark on another run that has trained copies of them."""
+        if self._shared is not None and (remark := self._shared.begin(held)):
+            self.refusals.remark(remark)
+
     # -- a whole step ------------------------------------------------------------------------------
+
+    def take(self, batch: StepBatch, take: Callable[[StepBatch], StepReport]) -> StepReport:
+        """Take a step or a part of one by `take`.
+
+        Raises:
+            ModelError: another run takes steps with weights that were given to both.
+        """
+        if self._shared is None:
+            return take(batch)
+        is_last = batch.step + 1 >= self._own.job.train.steps
+        return self._shared.take(functools.partial(take, batch), is_last=is_last)
 
     def looks_closer(self, step: int) -> bool:
         """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""
@@ -132,6 +160,29 @@ class StepGuards:
         if reason := reason or self._outside.refusal(held):
             self.refuse_state(batch, reason)
         self.trials.try_data(held, batch)
+
+    def note_of(self, numbers: StepNumbers, held: Assembly, batch: StepBatch, again: Callable[[], Tensor]) -> str:
+        """Return why the numbers of a step are unusual; empty where they are not.
+
+        Where they are not finite, `again` runs the forwards and backwards once more, to find the first module at fault. Collective
+        over the world then, see [Note: collective calls].
+        """
+        if numbers.is_masked:
+            return MASKED
+        return "" if numbers.are_finite else nonfinite.cause_of_nonfinite(held, lambda: again()[0], batch)
+
+    def take_over(self, held: Assembly, batch: StepBatch, *, inside: bool) -> None:
+        """Give weights the values of the parameters that code has put in their places, and refuse those that cannot be weights.
+
+        `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
+        """
+        for reason in held.model.replaced.take_over(inside=inside):
+            self.refuse_state(batch, reason)
+
+    def refuse_lost_writes(self, held: Assembly, batch: StepBatch) -> None:
+        """Refuse a step whose forwards have written weights where the layout has a copy or a part of them."""
+        for name in held.weights.store.watch.written():
+            self.refuse_state(batch, explain_lost_write(name, f"zero={self._own.layout.zero}"))
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:
         """Refuse a step at its end, on all ranks, for a state that no layout keeps."""

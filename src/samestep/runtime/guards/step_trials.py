@@ -1,32 +1,21 @@
 """Trials of what a step relies on, while the run goes on: samples that read alike, a loss that is a sum, generators that stand.
 
 What fails is refused at the end of the step on every rank (`refusals.py`), or only remarked on where the layout splits
-nothing, so that it changes no result. Each trial's own file says what is tried and why.
-
-A data set tried in the first step: a sample must be the same one whenever, and on whichever rank, it is read.
-
-The samples of a step are a function of the seed and the step, and a layout only decides which rank reads which. Three
-mistakes break this, and a few samples of the first batch, read more than once, show each:
-
-    reading draws random numbers, as augmentation in `__getitem__` does    a sample that is read twice is another one
-    samples are views of one buffer                                        a sample that is read alone is another one
-    the data set is divided among the ranks already                        a sample is another one on another rank
-
-Calls of torch.distributed in the user's own forward or loss, which would make the result depend on the number of ranks.
+nothing, so that it changes no result. Each trial's own file says what is tried and why; here stand when each one runs, and that
+the user's forward and loss call nothing of torch.distributed.
 
 Code that was written for DDP gathers the features of a batch, adds up a count or divides by the number of ranks. Here the
-layout does that: a loss is a sum and a count of its own samples. While what a step relies on is tried, the functions of
-torch.distributed look who calls them.
+layout does that: a loss is a sum and a count of its own samples. Until the loss is tried, the functions of torch.distributed look
+who calls them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +23,6 @@ from torch import Tensor
 from samestep.building.loss import OWN_SUMS, target_of
 from samestep.building.model import call_model, loss_within
 from samestep.building.model_loss import ModelLoss, Rule
-from samestep.datasets.values import num_samples, rows_of
 from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.program.program import Program
@@ -43,108 +31,10 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards import loss_parts, loss_paths, loss_trial, model_loss_trial, randomness
+from samestep.runtime.guards.data_trial import data_refusal
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.repeat import has_own_graph
-from samestep.runtime.ledger import outside_step
+from samestep.runtime.guards.repeat import NamedSamples, has_own_graph
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.processes.messages import gather_values
-from samestep.state.fingerprints import digest
-from samestep.trees import have_same_values, tensors_in, tree_leaves
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-_ALONE = 4
-_TRIED = 8
-"""A data set that flips every other image is found with 255 of 256 chances."""
-
-
-class Reader(Protocol):
-    """A reader of samples: the batch of a step."""
-
-    def samples(self, indices: Sequence[int] | Integers) -> Any:
-        """Read samples into tensors with the batch dimension first."""
-        ...
-
-
-def data_refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int, *, is_split: bool) -> str:
-    """Read some samples of the first batch more than once; return why the data set is refused, or nothing.
-
-    `mine` are the indices of this rank's share, `whole` those of the global batch.
-
-    Collective over the world, see [Note: collective calls].
-    """
-    drawn = _check_repeated_reads(batch, mine[:_TRIED]) if len(mine) else ""
-    if world_size == 1 and not is_split:
-        return drawn
-    tried = whole[:_ALONE]
-    together = batch.samples(tried)
-    divided = _check_division(whole, tree_leaves(together), world_size)
-    return drawn or (_check_single_reads(batch, tried, together) if is_split else "") or divided
-
-
-def _check_repeated_reads(batch: Reader, tried: Integers) -> str:
-    """Read samples twice; return why the data set is refused, or nothing."""
-    once, again = batch.samples(tried), batch.samples(tried)
-    if _are_same(once, again):
-        return ""
-    count = num_samples(once)
-    by_rows = range(len(tried)) if count == len(tried) == num_samples(again) else ()
-    rows = [
-        row for row in by_rows if not _are_same(rows_of(once, [row], len(tried)), rows_of(again, [row], len(tried)))
-    ]
-    return (
-        f"sample {tried[rows[0]] if rows else tried[0]} of the data set is another one when it is read again, so every "
-        "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
-        "index, as np.random.default_rng(index), work, and so do those of the generator that sample(index, generator) is given"
-    )
-
-
-def _check_single_reads(batch: Reader, tried: Integers, together: Any) -> str:
-    """Read samples alone that were read together; return why the data set is refused where the batch is split, or nothing.
-
-    Samples that are padded together have other shapes alone, which the canary looks at.
-    """
-    if num_samples(together) != len(tried):
-        return ""
-    for row, index in enumerate(tried):
-        alone, part = batch.samples(tried[row : row + 1]), rows_of(together, [row], len(tried))
-        alike = [one.shape for one in tensors_in(alone)] == [one.shape for one in tensors_in(part)]
-        if alike and not _are_same(alone, part):
-            return (
-                f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
-                "decides which samples are read together: a sample that is a tensor of its own, and no view of a buffer that "
-                "the next one overwrites, works"
-            )
-    return ""
-
-
-def _check_division(whole: Integers, together: Sequence[Any], world_size: int) -> str:
-    """Compare the indices of the global batch, and samples of it, over all ranks; return why the data set is refused."""
-    if world_size == 1:
-        return ""
-    with outside_step():
-        others = gather_values([digest(whole.tolist()), digest(together)], world_size)
-    other = next((rank for rank, theirs in enumerate(others) if theirs != others[0]), None)
-    if other is None:
-        return ""
-    what = "other indices" if others[other][0] != others[0][0] else f"another sample {whole[0]}"
-    return (
-        f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device: the "
-        "whole data set on every rank works, since a step reads only its rank's share of the batch"
-    )
-
-
-def _are_same(once: Any, again: Any) -> bool:
-    """Return whether two nested values hold equal tensors and words, where NaN equals NaN."""
-    ones, others = tree_leaves(once), tree_leaves(again)
-    return len(ones) == len(others) and all(map(_is_same, ones, others))
-
-
-def _is_same(once: Any, again: Any) -> bool:
-    if not (isinstance(once, Tensor) and isinstance(again, Tensor)):
-        return isinstance(once, Tensor) == isinstance(again, Tensor) and (not isinstance(once, str) or once == again)
-    return have_same_values(once, again)
-
 
 _CALLS = (
     "get_rank", "get_world_size", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
@@ -291,9 +181,7 @@ class StepTrials:
         if self._data_is_tried:
             return
         self._data_is_tried = True
-        mine, whole = batch.shares(held.parallel.mesh.index("dp"), self._layout.dp, 1)[0], batch.shares(0, 1, 1)[0]
-        reason = data_refusal(batch, mine, whole, self._layout.world_size, is_split=self._is_split)
-        if reason:
+        if reason := data_refusal(NamedSamples(held, batch), self._layout.world_size, is_split=self._is_split):
             self._refusals.add("data", reason)
 
     def try_model_loss(self, held: Assembly, batch: StepBatch, seed: int) -> None:

@@ -131,7 +131,7 @@ class UsedWeights:
     def unproven(self, replica: int) -> str:
         """Return why this rank's uses of weights are not those of one device; empty if nothing shows it."""
         layout = self.program.step.layout
-        word = next((word for word in ("tp", "pp") if getattr(layout, word) > 1), "")
+        word = next((word for word, degree in {**layout.model_axes, "pp": layout.pp}.items() if degree > 1), "")
         if not word:
             return ""
         used = self.held - self._known[replica].own

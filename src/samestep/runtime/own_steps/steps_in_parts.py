@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import types
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,22 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.loss import check_results_of
-from samestep.building.loss_result import loss_result
-from samestep.building.loss_scope import mark_of
-from samestep.building.named_tensors import cast_floating
 from samestep.building.optimizer import members_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
-from samestep.models.loss_names import LossNames
-from samestep.randomness import mode as dropout
-from samestep.randomness.dropout_state import Dropout
-from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import loss_terms, tensor
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
 from samestep.runtime.evaluated_steps import with_closure
-from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import StepBatch
@@ -50,19 +39,16 @@ from samestep.runtime.optimizers.optimizer_source import check_call
 from samestep.runtime.optimizers.optimizer_step import Updater, by_piece, clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
+from samestep.runtime.own_steps.other_losses import OtherLosses
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights import given_instance
 from samestep.runtime.weights.pieces import gradients_of
 from samestep.state.fingerprints import digest
 from samestep.state.writes import version_of
 from samestep.trees import tree_leaves
-
-_OF_BATCH = 8
-"""So many samples show the names of what a loss over the whole batch reports, which may need several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +78,7 @@ class StepsInParts:
         """The tensors of the last batch that was given by values, its step, and what tells them from others."""
         self._methods: set[tuple[tuple[int, ...] | None, str]] = set()
         """The methods of optimizers that were called, and do not couple what the layout divides."""
-        self._known: dict[object, tuple[StepTrials, LossNames]] = {}
-        """The trials of each loss other than the run's, and the names of what it reports, by its code."""
+        self._losses = OtherLosses(stepper, own)
 
     # -- values as a batch -------------------------------------------------------------------------
 
@@ -138,7 +123,7 @@ class StepsInParts:
             )
         names = self._names_of(member_index(self._names, into, "run.backward"))
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
-        loss_of = self._with_loss(held, loss, batch)
+        loss_of = self._losses.of_backward(held, loss, batch)
         # In fp16 the sum over the ranks of each backward shows whether float16 overflows.
         waits = held.weights.store.local.can_wait and not held.weights.updater.loss_scale.is_dynamic
         leaves = None if into is None else _leaves(held, names)
@@ -163,56 +148,6 @@ class StepsInParts:
         report = replace(report, loss=total, grad_norm=math.nan)
         self._taken.append(_Taken(opened, numbers, note, report, names or self._names_of(None)))
         return report
-
-    def _with_loss(
-        self, held: Assembly, loss: Loss | None, batch: StepBatch
-    ) -> tuple[Assembly | None, StepTrials | None]:
-        """Return the assembly with another loss than the run's, and the trials of that loss, which functions of one code share.
-
-        Raises:
-            ModelError: the logits of the run's own loss are cut, or never whole, which another loss needs.
-        """
-        if loss is None or loss is self._own.source.loss:
-            return None, None
-        program = held.parallel.program
-        if tensor.cuts_logits(program) or program.step.layout.loss_chunk is not None:
-            word = f"tp={program.step.layout.tp}" if tensor.cuts_logits(program) else "loss_chunk"
-            raise ModelError(
-                f"run.backward was given another loss than that of the run, for which {word} never makes whole logits: a loss of the "
-                "run that is a function of (outputs, batch) in place of its word works"
-            )
-        sums = held.objective.sums
-        if mark_of(loss) is not None and not sums.is_whole and is_split(program):
-            raise ModelError(
-                "run.backward was given a loss over the whole batch, and the loss of the run is a sum over samples, so that nothing is "
-                "exchanged for it: samestep.whole_batch around the run's own loss too works, and so does one rank with one micro-batch"
-            )
-        key, checked = _key_of(loss), check_results_of(loss)
-        if key not in self._known:
-            trials = StepTrials(held, loss, self._stepper.refusals, self._stepper.place.device)
-            self._known[key] = trials, self._names_in(held, loss, batch)
-            checked = check_results_of(given_instance.watching(loss, self._own.source.model, held.model.module))
-            if held.model.dropout.dropout is Dropout.ABSENT:  # this loss may draw
-                held.model.dropout.dropout = Dropout.UNKNOWN
-                dropout.track_modules(held.model.module)
-        trials, names = self._known[key]
-        if not sums.is_whole:
-            sums = loss_terms.sums_of(checked, program, held.parallel.mesh, names)
-        return replace(held, objective=replace(held.objective, loss=checked, names=names, sums=sums)), trials
-
-    def _names_in(self, held: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
-        """Return the names of what a loss reports, as one sample shows them, or some of a loss over the whole batch; none where it needs
-        gradients to be computed.
-
-        Collective over the world, see [Note: collective calls].
-        """
-        number = 1 if mark_of(loss) is None else _OF_BATCH
-        samples = batch.samples(batch.shares(0, 1, 1)[0][:number])
-        outputs = evaluation.outputs_of(held, samples, self._stepper.job.train.seed)
-        try:
-            return loss_result(loss(outputs, cast_floating(samples, held.model.master_dtype))).names
-        except Exception:  # of the user's own code, which the backward itself will raise, if it does
-            return LossNames()
 
     # -- update ------------------------------------------------------------------------------------
 
@@ -496,17 +431,3 @@ def _called(
 def _marks_of(leaves: Sequence[Any]) -> list[Any]:
     """Return what tells values from others: a tensor that was written meanwhile is another one."""
     return [(id(leaf), version_of(leaf) if isinstance(leaf, Tensor) else digest(leaf)) for leaf in leaves]
-
-
-def _key_of(loss: Loss) -> object:
-    """Return what tells a loss from others: functions that a loop makes anew in each step are one, unless they hold other numbers."""
-    function: Any = inspect.unwrap(loss)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return function
-    held = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-    plain = [value for value in (*held, *(function.__defaults__ or ())) if isinstance(value, str | int | float | bool)]
-    return code, repr(plain), mark_of(loss) is not None
-
-
-_EMPTY = types.CellType()

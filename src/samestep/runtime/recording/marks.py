@@ -11,8 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from samestep.runtime.contexts import AtEnd
 
 
@@ -24,6 +22,10 @@ class Listener(Protocol):
 
     def begin(self, region: str) -> Callable[[], None]:
         """Hear that the host begins to do something outside of tasks; the result is called at its end."""
+
+    def begin_copy(self, owner: str, stream: str, *, is_awaited: bool) -> Callable[[], None]:
+        """Hear that what is done next on the current stream is a copy between device and host, or waits for one; the result is
+        called at its end."""
 
 
 class Issue(Protocol):
@@ -61,22 +63,10 @@ def region(name: str) -> AbstractContextManager[None]:
     return _UNHEARD if one is None else AtEnd(one.begin(name))
 
 
+def copy(owner: str, stream: str, *, is_awaited: bool = False) -> AbstractContextManager[None]:
+    """Return a context of a copy between device and host, or of the wait for one, `stream` being its direction; it begins with the call."""
+    one = _Listeners.current()
+    return _UNHEARD if one is None else AtEnd(one.begin_copy(owner, stream, is_awaited=is_awaited))
+
+
 _UNHEARD = nullcontext()
-
-
-class TimedWork:
-    """A work of torch whose waits are recorded; it behaves as the work otherwise."""
-
-    def __init__(self, work: dist.Work, waited: Callable[[], Callable[[], None]]) -> None:
-        self._work, self._waited = work, waited
-
-    def wait(self, *given: Any) -> Any:
-        """Wait as the work does."""
-        end = self._waited()
-        try:
-            return self._work.wait(*given)
-        finally:
-            end()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)

@@ -89,14 +89,18 @@ def _since_begin(events: Sequence[Sequence[Any]], step: RecordedStep) -> list[li
     ]
 
 
+def _nothing() -> None:
+    """End an event that is not noted."""
+
+
 def _unheard() -> _OpenStep:
     return _OpenStep(0, (0, 0), (0, None), None)
 
 
 class _Issued:
-    """A collective or message that is issued; it is an `Issue`."""
+    """A collective or message that is issued: an `Issue`, and the work of torch, of which it records the waits."""
 
-    __slots__ = ("_event", "_number", "_recorder", "_step", "is_weighed")
+    __slots__ = ("_event", "_number", "_recorder", "_step", "_work", "is_weighed")
 
     def __init__(self, recorder: StepRecorder, owner: str, kind: str, step: _OpenStep) -> None:
         self._recorder, self._step, self.is_weighed = recorder, step.step, step.is_weighed
@@ -110,16 +114,28 @@ class _Issued:
         if work is None:
             return None
         self._event[6] = 1
-        return marks.TimedWork(work, self._wait)
+        self._work = work
+        return self
 
     def end(self, size_bytes: int | None) -> None:
         self._event[3] = self._recorder.now()
         if size_bytes is not None:
             self._event.append(size_bytes)
 
-    def _wait(self) -> Callable[[], None]:
+    def wait(self, *given: Any) -> Any:
+        """Wait as the work does."""
         event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
-        return self._recorder.add(event)
+        twin = self._recorder.append(event)
+        try:
+            return self._work.wait(*given)
+        finally:
+            event[3] = self._recorder.now()
+            if twin is not None:
+                twin[3] = time.perf_counter_ns()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the work has."""
+        return getattr(self._work, name)
 
 
 class _RunningTask:
@@ -167,8 +183,9 @@ class StepRecorder(StepObserver):
         self._doing = ""
         """The op that is being done."""
         self._processor = ProcessorTime()
-        self.sums = StepSums()
-        """The sums of the newest step whose times are known."""
+        self._newest: _OpenStep | RecordedStep | None = None
+        """The newest step whose times are known."""
+        self._sums = StepSums()
         self._sees_tasks = type(inner).running is not StepObserver.running
         """Whether the observer that it is given does something around tasks."""
 
@@ -232,6 +249,15 @@ class StepRecorder(StepObserver):
             marks.listen(None)
 
     @property
+    def sums(self) -> StepSums:
+        """The sums of the newest step whose times are known: most loops do not ask for them."""
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            step = self._closed(newest) if isinstance(newest, _OpenStep) else newest
+            self._sums = sums_of(step, self._axes or {})
+        return self._sums
+
+    @property
     def step(self) -> int:
         """The step that is being taken, or was taken last, counted from 1; 0 before the first."""
         return 0 if self._open is None else self._open.step
@@ -270,7 +296,7 @@ class StepRecorder(StepObserver):
             opened.begun.append((time.perf_counter_ns(), event[2]))
         if opened.window is not None:
             self._doing = _AROUND_LAYERS.get(task.body.kind, "host")
-        return event, self._append(event)
+        return event, self.append(event)
 
     def issue(self, owner: str, kind: str) -> marks.Issue:
         """Note that a collective or message is issued."""
@@ -278,12 +304,25 @@ class StepRecorder(StepObserver):
         return _Issued(self, owner, kind, opened if opened is not None and opened.end is None else _unheard())
 
     def begin(self, region: str) -> Callable[[], None]:
-        """Note that the host does something outside of tasks."""
+        """Note that the host does something outside of tasks; return a function that ends it."""
         return self.add(["region", region, self.now(), None])
+
+    def begin_copy(self, owner: str, stream: str, *, is_awaited: bool) -> Callable[[], None]:
+        """Note that a copy between device and host begins on the current stream, or a wait for one; in a window alone."""
+        opened = self._open
+        if opened is None or opened.window is None or opened.end is not None:
+            return _nothing
+        event = ["awaited" if is_awaited else "copy", owner, self.now(), None, stream]
+        opened.events.append(event)
+
+        def end() -> None:
+            event[3] = self.now()
+
+        return end
 
     def add(self, event: list[Any]) -> Callable[[], None]:
         """Add an event that has begun; return a function that ends it."""
-        twin = self._append(event)
+        twin = self.append(event)
 
         def end() -> None:
             event[3] = self.now()
@@ -292,7 +331,7 @@ class StepRecorder(StepObserver):
 
         return end
 
-    def _append(self, event: list[Any]) -> list[Any] | None:
+    def append(self, event: list[Any]) -> list[Any] | None:
         """Add an event to the step, if it is heard; return its twin with times of the host, where kernels of a GPU are recorded."""
         opened = self._open
         if opened is None or (opened.end is not None and event[0] != "region"):
@@ -308,7 +347,7 @@ class StepRecorder(StepObserver):
         """Note that the forward of a layer begins."""
         event = ["layer", name, self.now(), None]
         self._doing = op
-        return event, self._append(event)
+        return event, self.append(event)
 
     def end_layer(self, begun: LayerEvent) -> None:
         """Note that the forward of a layer ends."""
@@ -321,7 +360,7 @@ class StepRecorder(StepObserver):
     def begin_backward(self, name: str, op: str) -> None:
         """Note that the gradient of a layer's output is known."""
         now = self.now()
-        self._append(["backward", name, now, now])
+        self.append(["backward", name, now, now])
         self.sample(now)
         self._doing = op
 
@@ -370,10 +409,9 @@ class StepRecorder(StepObserver):
     def _read(self, until_empty: bool = False) -> None:
         """Read the steps that the device has passed."""
         while self._unread and (until_empty or self._clock.is_past(self._unread[0].until)):
-            one = self._unread.popleft()
-            step = self._closed(one)
-            self.sums = sums_of(step, self._axes or {})
+            self._newest = one = self._unread.popleft()
             if one.window is not None:
+                self._newest = step = self._closed(one)
                 one.window.write(step, _since_begin(one.host_events, step))
             if self._left:
                 self._close_files()

@@ -86,9 +86,10 @@ class WeightStore(Protocol):
     def running(
         self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()
     ) -> AbstractContextManager[None]:
-        """Return the context in which one forward, backward or weight-gradient task runs; the gradients of a micro-batch that
-        does not count, since it is empty or its loss is constant, are zeros and no use of a weight. Nor are those of the tensors
-        whose ids are `left_out`.
+        """Return the context in which one forward, backward or weight-gradient task runs.
+
+        Gradients are zeros, and no use of a weight, where a micro-batch does not count, since it is empty or its loss is a
+        constant. Nor is a gradient of a tensor whose id is among `left_out` a use.
 
         Called for each such task, by every rank of the task's pipeline stage. Inside, weights are gathered and buckets reduced
         as the program says. Collective over `dp_shard` and `dp_replicate`, see [Note: collective calls].
@@ -116,8 +117,8 @@ class WeightStore(Protocol):
     @abstractmethod
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared gradient norm of all weights, or of those with these names: the shares of all
-        ranks, or of all ranks of its replica where replicas are trained independently, add up to the whole. Of gradients whose
-        reduction waits it is that of this rank's own ones, which shows whether they are finite.
+        ranks, or of all ranks of its replica where replicas are trained independently, add up to the whole. While the reduction
+        of gradients waits, it is the squared norm of this rank's own ones, which shows whether they are finite.
 
         Called after `finish_gradients`, by every rank; sends nothing.
         """

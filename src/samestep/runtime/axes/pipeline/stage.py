@@ -39,7 +39,7 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.randomness import mode as dropout
 from samestep.runtime.axes import own_backwards
-from samestep.runtime.axes.context import Slicing, WholeSequences
+from samestep.runtime.axes.context.slicing import Slicing, WholeSequences
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages

@@ -32,7 +32,8 @@ from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.runtime.axes import context, precision
+from samestep.runtime.axes import precision
+from samestep.runtime.axes.context import slicing as context
 from samestep.runtime.axes.later_values import LaterTensor
 from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss

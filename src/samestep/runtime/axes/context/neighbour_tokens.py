@@ -23,11 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from samestep.building.recurrences import StateCall, functions_of, intercepting
 from samestep.errors import LayoutError
-from samestep.independence.token_moves import Edge, TokenPlace, form_of, kind_of, operands_of
+from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, form_of, kind_of, operands_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from samestep.runtime.axes.shifts import shift
-from samestep.runtime.axes.state_chains import Hops, run_from_state_before
+from samestep.runtime.axes.context.shifts import shift
+from samestep.runtime.axes.context.state_chains import Hops, run_from_state_before
 
 
 class _Slices(Protocol):
@@ -51,6 +51,8 @@ class NeighbourTokens:
         self._slicing, self._dtype = slicing, dtype
         self._running: list[_Owner | None] = []
         """The modules that make such calls and run, innermost last, with None for those that they call."""
+        self.sources: ViewSources | None = None
+        """Of which tensor each view has been taken; None where no call asks."""
         owners: dict[str, _Owner] = {}
         for move in (move for layer in spec.layers for move in layer.token_moves):
             owner = owners.setdefault(move.owner, _Owner(move.owner, {}, {}, Counter()))
@@ -58,6 +60,7 @@ class NeighbourTokens:
                 owner.states[move.function, move.number] = move
             else:
                 owner.moves[move.number] = move
+                self.sources = self.sources or ViewSources()
         self._functions = functions_of(model) if any(one.states for one in owners.values()) else []
         for path, calls in owners.items():
             module = model.get_submodule(path)
@@ -117,8 +120,8 @@ class NeighbourTokens:
         Raises:
             LayoutError: the call needs other tokens of neighbours than in the traced forward.
         """
-        kind, calls = kind_of(func), self._running[-1]
-        if kind is None or calls is None:
+        kind, calls, sources = kind_of(func), self._running[-1], self.sources
+        if kind is None or calls is None or sources is None:
             return NotImplemented
         move = calls.moves.get(calls.made[_OF_OPERANDS])
         calls.made[_OF_OPERANDS] += 1
@@ -134,7 +137,7 @@ class NeighbourTokens:
         if kind != ("write" if move.kind == "edge" else move.kind):
             found = []
         places = (TokenPlace(at, move.dim, move.start) for at in found)
-        forms = (form_of(func, args, kwargs, place, tokens) for place in places)
+        forms = (form_of(func, args, kwargs, place, tokens, sources) for place in places)
         needed = move.left, move.right
         form = next((one for one in forms if one is not None and (one.left, one.right) == needed), None)
         if form is None:
@@ -181,11 +184,12 @@ class NeighbourTokens:
             if not left and not right:
                 is_there = any(one is not None and is_end for one, is_end in zip((first, last), ends, strict=True))
                 return x.view_as(x) if is_there else x
-            how = _How(move.owner, slicing.group, dim, left, right, dtype)
-            edges = (
-                _rows_at(x, dim, rows, edge) if edge is not None and is_end else None
-                for rows, edge, is_end in zip((left, right), (first, last), ends, strict=True)
-            )
+            are_edges = tuple(edge is not None and is_end for edge, is_end in zip((first, last), ends, strict=True))
+            how = _How(move.owner, slicing.group, dim, left, right, dtype, are_edges)
+            edges = [
+                _rows_at(x, dim, rows, edge) if is_edge and isinstance(edge, int | float) else edge
+                for rows, edge, is_edge in zip((left, right), (first, last), are_edges, strict=True)
+            ]
             found: Tensor = _Extended.apply(x, *edges, how)
             return found
 
@@ -214,27 +218,35 @@ class _How(NamedTuple):
     left: int
     right: int
     dtype: torch.dtype
+    are_edges: tuple[bool, ...]
+    """Whether the rows in front of this rank's tokens are the first of the sequence, and those behind them the last."""
 
 
-def _rows_at(x: Tensor, dim: int, rows: int, edge: Edge) -> Tensor:
-    """Return the rows at one end of the sequence."""
-    if isinstance(edge, Tensor):
-        return edge
+def _rows_at(x: Tensor, dim: int, rows: int, edge: float) -> Tensor:
+    """Return rows of one number, which stand at an end of the sequence."""
     return x.new_full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), edge)
 
 
 class _Extended(torch.autograd.Function):
-    """Tokens with those of neighbours before and after them; `first` and `last` are given at the ends of the sequence alone."""
+    """Tokens with those of neighbours before and after them.
+
+    Rows at the ends of the sequence are an operand on every rank, so that all ranks run the same backwards, in which others may be
+    collective: where they are not used, their gradient is zero.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor | None, last: Tensor | None, how: _How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: Edge | None, last: Edge | None, how: _How) -> Tensor:
         dim, size = how.dim, x.shape[how.dim]
-        ctx.how, ctx.size, ctx.are_ends = how, size, (first is not None, last is not None)
+        ctx.how, ctx.size = how, size
         before = _passed(x.narrow(dim, size - how.left, how.left), how, 1)
         behind = _passed(x.narrow(dim, 0, how.right), how, -1)
         parts = [
-            edge if edge is not None else passed()
-            for edge, passed in ((first, before), (None, lambda: x), (last, behind))
+            edge if is_edge and isinstance(edge, Tensor) else passed()
+            for edge, is_edge, passed in (
+                (first, how.are_edges[0], before),
+                (None, False, lambda: x),
+                (last, how.are_edges[1], behind),
+            )
         ]
         for passed in (before, behind):
             passed()
@@ -243,17 +255,25 @@ class _Extended(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        how, (is_first, is_last) = ctx.how, ctx.are_ends
+        how = ctx.how
         of_first, mine, of_last = gradients[0].split((how.left, ctx.size, how.right), how.dim)
-        to_behind = _passed(torch.zeros_like(of_last) if is_last else of_last, how, 1)
-        to_before = _passed(torch.zeros_like(of_first) if is_first else of_first, how, -1)
+        first, of_before = _divided(of_first, how.are_edges[0])
+        last, of_behind = _divided(of_last, how.are_edges[1])
+        to_behind, to_before = _passed(of_behind, how, 1), _passed(of_before, how, -1)
         mine = mine.clone()
         from_before, from_behind = to_behind(), to_before()
         if how.right:
             mine.narrow(how.dim, 0, how.right).add_(from_before)
         if how.left:
             mine.narrow(how.dim, ctx.size - how.left, how.left).add_(from_behind)
-        return mine, of_first if is_first else None, of_last if is_last else None, None
+        _, needs_first, needs_last, _ = ctx.needs_input_grad
+        return mine, first if needs_first else None, last if needs_last else None, None
+
+
+def _divided(gradient: Tensor, is_edge: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the rows at an end of the sequence, and that of the neighbour's tokens: one of them is zero."""
+    nothing = torch.zeros_like(gradient)
+    return (gradient, nothing) if is_edge else (nothing, gradient)
 
 
 def _passed(rows: Tensor, how: _How, by: int) -> Callable[[], Tensor]:

@@ -39,11 +39,11 @@ from samestep.models.written_attention import has_open
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.mask_source import dropped_of_written, dropped_weights
-from samestep.runtime.axes import whole_parts
+from samestep.runtime.axes.context import whole_parts
+from samestep.runtime.axes.context.neighbour_tokens import NeighbourTokens
+from samestep.runtime.axes.context.ring_attention import Ring
 from samestep.runtime.axes.differentiable import apply_move
-from samestep.runtime.axes.neighbour_tokens import NeighbourTokens
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.axes.ring_attention import Ring
 from samestep.runtime.contexts import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
@@ -364,7 +364,8 @@ class _Exchanging(TorchFunctionMode):
     ) -> Any:
         slicing, kwargs = self._slicing, kwargs or {}
         if slicing.block:
-            if slicing.moves.are_here and (moved := slicing.moves.intercept(func, args, kwargs)) is not NotImplemented:
+            moves = slicing.moves
+            if moves.are_here and (moved := moves.intercept(func, args, kwargs)) is not NotImplemented:
                 return moved
             if func is F.scaled_dot_product_attention:
                 return slicing.attend(AttentionCall(*args, **kwargs))
@@ -377,6 +378,10 @@ class _Exchanging(TorchFunctionMode):
             size = slicing.length // slicing.degree
             args = fit_reshape(func, args, slicing.length, size)
             args = slice_whole_operands(func, args, slicing.length, size, slicing.rows_of)
+            if moves.sources is not None:
+                result = func(*args, **kwargs)
+                moves.sources.note(result, args, kwargs)
+                return result
         return func(*args, **kwargs)
 
 

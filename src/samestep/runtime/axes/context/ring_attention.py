@@ -49,7 +49,7 @@ from samestep.building.attention.fused import fits_flash, flash_backward, flash_
 from samestep.building.attention.head_products import wide, widen
 from samestep.building.torch_seams import disable_current_modes
 from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
-from samestep.runtime.axes.shifts import shift
+from samestep.runtime.axes.context.shifts import shift
 from samestep.strategies.context import OF_GRADIENTS
 
 

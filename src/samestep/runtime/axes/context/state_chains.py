@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from samestep.building.recurrences import State, StateCall
 from samestep.building.torch_seams import disable_current_modes
-from samestep.runtime.axes.shifts import shift
+from samestep.runtime.axes.context.shifts import shift
 from samestep.trees import operands, tree_map_only
 
 _MOST_UNDER_WAY = 64

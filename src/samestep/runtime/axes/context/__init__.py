@@ -1,0 +1,1 @@
+"""Context parallelism on real modules: slices of sequences, and what their ranks exchange."""
