@@ -197,7 +197,7 @@ def measured_step(
     lasted_s = {rank: (step.until_ns - step.begin_ns) / 1e9 for rank, step in steps.items()}
     return MeasuredStep(
         number,
-        Timeline(tuple(parts), "rank", frozenset(passed)),
+        Timeline(tuple(parts), "rank", not_waited_for=frozenset(passed)),
         {rank: step.begin_ns + shift[rank] for rank, step in steps.items()},
         sent,
         lasted_s,

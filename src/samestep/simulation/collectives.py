@@ -150,7 +150,7 @@ class _Measured(NamedTuple):
         place = bisect.bisect_right(sizes, size_bytes)
         low, high = sizes[place - 1], sizes[place]
         part = math.log(size_bytes / low) / math.log(high / low)
-        return times_s[place - 1] * (times_s[place] / times_s[place - 1]) ** part
+        return times_s[place - 1] * math.pow(times_s[place] / times_s[place - 1], part)
 
 
 def _algorithms(kind: OpKind, group: GroupShape, hardware: Hardware) -> Iterator[tuple[float, float]]:
