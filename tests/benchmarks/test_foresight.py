@@ -145,7 +145,11 @@ def test_recompute_is_read_as_people_write_it(said: str, read: str) -> None:
 
 
 def test_a_mixture_that_does_not_say_how_many_experts_a_token_has_is_like_others() -> None:
-    large = {"hidden": 2048, "heads": 16, "seq_len": 2048}  # the device is not waiting for launches, of which both have as many
+    large = {
+        "hidden": 2048,
+        "heads": 16,
+        "seq_len": 2048,
+    }  # the device is not waiting for launches, of which both have as many
     silent, one, two = (foresight.predict(row(**large, moe_experts=8, moe_topk=k)).predicted_s for k in (None, 1, 2))
     assert silent == two > one
     sizes = {"n_layers": 4, "hidden": 256, "moe_experts": 64, "gpu": "H100"}
