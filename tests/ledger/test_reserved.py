@@ -17,7 +17,7 @@ from samestep.job_files import load
 from samestep.layout import Layout
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.run import Run
-from samestep.simulation.caching_allocator import Block, CachingAllocator
+from samestep.simulation.caching_allocator import CachingAllocator, MemoryBlock
 from samestep.simulation.reserved_memory import reserved_bytes
 from samestep.training.workload import Workload
 from tests.covering import daily
@@ -43,7 +43,7 @@ class Placed(Live):
     def __init__(self, allocators: list[CachingAllocator]) -> None:
         super().__init__()
         self.allocators = allocators
-        self.blocks: dict[int, list[Block]] = {}
+        self.blocks: dict[int, list[MemoryBlock]] = {}
 
     def _resized(self, key: int, size: int) -> None:
         if size != self._sizes[key]:

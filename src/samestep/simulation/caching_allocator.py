@@ -47,7 +47,7 @@ def block_bytes(size_bytes: int) -> int:
     return max(LEAST_BLOCK, rounded_up(size_bytes, LEAST_BLOCK))
 
 
-class Block:
+class MemoryBlock:
     """A run of bytes of a segment, which a tensor has or which is free; `before` and `after` are its neighbours."""
 
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
@@ -55,8 +55,8 @@ class Block:
     def __init__(self, pool: _Pool, address: int, size: int) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.is_free = False
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before: MemoryBlock | None = None
+        self.after: MemoryBlock | None = None
 
 
 class CachingAllocator:
@@ -68,7 +68,7 @@ class CachingAllocator:
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self.allocated_bytes = self.most_allocated_bytes = self.reserved_bytes = 0
 
-    def take(self, size_bytes: int, stream: str) -> Block:
+    def take(self, size_bytes: int, stream: str) -> MemoryBlock:
         """Return the block of a tensor of a size in bytes, allocated on a stream."""
         size = block_bytes(size_bytes)
         key = stream, size <= MOST_SMALL
@@ -80,7 +80,7 @@ class CachingAllocator:
         self.most_allocated_bytes = max(self.most_allocated_bytes, self.allocated_bytes)
         return block
 
-    def give(self, block: Block) -> None:
+    def give(self, block: MemoryBlock) -> None:
         """Free a block that `take` has returned."""
         self.allocated_bytes -= block.size
         block.pool.give(block)
@@ -98,11 +98,11 @@ class _Pool:
 
     def __init__(self, *, is_small: bool, expandable: bool) -> None:
         self._is_small, self._expandable = is_small, expandable
-        self._free: list[tuple[int, int, Block]] = []
-        self._last: Block | None = None
+        self._free: list[tuple[int, int, MemoryBlock]] = []
+        self._last: MemoryBlock | None = None
         self.reserved_bytes = 0
 
-    def take(self, size: int) -> tuple[Block, int]:
+    def take(self, size: int) -> tuple[MemoryBlock, int]:
         """Return a block of a rounded size in bytes, and the bytes that were taken from the device for it."""
         added = 0
         block = self._best_fit(size)
@@ -115,7 +115,7 @@ class _Pool:
             self._split(block, size)
         return block, added
 
-    def give(self, block: Block) -> None:
+    def give(self, block: MemoryBlock) -> None:
         """Free a block, and merge it with its free neighbours."""
         before, after = block.before, block.after
         if before is not None and before.is_free:
@@ -129,7 +129,7 @@ class _Pool:
             self._join(block, after.after)
         self._insert(block)
 
-    def _best_fit(self, size: int) -> Block | None:
+    def _best_fit(self, size: int) -> MemoryBlock | None:
         """Return the smallest free block that holds a size, no longer free; the block at the end of an expandable segment last,
         because it counts as large as it can grow."""
         index = bisect_left(self._free, (size, -1))
@@ -146,7 +146,7 @@ class _Pool:
         page = SMALL_SEGMENT if self._is_small else LARGE_SEGMENT
         if not self._expandable:
             taken = page if size < LEAST_OWN else rounded_up(size, OWN_UNIT)
-            self._insert(Block(self, self.reserved_bytes, taken))
+            self._insert(MemoryBlock(self, self.reserved_bytes, taken))
         else:
             last = self._last
             has = last.size if last is not None and last.is_free else 0
@@ -156,15 +156,15 @@ class _Pool:
                 last.size += taken
                 self._insert(last)
             else:
-                block = Block(self, self.reserved_bytes, taken)
+                block = MemoryBlock(self, self.reserved_bytes, taken)
                 self._join(last, block)
                 self._last = block
                 self._insert(block)
         self.reserved_bytes += taken
         return taken
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(self, block.address + size, block.size - size)
+    def _split(self, block: MemoryBlock, size: int) -> None:
+        rest = MemoryBlock(self, block.address + size, block.size - size)
         block.size = size
         after = block.after
         self._join(block, rest)
@@ -173,7 +173,7 @@ class _Pool:
             self._last = rest
         self._insert(rest)
 
-    def _join(self, before: Block | None, after: Block | None) -> None:
+    def _join(self, before: MemoryBlock | None, after: MemoryBlock | None) -> None:
         """Make two blocks neighbours; a block without one behind it ends its segment."""
         if before is not None:
             before.after = after
@@ -182,10 +182,10 @@ class _Pool:
         elif self._expandable:
             self._last = before
 
-    def _insert(self, block: Block) -> None:
+    def _insert(self, block: MemoryBlock) -> None:
         block.is_free = True
         insort(self._free, (block.size, block.address, block))
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         del self._free[bisect_left(self._free, (block.size, block.address))]
         block.is_free = False

@@ -25,7 +25,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops, Task
 from samestep.program.program import Program
 from samestep.schedules import TaskKind
-from samestep.simulation.caching_allocator import Block, CachingAllocator
+from samestep.simulation.caching_allocator import CachingAllocator, MemoryBlock
 from samestep.simulation.layer_memory import Saved
 from samestep.simulation.live_bytes import LiveBytes, OpSizes, found_by, gradient_bytes
 from samestep.simulation.memory import arriving_bytes, at_rest, on_the_way_bytes, widened_bytes
@@ -138,7 +138,7 @@ class _PlayedSteps:
     """The blocks that owners have, by micro-batch, while steps are played."""
 
     allocator: CachingAllocator
-    blocks: dict[tuple[tuple[str, Hashable], int], list[Block]] = field(default_factory=dict)
+    blocks: dict[tuple[tuple[str, Hashable], int], list[MemoryBlock]] = field(default_factory=dict)
 
     def do(self, microbatch: int, changes: Iterable[MemoryChange]) -> None:
         """Carry out changes, one after the other; each micro-batch has its own activations."""
