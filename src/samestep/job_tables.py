@@ -40,6 +40,11 @@ Convention = Literal["aligned", "next"]
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """The subject of a refusal: samples that influence each other, the loss as a sum over samples, random numbers, state that a
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
+WITHOUT_CUDA_GRAPHS: dict[CompileMode, CompileMode] = {
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
+"""The modes of a compiler that capture no CUDA graph, by those that differ from them in this alone."""
 
 
 MayChange = Literal[
@@ -440,6 +445,11 @@ class RunTable(Table):
                 "compile_backend = 'inductor' works, and so does compile_mode = 'default'"
             )
         return self
+
+    @property
+    def captures(self) -> bool:
+        """Whether the compiler's mode captures CUDA graphs."""
+        return self.compile_mode in WITHOUT_CUDA_GRAPHS
 
     @property
     def profiled_steps(self) -> range:

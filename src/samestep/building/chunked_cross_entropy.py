@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from samestep.building.loss import RunFunction, run_uncompiled
 from samestep.building.torch_seams import DisableTorchFunction
 from samestep.trees import tree_map
 
@@ -90,6 +91,8 @@ class Chunking:
     """Number of this rank among them."""
     reduce: Reduce | None = None
     """Reduces a tensor over these ranks in its place; None where a rank has the whole vocabulary."""
+    run: RunFunction = run_uncompiled
+    """Calls the functions of a chunk's logits, where gradients are taken of what they return."""
 
     def first_class(self, size: int) -> int:
         """Return the first class of this rank, which has `size` of them."""
@@ -112,6 +115,18 @@ class Head:
     def only_casts(self) -> bool:
         """Whether the logits are the product in another dtype, at most."""
         return all(one.function in _CASTS for one in self.functions)
+
+    def given(
+        self, product: Tensor, others: Sequence[Tensor], run: RunFunction
+    ) -> tuple[Tensor, tuple[torch.dtype, ...]]:
+        """Return what functions of logits are given, and the casts that are left to them: all, in a graph, of a product that is only cast."""
+        if run is run_uncompiled or not self.only_casts:
+            return self.after(product, others), ()
+        like, casts = product.new_empty(0), []
+        for function in self.functions:
+            like = function.of(like, others)
+            casts.append(like.dtype)
+        return product, tuple(casts)
 
     def after(self, product: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Return logits, given the product with the head's weight."""
@@ -140,7 +155,8 @@ def row_losses(
 
     Collective over the ranks of the chunking: every one calls it; if one does not, the others wait until the time limit.
     """
-    losses, log_sums, means = _RowLosses.apply(hidden, labels, head, smoothing, has_means, weight, bias, *others)
+    run = head.chunking.run if torch.is_grad_enabled() else run_uncompiled
+    losses, log_sums, means = _RowLosses.apply(hidden, labels, (head, run), smoothing, has_means, weight, bias, *others)
     return losses, log_sums, means
 
 
@@ -150,25 +166,21 @@ class _RowLosses(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         labels: Tensor | None,
-        head: Head,
+        how: tuple[Head, RunFunction],
         smoothing: float,
         has_means: bool,
         weight: Tensor,
         bias: Tensor | None,
         *others: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        head, run = how
         columns = None if labels is None else _own_columns(labels, weight.shape[0], head.chunking)
         parts: list[tuple[Tensor, ...]] = []
         for rows in head.chunking.chunks(hidden.shape[0]):
             product = torch.nn.functional.linear(hidden[rows], weight, bias)
-            logits = head.after(product, others)
+            logits, casts = head.given(product, others, run)
             del product
-            largest = logits.amax(dim=-1)
-            right = _at_columns(logits, columns, rows) if columns else torch.zeros_like(largest)
-            total = logits.sum(dim=-1) if smoothing else torch.zeros_like(largest)
-            logits.sub_(largest[:, None])
-            weighted = (logits.exp() * logits).sum(dim=-1) if has_means else torch.zeros_like(largest)
-            parts.append((largest, logits.exp_().sum(dim=-1), right, total, weighted))
+            parts.append(run(_numbers_of_rows, logits, casts, _at(columns, rows), bool(smoothing), has_means))
             del logits
         sums = _Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
         if head.chunking.reduce is not None:
@@ -180,7 +192,7 @@ class _RowLosses(torch.autograd.Function):
         losses = logs - (right - largest) * (1 - smoothing)
         if smoothing:
             losses = losses - (total / num_classes - largest) * smoothing
-        ctx.head, ctx.smoothing, ctx.num_classes = head, smoothing, num_classes
+        ctx.head, ctx.run, ctx.smoothing, ctx.num_classes = head, run, smoothing, num_classes
         means = largest + weighted / powers
         ctx.columns = columns
         ctx.save_for_backward(hidden, weight, bias, log_sums, means, *others)
@@ -197,22 +209,16 @@ class _RowLosses(torch.autograd.Function):
         needs = ctx.needs_input_grad
         found = _Gradients(hidden, weight, bias, others, (needs[0], *needs[5:]), head)
         for rows in head.chunking.chunks(hidden.shape[0]):
-            product, logits = found.logits(rows)
-            shift = log_sums[rows][:, None]
+            product, logits, casts = found.logits(rows, ctx.run)
             # Where the gradient of the product is that of the logits, in another dtype, nothing else reads them.
-            shifted = logits.sub_(shift) if product is None else logits.detach() - shift
-            factor = (of_losses[rows] + of_log_sums[rows])[:, None]
-            if of_means is not None:
-                factor = factor + of_means[rows][:, None] * (shifted + (1 + log_sums - means)[rows][:, None])
-            powers = shifted.exp_().mul_(factor)
-            if ctx.columns is not None:
-                own, elsewhere = ctx.columns.own[rows], ctx.columns.elsewhere[rows]
-                at_label = of_losses[rows].masked_fill(elsewhere, 0.0) * (ctx.smoothing - 1)
-                powers.scatter_add_(-1, own[:, None], at_label[:, None].to(powers.dtype))
-            if ctx.smoothing:
-                powers.sub_((of_losses[rows] * (ctx.smoothing / ctx.num_classes))[:, None])
+            given = logits if product is None else logits.detach().clone()
+            of_means_here = None if of_means is None else (of_means[rows], means[rows])
+            powers = ctx.run(
+                _gradient_of_rows, given, casts, _at(ctx.columns, rows),
+                (of_losses[rows], of_log_sums[rows], log_sums[rows], of_means_here), (ctx.smoothing, ctx.num_classes),
+            )  # fmt: skip
             found.add(rows, product, logits, powers)
-            del product, logits, shifted, factor, powers
+            del product, logits, given, powers
         of_hidden, of_weight, of_bias, *of_others = found.results()
         return of_hidden, None, None, None, None, of_weight, of_bias, *of_others
 
@@ -231,9 +237,60 @@ def _own_columns(labels: Tensor, size: int, chunking: Chunking) -> _Columns:
     return _Columns(own.masked_fill(elsewhere, 0), elsewhere)
 
 
-def _at_columns(logits: Tensor, columns: _Columns, rows: slice) -> Tensor:
-    found = logits.gather(-1, columns.own[rows][:, None])[:, 0]
-    return found.masked_fill(columns.elsewhere[rows], 0.0)
+_Rows = tuple[Tensor, Tensor] | None
+"""The own columns of some rows, and which of their labels are elsewhere; None without labels."""
+
+
+def _at(columns: _Columns | None, rows: slice) -> _Rows:
+    return None if columns is None else (columns.own[rows], columns.elsewhere[rows])
+
+
+def _logits(product: Tensor, casts: Sequence[torch.dtype]) -> Tensor:
+    """Return logits that may be written: the product after its casts, which in a graph is never in memory."""
+    for dtype in casts:
+        product = product.to(dtype)
+    return product.clone() if torch.compiler.is_compiling() else product
+
+
+def _numbers_of_rows(
+    product: Tensor, casts: Sequence[torch.dtype], columns: _Rows, has_total: bool, has_means: bool
+) -> tuple[Tensor, ...]:
+    """Return the `_Sums` of some rows, of which uncompiled nothing is left in the product."""
+    logits = _logits(product, casts)
+    largest = logits.amax(dim=-1)
+    right = torch.zeros_like(largest)
+    if columns is not None:
+        right = logits.gather(-1, columns[0][:, None])[:, 0].masked_fill(columns[1], 0.0)
+    total = logits.sum(dim=-1) if has_total else torch.zeros_like(largest)
+    logits.sub_(largest[:, None])
+    weighted = (logits.exp() * logits).sum(dim=-1) if has_means else torch.zeros_like(largest)
+    return largest, logits.exp_().sum(dim=-1), right, total, weighted
+
+
+def _gradient_of_rows(
+    product: Tensor,
+    casts: Sequence[torch.dtype],
+    columns: _Rows,
+    sums: tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None],
+    smoothed: tuple[float, int],
+) -> Tensor:
+    """Return the gradient of the product of some rows, in which uncompiled nothing is left of it.
+
+    `sums` are the gradients of losses and log-sum-exps, the latter themselves, and the gradients and values of expected logits.
+    """
+    of_losses, of_log_sums, log_sums, of_means = sums
+    smoothing, num_classes = smoothed
+    shifted = _logits(product, casts).sub_(log_sums[:, None])
+    factor = (of_losses + of_log_sums)[:, None]
+    if of_means is not None:
+        factor = factor + of_means[0][:, None] * (shifted + (1 + log_sums - of_means[1])[:, None])
+    powers = shifted.exp_().mul_(factor)
+    if columns is not None:
+        at_label = of_losses.masked_fill(columns[1], 0.0) * (smoothing - 1)
+        powers.scatter_add_(-1, columns[0][:, None], at_label[:, None].to(powers.dtype))
+    if smoothing:
+        powers.sub_((of_losses * (smoothing / num_classes))[:, None])
+    return powers.to(product.dtype)
 
 
 class _Sums(NamedTuple):
@@ -287,18 +344,18 @@ class _Gradients:
         is_half = param.dtype in (torch.float16, torch.bfloat16) and not self._single
         return torch.zeros_like(param, dtype=torch.float32 if is_half else param.dtype)
 
-    def logits(self, rows: slice) -> tuple[Tensor | None, Tensor]:
+    def logits(self, rows: slice, run: RunFunction) -> tuple[Tensor | None, Tensor, tuple[torch.dtype, ...]]:
         """Return the product of some rows with the head's weight, and the logits computed from it, with their autograd
-        graph.
+        graph; and the casts that are left.
 
         Where only casts stand between them, there is no graph, and nothing keeps the product.
         """
         product = torch.nn.functional.linear(self._hidden[rows], self._weight, self._bias)
         if self._head.only_casts:
-            return None, self._head.after(product, self._others)
+            return None, *self._head.given(product, self._others, run)
         with torch.enable_grad():
             product.requires_grad_()
-            return product, self._head.after(product, self._others)
+            return product, self._head.after(product, self._others), ()
 
     def add(self, rows: slice, product: Tensor | None, logits: Tensor, of_logits: Tensor) -> None:
         """Add the gradients that the logits of some rows bring."""

@@ -125,15 +125,24 @@ def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
     return total + sum(root.flatten()[:0].sum().to(total.dtype) for root in roots)
 
 
-def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+RunFunction = Callable[..., Any]
+"""Calls a function of tensors, which it is given first, with the arguments behind it: as it is, or as a graph of a compiler."""
+
+
+def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the function's result: the `RunFunction` of a run that compiles nothing."""
+    return function(*args)
+
+
+def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -> tuple[Tensor, Tensor]:
     """Return the cross entropy summed over all labels but -100, in float32 at least, and the number of these labels.
 
-    Classes are the last dimension of the logits, [B, T, V] for labels [B, T], or else the second, [B, V, ...].
+    `run` calls what a step computes of logits and labels. Classes are the last dimension of the logits, [B, T, V] for labels [B, T], or else the second, [B, V, ...].
 
     Raises:
         JobError: the shapes do not fit, or outputs or batch lack logits or labels.
     """
-    logits, labels = at_least_float32(prediction_of(outputs)), class_numbers(target_of(batch), prediction_of(outputs))
+    logits, labels = prediction_of(outputs), class_numbers(target_of(batch), prediction_of(outputs))
     if logits.shape[:-1] == labels.shape:
         logits, labels = logits.flatten(0, -2), labels.flatten()
     elif logits.shape[:1] + logits.shape[2:] != labels.shape:
@@ -141,7 +150,14 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
             f"train.loss = 'cross_entropy': logits {list(logits.shape)} do not fit labels {list(labels.shape)}; "
             "[B, T, V] with [B, T], or [B, C] with [B], works"
         )
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    run = run if torch.is_grad_enabled() else run_uncompiled
+    total, count = run(_summed, logits, labels)
+    return total, count
+
+
+def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy summed over labels, and their number."""
+    total = F.cross_entropy(at_least_float32(logits), labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return total, (labels != IGNORED_LABEL).sum()
 
 

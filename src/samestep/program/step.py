@@ -56,8 +56,8 @@ class StepSpec:
     """Whether the loss sees the outputs of all samples of the step."""
     compile: Literal["none", "blocks", "model"] = "none"
     """The part of a model that runs as a graph of `torch.compile`."""
-    captures_graphs: bool = False
-    """Whether such graphs are CUDA graphs too, which the host launches whole."""
+    captures: bool = False
+    """Whether the compiler captures CUDA graphs, which the host launches whole, and which write what they return into the same memory in each run."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
@@ -101,7 +101,7 @@ class StepSpec:
             replica=replica,
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compile=job.run.compile,
-            captures_graphs=job.run.compile != "none" and job.run.compile_mode in ("reduce-overhead", "max-autotune"),
+            captures=job.run.compile != "none" and job.run.captures,
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             states=HeldStates.of(model, job, BYTES_OF[_master_dtype(job.numerics.precision)]),

@@ -77,6 +77,7 @@ from samestep.runtime.optimizers.optimizer_source import (
 )
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import StatePacking
+from samestep.runtime.optimizers.update_rule import why_uncompiled
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
@@ -192,12 +193,15 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
     exchanges = _watch_calls(decided, store)
-    return Assembly(
+    assembled = Assembly(
         parallel=_parallel(decided, mesh, cut),
         model=replace(_prepare_model(decided, mesh, cut, store), remarks=waived, form=form, state_names=names),
-        objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example),
+        objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, cut.compiled.run),
         weights=_with_updater(decided, placements, store),
     )
+    if (optimizer := assembled.weights.updater.optimizer) is not None:
+        cut.compiled.leave_update(why_uncompiled(optimizer))
+    return assembled
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +339,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
         slicing=cut.slicing,
         batch_norms=cut.batch_norms,
         deferred=cut.deferred,
-        pending=chunked_loss.pending_of(traced.module, program, mesh),
+        pending=chunked_loss.pending_of(traced.module, program, mesh, cut.compiled.run),
         checkpoints=recompute.in_our_modes(
             functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),
             plainly=traced.analysis.recomputes_blocks or keeps_calls,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.building.loss import check_results_of, cross_entropy, with_graph
+from samestep.building.loss import RunFunction, check_results_of, cross_entropy, with_graph
 from samestep.building.loss_result import LossResult, as_number
 from samestep.building.loss_scope import mark_of
 from samestep.examination.examine import Loss, Source
@@ -85,12 +85,16 @@ class Objective:
         mesh: Mesh,
         exchanges: BackwardExchanges,
         example: Any,
+        run: RunFunction,
     ) -> Objective:
-        """Return the sum that a step of a program minimises; the global batch has samples like those of `example`."""
+        """Return the sum that a step of a program minimises; the global batch has samples like those of `example`.
+
+        `run` calls the functions of logits that samestep has written.
+        """
         loss, names = source.loss, program.step.model.loss_names
         if loss is not cross_entropy:
             loss = check_results_of(given_instance.watching(loss, source.model, traced.module))
-        loss = tensor.loss_of(loss, program, mesh)
+        loss = tensor.loss_of(loss, program, mesh, run)
         sums: loss_terms.OwnSamples | whole_batch.WholeBatch
         if (asked := mark_of(source.loss)) is not None:
             keeps = bool(traced.analysis.states) or traced.spec.couples_samples

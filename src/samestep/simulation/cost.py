@@ -151,7 +151,7 @@ def _layer_key(op: Op, step: StepSpec, hardware: Hardware) -> _LayerKey:
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     layer = step.model.layers[op.layer]
     is_compiled = step.compile == "model" or (step.compile == "blocks" and layer.is_block)
-    graph: _Graph = "none" if not is_compiled else "captured" if step.captures_graphs else "compiled"
+    graph: _Graph = "none" if not is_compiled else "captured" if step.captures else "compiled"
     work = _work_of(layer)
     return _LayerKey(work, op.kind, _is_whole(op, step), _part_of(op, step), step.microbatch_samples, dtypes, graph)
 

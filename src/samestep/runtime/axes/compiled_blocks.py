@@ -21,10 +21,8 @@ and so they do while they are searched for one at fault. What the compiler canno
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -40,112 +38,54 @@ from torch.overrides import (
 from samestep.building.attention import by_document
 from samestep.building.attention.by_document import attend_each
 from samestep.building.attention.formula import BLOCK_ELEMENTS
+from samestep.building.loss import RunFunction, run_uncompiled
 from samestep.building.torch_seams import (
-    current_compile_id,
     current_function_mode,
     current_function_modes,
     dynamo,
-    inductor_options,
     num_graph_breaks,
     pop_function_mode,
     push_function_mode,
 )
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
-from samestep.job_tables import RunTable
+from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode, RunTable
 from samestep.models.analysis import ModelAnalysis
-from samestep.models.spec import MaskSpec, is_below
+from samestep.models.spec import MaskSpec
 from samestep.program.program import Program
 from samestep.randomness import graph_draws
 from samestep.randomness.mask_source import MaskSource
 from samestep.runtime.axes import rank_crossings
+from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, first_line, pluralise
+from samestep.strategies import whole_graph
 
 _ISLAND = "samestep keeps it outside of the graph"
+LOSS = "the loss"
+"""What lines of a run call the functions of the loss that samestep has written."""
+UPDATE = "the update"
+"""What they call the optimizer's step."""
 _CHANGES = 8
 """How often code may be compiled anew because what it is given has changed, before torch runs it uncompiled."""
-
-
-Structure = tuple[object, ...]
-"""The classes of a module and of all modules in it, their code where it is an instance's own, and which are islands."""
-
-
-class _Compiler:
-    """Compiles the graphs of this run. torch keeps it as long as it keeps the code, so it holds no module."""
-
-    def __init__(self, name: str, mode: str = "default") -> None:
-        self.name = name
-        self._options = {} if mode == "default" else {"config_patches": inductor_options(mode)}
-        self.label = name if mode == "default" else f"{name} ({mode})"
-        """The backend as lines of a run name it."""
-        self._backends: dict[Structure, Callable[..., Any]] = {}
-        self.running: str | None = None
-        """The path of the module whose graph runs; that of a model is empty."""
-        self.modules: dict[int, str] = {}
-        """The paths of the modules in it, by their `id`."""
-        self.num_graphs = self.num_again = 0
-        """All graphs, and those of code that had been compiled before."""
-        self.drawing: Set[str] = frozenset()
-        """The paths of modules that draw masks."""
-        self.why_whole = ""
-        """Why each module that is compiled must be one graph, if it must."""
-        self.breaks_before = 0
-        """The breaks of all graphs before the module's call."""
-        self.uncompiled: dict[str, str] = {}
-        """Why a block, or a module in one, runs uncompiled, by its path."""
-        self._codes: set[int | None] = set()
-
-    def backend_for(self, structure: Structure) -> Callable[..., Any]:
-        """Return the backend for modules of a structure; torch reuses a graph for the same backend alone."""
-        return self._backends.setdefault(structure, functools.partial(self._compile))
-
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Compile one graph, in which crossings of one tensor are one; where the backend cannot, return a function that runs its operations one by one."""
-        backend = dynamo().lookup_backend(self.name)
-        compilation = current_compile_id()
-        code = None if compilation is None else compilation.frame_id
-        self.num_again += code in self._codes
-        self._codes.add(code)
-        for part in graph_draws.parts_of(graph):
-            rank_crossings.share(part.graph)
-        if num_graph_breaks() > self.breaks_before and (reason := self._why_whole()):
-            raise dynamo().exc.TorchDynamoException(f"{reason}, and its graph breaks")  # nothing has run yet
-        unnamed = graph_draws.replace_dropouts(graph, self.modules)
-        if unnamed:
-            raise dynamo().exc.TorchDynamoException(unnamed)
-        for part in graph_draws.parts_of(graph):
-            part.recompile()
-        try:
-            with warnings.catch_warnings():  # torch's code warns when inductor imports it to compile
-                warnings.simplefilter("ignore", DeprecationWarning)
-                made: Callable[..., Any] = backend(graph, inputs, **self._options)
-        except dynamo().exc.TorchDynamoException:
-            raise  # by which the compiler begins anew
-        except Exception as error:
-            self.uncompiled[self.running or ""] = f"{self.name} fails for it and its like: {_first_line(error)}"
-            return graph.forward
-        self.num_graphs += 1
-        return made
-
-    def _why_whole(self) -> str:
-        """Return why the module that runs must be one graph, if it must."""
-        if any(is_below(path, self.running or "") for path in self.drawing):
-            return "it draws masks of dropout"  # which would be counted anew in each graph of one call
-        return self.why_whole
 
 
 class CompiledBlocks:
     """The blocks of this rank, or its model, that run as graphs, and the results of their compilation."""
 
-    def __init__(self, backend: str = "", mode: str = "default", *, is_whole: bool = False) -> None:
+    def __init__(self, backend: str = "", mode: CompileMode = "default", *, is_whole: bool = False) -> None:
         self.in_graph: Set[nn.Module] = set()
         """Modules whose calls a graph contains, so that a hook on them would not run."""
         self.num_blocks = 0
         """Blocks that run as graphs; 1 for a whole model."""
-        self._is_whole = is_whole
-        self.compiler = _Compiler(backend, mode)
-        self.seconds = 0.0
-        """The time of all calls in which something was compiled."""
-        self._num_reported = (0, 0)
+        self.compiler = GraphCompiler(backend, mode, part="the model" if is_whole else "")
+        self.of_loss = GraphCompiler(backend, WITHOUT_CUDA_GRAPHS.get(mode, mode), part=LOSS)
+        """Compiles functions of the loss. What they return is kept while they run for other tokens, and a CUDA graph would write it anew."""
+        self.of_loss.why_whole = "it is to be one graph"
+        self.run: RunFunction = self._run if backend else run_uncompiled
+        """Calls a function of the loss that samestep has written."""
+        self.not_captured = ""
+        """Why no CUDA graph holds a whole micro-batch, where the mode captures any."""
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._num_reported: dict[GraphCompiler, tuple[int, int]] = {}
         self._breaks_before = num_graph_breaks() if backend else 0
         self._is_off = False
         self._num_islands = 0
@@ -158,6 +98,11 @@ class CompiledBlocks:
         """The places where a graph ended in the middle of a block, counted once for all blocks that share it."""
         return max(num_graph_breaks() - self._breaks_before, 0) if self.compiler.name else 0
 
+    def leave_update(self, reason: str) -> None:
+        """Let the lines of a run say why its update runs uncompiled."""
+        if self.compiler.name:
+            self.of_loss.uncompiled[UPDATE] = reason
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Run every block uncompiled, inside."""
@@ -168,70 +113,80 @@ class CompiledBlocks:
             self._is_off = before
 
     def news(self) -> list[str]:
-        """Return lines on blocks that were compiled, or left uncompiled, since the last call."""
-        made = self.compiler
-        now = made.num_graphs, len(made.uncompiled)
-        if now == self._num_reported:
-            return []
-        before, self._num_reported = self._num_reported, now
-        return self.summary(*before)
+        """Return lines on graphs that were compiled, and on code that was left uncompiled, since the last call."""
+        lines: list[str] = []
+        for made in (self.compiler, self.of_loss):
+            now = made.num_graphs, len(made.uncompiled)
+            before = self._num_reported.get(made, (0, 0))
+            if now != before:
+                self._num_reported[made] = now
+                lines += self._summary_of(made, *before)
+        return lines
 
-    def summary(self, graphs: int = 0, left: int = 0) -> list[str]:
-        """Return lines on graphs, if there are more than `graphs`, and on modules that were left uncompiled after
-        the first `left`."""
-        made, lines = self.compiler, []
-        if made.num_graphs > graphs:
-            again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
-            part = "the model" if self._is_whole else _pluralise(self.num_blocks, "block")
-            lines.append(
-                f"run.compile: {part} as {_pluralise(made.num_graphs, 'graph')} of {made.label}"
-                f"{again}, with {_pluralise(self.num_breaks, 'island')}, compiled in {self.seconds:.1f} s"
-            )
-        reasons: dict[str, list[str]] = {}
-        for path, reason in [*made.uncompiled.items()][left:]:
-            reasons.setdefault(reason, []).append(path)
-        for reason, found in reasons.items():
-            paths = [path or "the model" for path in found]
-            others = f" and {len(paths) - 1} more run" if len(paths) > 1 else " runs"
-            lines.append(f"run.compile: {paths[0]}{others} uncompiled: {reason}")
+    def summary(self) -> list[str]:
+        """Return lines on all graphs, and on modules that were left uncompiled."""
+        return self._summary_of(self.compiler) + self._summary_of(self.of_loss)
+
+    def _summary_of(self, made: GraphCompiler, graphs: int = 0, left: int = 0) -> list[str]:
+        """Return lines on graphs, if there are more than `graphs`, and on code that was left uncompiled after the first `left`."""
+        islands = f", with {pluralise(self.num_breaks, 'island')}" if made is self.compiler else ""
+        lines = made.summary(made.part or pluralise(self.num_blocks, "block"), islands, graphs, left)
+        if self.not_captured and made is self.compiler and made.num_graphs > graphs == 0:
+            lines.append(f"run.compile: no CUDA graph holds all of a micro-batch's forward: {self.not_captured}")
         return lines
 
     # -- a call ------------------------------------------------------------------------------------
 
     def compiled(self, path: str, module: nn.Module, structure: Structure) -> Callable[..., Any]:
         """Return a function that runs a module's forward as a graph, which modules of one structure may share."""
-        forward = module.forward
+        forward, compiler = module.forward, self.compiler
         names = {id(inner): name for name, inner in module.named_modules()}
-        graph = torch.compile(forward, backend=self.compiler.backend_for(structure))
-        compiler = self.compiler
+        graph = torch.compile(forward, backend=compiler.backend_for(structure))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_off or not torch.is_grad_enabled() or path in compiler.uncompiled:
                 return forward(*args, **kwargs)
-            modes = current_function_modes()
-            if any(isinstance(mode, MaskSource) and mode.sees_all for mode in modes):
-                return forward(*args, **kwargs)
-            source = next((mode for mode in modes if isinstance(mode, MaskSource)), None)
-            outer = compiler.running, compiler.modules, compiler.breaks_before
-            compiler.running = path
-            compiler.modules = names
-            compiler.breaks_before = num_graph_breaks()
-            began, graphs, islands = time.perf_counter(), compiler.num_graphs, self._num_islands
-            try:
-                with self._without_masks(modes), graph_draws.running(path, source):
-                    return graph(*args, **kwargs)
-            except dynamo().exc.TorchDynamoException as error:
-                reason = f"it cannot be compiled: {_first_line(getattr(error, 'inner_exception', error))}"
-                if self._num_islands > islands:  # to run it once more would communicate twice
-                    raise ModelError(f'{path or "the model"}: {reason}: run.compile = "none" works') from None
-                compiler.uncompiled[path] = reason
-                return forward(*args, **kwargs)
-            finally:
-                compiler.running, compiler.modules, compiler.breaks_before = outer
-                if outer[0] is None and compiler.num_graphs > graphs:
-                    self.seconds += time.perf_counter() - began
+            with compiler.running_in(path, names):
+                return self._call(compiler, path, (graph, forward), args, kwargs)
 
         return call
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the loss as a graph."""
+        if self._is_off or LOSS in self.of_loss.uncompiled:
+            return function(*args)
+        graph = self._functions.get(function)
+        if graph is None:
+            _allow_more_graphs(_CHANGES)
+            backend = self.of_loss.backend_for((function,))
+            graph = self._functions[function] = torch.compile(function, backend=backend)
+        with self.of_loss.running_in(LOSS, {}):
+            return self._call(self.of_loss, LOSS, (graph, function), args, {})
+
+    def _call(
+        self,
+        compiler: GraphCompiler,
+        path: str,
+        forms: tuple[Callable[..., Any], Callable[..., Any]],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Call code in its two forms: as a graph, or as it is where a mode must see it or the compiler cannot take it."""
+        graph, plainly = forms
+        modes = current_function_modes()
+        if any(isinstance(mode, MaskSource) and mode.sees_all for mode in modes):
+            return plainly(*args, **kwargs)
+        source = next((mode for mode in modes if isinstance(mode, MaskSource)), None)
+        islands = self._num_islands
+        try:
+            with self._without_masks(modes), graph_draws.running(path, source):
+                return graph(*args, **kwargs)
+        except dynamo().exc.TorchDynamoException as error:
+            reason = f"it cannot be compiled: {first_line(getattr(error, 'inner_exception', error))}"
+            if self._num_islands > islands:  # to run it once more would communicate twice
+                raise ModelError(f'{path or "the model"}: {reason}: run.compile = "none" works') from None
+            compiler.uncompiled[path] = reason
+            return plainly(*args, **kwargs)
 
     def outside(self, module: nn.Module) -> None:
         """Let the calls of a module leave the graph that contains them, under the modes that the graph was entered with."""
@@ -280,14 +235,6 @@ def _replace_modes(modes: list[TorchFunctionMode]) -> None:
         push_function_mode(mode)
 
 
-def _pluralise(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 # -- which modules ---------------------------------------------------------------------------------
 
 
@@ -307,6 +254,12 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     _prepare_compiler()
     blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode, is_whole=settings.compile == "model")
     model, step = traced.module, program.step
+    if step.captures:
+        blocks.not_captured = (
+            whole_graph.why_not_captured(step)
+            if settings.compile == "model"
+            else "run.compile = 'blocks' captures each block"
+        )
     blocks.compiler.drawing = {mask.owner for mask in step.model.masks}
     uncompiled = {mask.owner: reason for mask in step.model.masks if (reason := _kept_out(mask, model, program))}
     uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
@@ -317,11 +270,15 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     uncompiled |= dict.fromkeys(heads, "its logits are computed in chunks")
     units = {path for unit in program.units for path in unit.modules} | {one.path for one in program.host_modules}
     entry = _GraphEntry(blocks, uncompiled, units)
+    differs = step.model.differentiates_at
+    takes_gradients = (
+        f"the forward at {differs} takes gradients itself, and a graph has none of its gradients" if differs else ""
+    )
     for path in [""] if settings.compile == "model" else _paths_of_blocks(program):
         block = model.get_submodule(path)
         _refuse_compiled(path, block)
-        if path in uncompiled:
-            blocks.compiler.uncompiled[path] = uncompiled[path]
+        if reason := uncompiled.get(path) or takes_gradients:
+            blocks.compiler.uncompiled[path] = reason
         elif block not in entry.seen:
             blocks.num_blocks += 1
             entry.enter(path, block)
@@ -388,7 +345,7 @@ def _prepare_compiler() -> None:
     by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
 
 
-def _compile_one(compiler: _Compiler, islands: list[tuple[str, str | None]], heads: Set[str]) -> None:
+def _compile_one(compiler: GraphCompiler, islands: list[tuple[str, str | None]], heads: Set[str]) -> None:
     """Let a model be one graph or none: after a break torch compiles its functions one by one, and blocks whose modules differ in
     hooks would share what it made. A head that is an island comes after all blocks."""
     works = "run.compile = 'blocks' works"

@@ -70,6 +70,15 @@ _NUMBERED: list[None] = []
 _CROSSINGS: WeakValueDictionary[int, RankCrossing] = WeakValueDictionary()
 
 
+def trial_place(given: Tensor) -> Tensor | None:
+    """Return the place of a crossing that sends nothing, in the stead of one of this process; None for any other tensor."""
+    return _NOWHERE if any(given is one.place for one in _CROSSINGS.values()) else None
+
+
+_NOWHERE = torch.tensor(-1)
+"""The place of crossings in a graph that is tried, each of which computes a result of its shape from x alone."""
+
+
 # -- in a graph ------------------------------------------------------------------------------------
 
 
@@ -168,31 +177,34 @@ _WRITING = {
 # -- the operations --------------------------------------------------------------------------------
 
 
-def _owned(place: Tensor) -> tuple[RankCrossing, ledger.OwnedCollectives]:
-    crossing = _CROSSINGS[int(place)]
-    return crossing, ledger.owned(crossing.owner)
+def _sending(place: Tensor) -> RankCrossing | None:
+    """Return the crossing of a place; None where nothing is sent."""
+    number = int(place)
+    return None if number < 0 else _CROSSINGS[number]
 
 
 def _all_reduce(x: Tensor, place: Tensor) -> Tensor:
-    crossing, owned = _owned(place)
     total = x.clone(memory_format=torch.contiguous_format)
-    with owned:
-        dist.all_reduce(total, group=crossing.group)
+    if (crossing := _sending(place)) is not None:
+        with ledger.owned(crossing.owner):
+            dist.all_reduce(total, group=crossing.group)
     return total
 
 
 def _all_gather(x: Tensor, degree: int, place: Tensor) -> Tensor:
-    crossing, owned = _owned(place)
+    if (crossing := _sending(place)) is None:
+        return torch.cat([x] * degree)
     parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
-    with owned:
+    with ledger.owned(crossing.owner):
         all_gather(parts, x.contiguous(), group=crossing.group)
     return parts
 
 
 def _reduce_scatter(x: Tensor, degree: int, place: Tensor) -> Tensor:
-    crossing, owned = _owned(place)
+    if (crossing := _sending(place)) is None:
+        return x[: x.shape[0] // degree].clone(memory_format=torch.contiguous_format)
     mine = x.new_empty(x.shape[0] // degree, *x.shape[1:])
-    with owned:
+    with ledger.owned(crossing.owner):
         reduce_scatter(mine, x.contiguous(), group=crossing.group)
     return mine
 

@@ -25,9 +25,12 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts
 from samestep.building.loss import (
     IGNORED_LABEL,
+    RunFunction,
     at_least_float32,
     class_numbers,
+    cross_entropy,
     prediction_of,
+    run_uncompiled,
     target_of,
     with_prediction,
 )
@@ -307,31 +310,47 @@ class _CutCrossEntropy(torch.autograd.Function):
     """Cross entropy of logits cut by vocabulary, which keeps only their exponentials for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, run: RunFunction) -> Tensor:
         size = logits.shape[-1]
         own = labels - dist.get_rank(group) * size
         elsewhere = (own < 0) | (own >= size)
         column = own.masked_fill(elsewhere, 0)[:, None]
-        largest = logits.amax(dim=-1)
+        largest = at_least_float32(logits.amax(dim=-1))
         with owned("loss.largest"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest[:, None]
-        right = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0.0)
-        powers = shifted.exp_()
-        sums = _sum_over_ranks(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums", is_alone=True)
+        powers, own_sums = run(_powers_of, logits, largest, column, elsewhere)
+        sums = _sum_over_ranks(own_sums, group, "loss.sums", is_alone=True)
         ignored = labels == IGNORED_LABEL
         ctx.save_for_backward(powers, sums[0], column, elsewhere, ignored)
+        ctx.run, ctx.dtype = run, logits.dtype
         return (sums[0].log() - sums[1]).masked_fill(ignored, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         powers, total, column, elsewhere, ignored = ctx.saved_tensors
         mine = gradients[0].expand_as(total).masked_fill(ignored, 0.0)
-        gradient = powers * (mine / total)[:, None]
-        return gradient.scatter_add_(-1, column, -mine.masked_fill(elsewhere, 0.0)[:, None]), None, None
+        return ctx.run(_gradient_of_cut, powers, total, column, elsewhere, mine, ctx.dtype), None, None, None
 
 
-def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _powers_of(logits: Tensor, largest: Tensor, column: Tensor, elsewhere: Tensor) -> tuple[Tensor, Tensor]:
+    """Return exp(x - m) of a rank's logits, and of each row its sum and x[label] - m, 0 where another rank has the label."""
+    shifted = at_least_float32(logits) - largest[:, None]
+    right = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0.0)
+    powers = shifted.exp_()
+    return powers, torch.stack([powers.sum(dim=-1), right])
+
+
+def _gradient_of_cut(
+    powers: Tensor, total: Tensor, column: Tensor, elsewhere: Tensor, mine: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of a rank's logits, given that of each row's loss."""
+    gradient = powers * (mine / total)[:, None]
+    return gradient.scatter_add_(-1, column, -mine.masked_fill(elsewhere, 0.0)[:, None]).to(dtype)
+
+
+def cut_cross_entropy(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup, run: RunFunction = run_uncompiled
+) -> Tensor:
     """Return the summed cross entropy of rows whose logits are cut by vocabulary; labels of -100 do not count.
 
     logits [N, V / tp], labels [N]. With m the largest logit of a row: log(sum exp(x - m)) + m - x[label], each sum
@@ -339,7 +358,10 @@ def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) 
 
     Collective over `group`, see [Note: collective calls].
     """
-    loss: Tensor = _CutCrossEntropy.apply(logits, labels, group)
+    run = run if torch.is_grad_enabled() else run_uncompiled
+    # A graph makes the wider logits of each row where it needs them; uncompiled they are made once for all that reads them.
+    given = at_least_float32(logits) if run is run_uncompiled else logits
+    loss: Tensor = _CutCrossEntropy.apply(given, labels, group, run)
     return loss
 
 
@@ -348,21 +370,27 @@ def cuts_logits(program: Program) -> bool:
     return program.step.layout.tp > 1 and program.step.cuts_loss and program.step.model.logit_rows > 0
 
 
-def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+def cut_loss(mesh: Mesh, run: RunFunction, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Return the sum and the count of `loss.cross_entropy`, from logits cut by vocabulary.
 
     Collective over `tp`, see [Note: collective calls].
     """
     logits = prediction_of(outputs)
     labels = class_numbers(target_of(batch), logits)
-    total = cut_cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), mesh.groups["tp"])
+    total = cut_cross_entropy(logits.flatten(0, -2), labels.flatten(), mesh.groups["tp"], run)
     return total, (labels != IGNORED_LABEL).sum()
 
 
-def loss_of(loss: Loss, program: Program, mesh: Mesh) -> Loss:
-    """Return the loss of this rank's logits; in chunks each part of the logits knows itself that it is cut."""
-    is_cut = cuts_logits(program) and program.step.layout.loss_chunk is None
-    return functools.partial(cut_loss, mesh) if is_cut else loss
+def loss_of(loss: Loss, program: Program, mesh: Mesh, run: RunFunction) -> Loss:
+    """Return the loss of this rank's logits; in chunks each part of the logits knows itself that it is cut.
+
+    `run` calls the functions of logits that samestep has written.
+    """
+    if program.step.layout.loss_chunk is not None:
+        return loss
+    if cuts_logits(program):
+        return functools.partial(cut_loss, mesh, run)
+    return loss if loss is not cross_entropy or run is run_uncompiled else functools.partial(cross_entropy, run=run)
 
 
 def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:

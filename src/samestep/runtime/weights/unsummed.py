@@ -26,6 +26,8 @@ class Unsummed(Replicated):
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         super().__init__(model, program, mesh, materialize)
         self.local = GradientsInPlace(program, mesh, [], self.params)
+        self._own: dict[str, Tensor] = {}
+        """The gradients that have been copied out of the memory of CUDA graphs."""
 
     def _pieces_of(self, name: str, place: Place | None, param: nn.Parameter, value: Tensor) -> Iterator[Piece]:
         assert place is None, "a bucket where nothing is summed"
@@ -44,12 +46,24 @@ class Unsummed(Replicated):
         """Note which weights have a gradient after a backward."""
         if is_forward(task.body):
             return
+        if self.program.step.captures:
+            self._copy_gradients()
         unused = {name for name in self._unused if self.params[name].grad is None}
         if self._counts:
             self._unused = unused
             return
         for name in self._unused - unused:
             self.params[name].grad = None
+
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._own.clear()
+
+    def _copy_gradients(self) -> None:
+        """Copy gradients to memory of their own: autograd keeps the tensors that a CUDA graph has returned, and its next run writes them."""
+        for name, param in self.params.items():
+            if param.grad is not None and param.grad is not self._own.get(name):
+                self._own[name] = param.grad = param.grad.clone()
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return the squared norm of all gradients, or of those of some weights."""

@@ -1,0 +1,183 @@
+"""The loss as a graph: the bits of a run without, what its lines say, and why the update is no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwise, Head, row_losses
+from samestep.job import Job
+from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode
+from samestep.runtime.axes.compiled_blocks import LOSS, UPDATE, CompiledBlocks
+from samestep.runtime.optimizers.update_rule import why_uncompiled
+from tests.laboratory import clipped, make_run, on_ranks
+from tests.models import Tokens
+
+Seen = tuple[list[float], list[Tensor], list[str]]
+"""The losses of a rank's steps, its weights after them, and what its steps remarked of compiling."""
+
+
+def job(precision: str, backend: str = "aot_eager", **tables: Any) -> Job:
+    return Job(
+        **{**clipped(precision).model_dump(), "run": {"compile": "blocks", "compile_backend": backend}, **tables}
+    )
+
+
+def stepped(rank: int, world: int, model: str, layout: str, job: Job) -> Seen:
+    run = make_run(rank, world, model, layout, job)
+    reports = [run.step(batch) for batch in samestep.batches(Tokens(), job)]
+    said = [line for report in reports for line in report.remarks if line.startswith("run.compile")]
+    return [report.loss for report in reports], [param.detach().clone() for param in run.model.parameters()], said
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "precision", "graphs"),
+    [
+        ("dp=1", "llama", "bf16", "1 graph"),
+        ("dp=1 loss_chunk=5", "llama", "bf16", "4 graphs"),
+        ("tp=2", "llama_even", "bf16", "2 graphs"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                ("dp=1", "llama", "float32", "1 graph"),
+                ("dp=1 loss_chunk=5", "capped", "float32", "4 graphs"),
+                ("tp=2", "llama_even", "float32", "2 graphs"),
+                ("tp=2 loss_chunk=5", "llama_even", "bf16", "4 graphs"),
+                ("pp=2 microbatch=4", "llama", "bf16", "1 graph"),
+            ]
+        ),
+    ],
+)
+def test_a_loss_that_is_a_graph_gives_the_same_bits(layout: str, model: str, precision: str, graphs: str) -> None:
+    compiled = on_ranks(layout, stepped, model, job(precision))
+    plainly = on_ranks(layout, stepped, model, clipped(precision))
+    for (losses, weights, _), (others, theirs, _) in zip(compiled, plainly, strict=True):
+        assert losses == others
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+    said = [line for _, _, lines in compiled for line in lines if line.startswith(f"run.compile: {LOSS} ")]
+    assert said
+    assert all(line.startswith(f"run.compile: {LOSS} as {graphs} of aot_eager") for line in said), said
+
+
+def test_the_update_says_why_it_is_no_graph() -> None:
+    _, _, said = stepped(0, 1, "plain", "dp=1", job("float32"))
+    assert [line for line in said if line.startswith(f"run.compile: {UPDATE} ")] == [
+        f"run.compile: {UPDATE} runs uncompiled: SGD is fused: one kernel updates many weights"
+    ]
+
+
+def test_a_loss_that_the_compiler_cannot_take_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = torch._dynamo.lookup_backend("aot_eager")
+
+    def failing(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        if any(node.target is nn.functional.cross_entropy for node in graph.graph.nodes):
+            raise RuntimeError("no kernel here")
+        return usual(graph, inputs)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: failing)
+    losses, weights, said = stepped(0, 1, "plain", "dp=1", job("float32"))
+    assert f"run.compile: {LOSS} runs uncompiled: aot_eager fails for it and its like: no kernel here" in said
+    others, theirs, _ = stepped(0, 1, "plain", "dp=1", clipped("float32"))
+    assert losses == others
+    assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+
+
+def test_held_out_losses_compile_nothing() -> None:
+    run = make_run(0, 1, "plain", "dp=1", job("float32"))
+    batch = next(samestep.batches(Tokens(), run.job))
+    run.prepare(batch.samples([0]))
+    run.evaluate(batch)
+    assert run.assembly.model.compiled.of_loss.num_graphs == 0
+    run.step(batch)
+    assert run.assembly.model.compiled.of_loss.num_graphs == 1
+
+
+def test_functions_of_the_loss_are_in_no_cuda_graph() -> None:
+    for mode in get_args(CompileMode):
+        options = CompiledBlocks("inductor", mode).of_loss._options.get("config_patches", {})
+        assert not options.get("triton.cudagraphs"), mode
+        for_blocks = CompiledBlocks("inductor", mode).compiler._options.get("config_patches", {})
+        assert for_blocks.get("triton.cudagraphs", False) is (mode in WITHOUT_CUDA_GRAPHS)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("functions", [(Tensor.float,), (torch.tanh, Tensor.float), (Tensor.double, Tensor.float)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("has_means", [False, True])
+def test_rows_of_a_graph_are_those_without_to_the_bit(functions: Any, smoothing: float, has_means: bool) -> None:
+    compiled = CompiledBlocks("aot_eager")
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(size, 6, generator=generator).bfloat16() for size in (7, 9))
+    labels = torch.arange(7) - (torch.arange(7) == 3) * 103
+
+    def found(chunking: Chunking) -> list[Tensor]:
+        head = Head(chunking, tuple(Elementwise(one, (LOGITS,), {}, writes=False) for one in functions))
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        results = row_losses(head, *leaves, None, (), labels, smoothing, has_means=has_means)
+        used = results if has_means else results[:2]
+        total = sum((index + 1.0) * one.double().sum() for index, one in enumerate(used))
+        return [*(one.detach() for one in used), *torch.autograd.grad(total, leaves)]
+
+    for own, other in zip(found(Chunking(3, run=compiled.run)), found(Chunking(3)), strict=True):
+        assert own.dtype == other.dtype
+        assert torch.equal(own, other)
+    assert compiled.of_loss.num_graphs >= 2
+    assert not compiled.of_loss.uncompiled
+
+
+# -- why the update is no graph --------------------------------------------------------------------
+
+
+def _updated(make: Callable[..., torch.optim.Optimizer], backend: str | None, rates: list[float]) -> tuple[Tensor, int]:
+    """Return a float64 weight after steps with these rates, and the number of graphs that they needed."""
+    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 8, dtype=torch.float64))
+    optimizer, graphs = make([weight], lr=rates[0], foreach=True), 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=counting)
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        weight.grad = (weight.detach() * 1.7 - 0.3).cos()
+        step()
+    return weight.detach(), graphs
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
+def test_a_compiled_update_would_be_another_and_compile_in_each_step() -> None:
+    """The reason that the line of a run gives, held against torch itself."""
+    torch._dynamo.reset()
+    plain, _ = _updated(torch.optim.Adam, None, [0.1, 0.1, 0.1])
+    compiled, _ = _updated(torch.optim.Adam, "eager", [0.1, 0.1, 0.1])
+    assert (plain - compiled).abs().max() > 1e-9
+    torch._dynamo.reset()
+    _, constant = _updated(torch.optim.RMSprop, "eager", [0.1] * 6)
+    torch._dynamo.reset()
+    _, changing = _updated(torch.optim.RMSprop, "eager", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert changing >= constant + 3
+
+
+class Keeps(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda held: torch.optim.AdamW(held, fused=True), "AdamW is fused"),
+        (lambda held: torch.optim.RMSprop(held), "RMSprop has a learning rate that is a number"),
+        (lambda held: Keeps(held, lr=0.1, fused=True), "Keeps is code that may keep numbers"),
+    ],
+)
+def test_each_optimizer_has_its_reason(make: Callable[..., torch.optim.Optimizer], reason: str) -> None:
+    assert why_uncompiled(make([nn.Parameter(torch.ones(2))])).startswith(reason)
