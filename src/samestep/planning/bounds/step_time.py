@@ -6,6 +6,7 @@ the closer it is, the fewer layouts are played. Layers of one kind cost the same
 
 Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before the first forwards of the stages before it:
 
+    T >= n c / p, c the least seconds of a sample         for all layouts with these degrees, of n samples a rank
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    for all layouts with these degrees and this micro-batch
     T >= m c_i + c_1 + ... + c_(i-1)                      for one schedule; with several runs a stage, their first ones
 
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes
-from samestep.planning.bounds.pipeline_order import after_last_backward
+from samestep.planning.bounds.pipeline_order import after_last_backward, forwards_after_backwards
 from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
@@ -109,39 +110,49 @@ class Bounds:
         group = group_of(axis, ranks, step, self.hardware)
         return collective_s(kind, int(size_bytes), group, self.hardware)
 
-    def least_s(self, step: StepSpec) -> float:
-        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch.
+    def degrees_s(self, steps: Sequence[StepSpec]) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees; `steps` as in `schedule_s`."""
+        step = steps[0]
+        sample_s = min(map(self.prices.sample_s, _unlike(steps)))
+        updated = self.prices.whole_sizes(step).trained / step.layout.dp_cp_size / step.layout.pp
+        return step.rank_samples * sample_s / step.layout.pp + self._update_s(step, updated, 0.0)
+
+    def least_s(self, steps: Sequence[StepSpec]) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch; `steps` as in `schedule_s`.
 
         Computed for no recompute and no split backward, since neither saves time.
         """
+        return min(map(self._least_s, _unlike(steps)))
+
+    def _least_s(self, step: StepSpec) -> float:
         step = smallest(step)
         if step.layout.recompute != "none" or step.splits_backward:
             step = step.but(layout=step.layout.but(recompute="none", schedule=DEFAULT))
-        pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
-        more = self.prices.whole_seconds(larger) if rest else whole
-        busy_s = rest * (more.forward_s + more.backward_s)
-        busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
+        pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
+        sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
+        busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
         trained = self.prices.whole_sizes(step).trained
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
 
+    def _least_microbatch_s(self, step: StepSpec) -> float:
+        """Return the least seconds of a micro-batch, with chunks of the loss or without."""
+        whole = self.prices.whole_seconds(step)
+        return whole.forward_s + whole.backward_s - self.prices.saved_by_chunks_s(step)
+
     def schedule_s(self, steps: Sequence[StepSpec]) -> float:
-        """Bound the step time, in seconds, of all layouts that differ only in the data axis, recompute and the chunks of the loss.
+        """Bound the step time, in seconds, of all layouts that differ only in the data axis, recompute and chunks.
 
         Args:
-            steps: one of them with each chunk of the loss, the first with none. A chunk of which no layer is quicker has the first's bound.
+            steps: one of them with each choice of chunks, the first with none.
         """
-        plain, *chunked = (smallest(step.but(layout=step.layout.but(recompute="none"))) for step in steps)
-        bounded = [plain, *(step for step in chunked if self._may_be_quicker(step, plain))]
-        return min(max(self._times(step).ends_s) for step in bounded)
+        plain = (smallest(step.but(layout=step.layout.but(recompute="none"))) for step in _unlike(steps))
+        return min(max(self._times(step).ends_s) - self._saved_by_chunks_s(step) for step in plain)
 
-    def _may_be_quicker(self, step: StepSpec, other: StepSpec) -> bool:
-        """Return whether a layer takes less time in one of two steps of the same schedule, or a stage has others."""
-        twins = (step, other), (larger_twin(step)[0], larger_twin(other)[0])
-        return self.prices.runs(step).counts != self.prices.runs(other).counts or any(
-            mine.forward_s < its.forward_s or mine.backward_s < its.backward_s or mine.weight_s < its.weight_s
-            for one, another in twins
-            for mine, its in zip(self.prices.seconds(one), self.prices.seconds(another), strict=True)
-        )
+    def _saved_by_chunks_s(self, step: StepSpec) -> float:
+        """Return the most seconds by which chunks of the loss can make a step quicker."""
+        larger, rest = larger_twin(step)
+        more_s = rest * self.prices.saved_by_chunks_s(larger) if rest else 0.0
+        return more_s + (step.num_microbatches - rest) * self.prices.saved_by_chunks_s(step)
 
     def group_s(self, step: StepSpec) -> float:
         """Bound the step time, in seconds, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
@@ -230,6 +241,7 @@ class Bounds:
             runs = range(stage, pp * chunks, pp)
             forward_s = sum(of_run[run][0] for run in runs) + (begins_s[stage] if stage else waited_s)
             end_s, last = forward_s + sum(of_run[run][1] for run in runs), small[stage]
+            end_s += self._turns_s(step, runs)
             # Deferred weight gradients that follow that gradient.
             left = after_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
             left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
@@ -260,12 +272,12 @@ class Bounds:
 
     def _bodies(self, step: StepSpec) -> tuple[_Bodies, ...]:
         """Bound the seconds of the bodies of each run; under zero=2 and 3 they wait for gathers."""
-        counts, gathers = self.prices.runs(step).counts, self._gathers(step)
+        runs, gathers = self.prices.runs(step), self._gathers(step)
         known: dict[object, _Bodies] = {}
-        for run, cost in zip(counts, self.prices.run_seconds(step), strict=True):
-            if run not in known:
-                known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
-        return tuple(known[run] for run in counts)
+        for run, kinds, cost in zip(runs.counts, runs.kinds, self.prices.run_seconds(step), strict=True):
+            if kinds not in known:
+                known[kinds] = self._gathering(step, run, kinds, cost) if gathers else self._plain(step, cost)
+        return tuple(known[kinds] for kinds in runs.kinds)
 
     def _plain(self, step: StepSpec, cost: Seconds) -> _Bodies:
         forward_s, backward_s, weight_s = cost.forward_s, cost.backward_s, cost.weight_s
@@ -273,13 +285,16 @@ class Bounds:
 
     # -- sharded weights -----------------------------------------------------------------------------------------------
 
-    def _gathering(self, step: StepSpec, run: tuple[tuple[int, int], ...], cost: Seconds) -> _Bodies:
+    def _gathering(
+        self, step: StepSpec, run: tuple[tuple[int, int], ...], order: Sequence[int], cost: Seconds
+    ) -> _Bodies:
         """Bound bodies that gather and scatter one layer at a time, one layer ahead, in the stream of the data axis and in that
         of expert-sharded weights.
 
         A forward lasts as long as the gathers of all blocks but the first two, and the compute of a block before and after them.
         A backward lasts as long as the scatters of all blocks but the last two and the gathers of all but the first two, which
-        alternate in one stream; each overlaps only with compute that was issued later.
+        alternate in one stream; each overlaps only with compute that was issued later. What of a block's experts is not prefetched is
+        gathered behind the scatters of the block before it, when nothing is left to compute.
         """
         kinds = self.prices.seconds(step)
         blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
@@ -300,10 +315,57 @@ class Bounds:
                 last_s = max(last_s, turns_s + around_s + others_s, slowed_s)
                 kept_s = cost.backward_s + self._slowed_s(gathered_s, cost.sent_backward_s)
                 backward_s = max(backward_s, gathered_s + min(one.backward_s for one in mine), kept_s)
+        if step.zero == 3:
+            last_s = max(last_s, cost.backward_s + self._awaited_s(step, order))
         plain_s = forward_s if step.zero == 3 else cost.forward_s
         if step.layout.accumulate == "sharded":
             backward_s = last_s
         return _Bodies(forward_s, plain_s, backward_s, cost.weight_s, last_s)
+
+    def _awaited_s(self, step: StepSpec, order: Sequence[int]) -> float:
+        """Return the seconds in which a backward that scatters its gradients has nothing to compute between two blocks.
+
+        Args:
+            step: the step.
+            order: kind of each layer, in the order of the forward.
+        """
+        units, ranks = self.prices.units(step), step.ranks.size("dp_expert")
+        if not any(units[kind].expert_awaited for kind in order):
+            return 0.0
+        took_s: dict[tuple[int, int], float] = {}
+        for kind, later in set(itertools.pairwise(order)):
+            awaited, is_read = units[kind].expert_awaited, self.prices.few.layers[kind].backward_reads_weights
+            if not awaited or not units[later].expert_awaited or not is_read:
+                continue
+            sent = units[later].expert_scattered * _least_reduced_bytes(step)
+            scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, sent, "dp_expert", ranks, step)
+            gather_s = self._sent_s(OpKind.ALL_GATHER, awaited, "dp_expert", ranks, step)
+            behind_s = self.prices.seconds(step)[later].behind_s
+            took_s[kind, later] = max(0.0, scatter_s + gather_s - behind_s)
+        return sum(took_s.get(pair, 0.0) for pair in itertools.pairwise(order))
+
+    def _turns_s(self, step: StepSpec, runs: Sequence[int]) -> float:
+        """Return the seconds that a stage waits in all between a backward and the forward that follows it at once.
+
+        The first layer's weights are gathered behind its gradients' scatter, which follows the backward.
+        """
+        if step.zero < 3 or step.layout.accumulate == "full" or not self.hardware.overlap:
+            return 0.0
+        layout, seconds = step.layout, self.prices.seconds(step)
+        kinds = {self.prices.runs(step).kinds[run][0] for run in runs}
+        behind_s = max(seconds[kind].behind_s for kind in kinds)
+        wait_s = 0.0
+        for axis in SHARD_AXES:
+            parts = [self._part(step, kind, 1, axis) for kind in kinds]
+            both_s = min(part.gather_s for part in parts) + min(part.scatter_s for part in parts)
+            wait_s = max(wait_s, both_s - behind_s)
+        stage = runs[0]
+        return (
+            wait_s
+            * forwards_after_backwards(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+            if wait_s
+            else 0.0
+        )
 
     def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> _LayerTraffic:
         """Return the communication of layers of one kind over one of the axes along which units are sharded."""
@@ -476,6 +538,21 @@ def _reduced_s(begun_s: Sequence[float], of_runs: Sequence[_Reductions]) -> floa
             max(end_s, last_s + one.begin_s) + took_s for end_s, took_s in zip(ends_s, one.streams_s, strict=True)
         ]
     return max(ends_s)
+
+
+def _unlike(steps: Sequence[StepSpec]) -> list[StepSpec]:
+    """Return the first of steps that differ in chunks, and those that may be much quicker than it: chunks of the loss are where they
+    spare a gather of logits, and so may be chunks of MLPs."""
+    first = steps[0]
+    return [
+        first,
+        *(
+            step
+            for step in steps[1:]
+            if step.cuts_loss != first.cuts_loss
+            or (step.layout.mlp_chunk is not None and step.layout.loss_chunk is None)
+        ),
+    ]
 
 
 def _reduces_after_sends(step: StepSpec) -> bool:
