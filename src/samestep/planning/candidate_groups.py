@@ -50,7 +50,7 @@ class CandidateGroup(NamedTuple):
         return self.sized.but(**self.words)
 
     @property
-    def count(self) -> int:
+    def num_layouts(self) -> int:
         """The number of them."""
         return len(self.splits)
 
@@ -78,7 +78,7 @@ class DegreesGroup:
             yield sized, splits_with(sized, splits)
 
     @cached_property
-    def count(self) -> int:
+    def num_layouts(self) -> int:
         """The number of them."""
         return sum(candidates.num_variants(sized, self.model) * len(splits) for sized, splits in self._sizes())
 

@@ -126,7 +126,7 @@ def _fallen(found: Plan) -> Section:
 def _counted(found: Plan) -> Counter[str]:
     rules: Counter[str] = Counter()
     for one in found.fallen:
-        rules[one.rule] += one.count
+        rules[one.rule] += one.num_layouts
     return rules
 
 

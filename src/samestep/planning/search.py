@@ -113,9 +113,9 @@ class Fallen(NamedTuple):
     """Least known bytes of a layout that does not fit; 0 for others."""
 
     @property
-    def count(self) -> int:
+    def num_layouts(self) -> int:
         """The number of these layouts."""
-        return sum(group.count for group in self.groups)
+        return sum(group.num_layouts for group in self.groups)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of these layouts."""
@@ -161,7 +161,7 @@ class Plan:
     @cached_property
     def considered(self) -> int:
         """The number of layouts that were looked at, by themselves or in a group."""
-        return len(self.best) + sum(one.count for one in self.fallen)
+        return len(self.best) + sum(one.num_layouts for one in self.fallen)
 
     @cached_property
     def rejections(self) -> tuple[Rejection, ...]:
