@@ -130,6 +130,8 @@ class Plan:
     best: tuple[Prediction, ...]
     fallen: tuple[Fallen, ...]
     """Layouts that fell out, in groups."""
+    played: int
+    """Layouts that were played on the clock."""
     seconds: float
     devices: int
     hardware: Hardware
@@ -421,6 +423,7 @@ def plan(
     return Plan(
         best=tuple(search.best),
         fallen=tuple(search.fallen),
+        played=search.played,
         seconds=time.perf_counter() - began,
         devices=devices,
         hardware=hardware,
