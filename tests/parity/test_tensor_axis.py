@@ -7,12 +7,16 @@ times, a norm that counts replicated weights tp times.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from samestep.building.torch_seams import current_backward_id
 from samestep.datasets import batches
@@ -23,8 +27,17 @@ from samestep.runtime.axes import sequence
 from samestep.runtime.ledger import _owners
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of
-from tests.laboratory import clipped, make_run, observe, prepared_run
-from tests.models import Tokens
+from tests.laboratory import (
+    TOLERANCE,
+    assert_same,
+    clipped,
+    make_run,
+    observe,
+    on_ranks,
+    prepared_run,
+    reference,
+)
+from tests.models import MODELS, Parted, PartedBlock, Tokens
 from tests.pool import pool
 
 
@@ -102,3 +115,40 @@ def test_gradients_of_parts_are_summed_once_a_step(layout: str) -> None:
     between = sum(param.numel for param in program.step.model.params if param.partial == "sequence")
     ranks = program.step.layout.num_shards
     assert sum(op.size_bytes for _, op in in_blocks) == between // ranks * BYTES_OF[program.step.master_dtype]
+
+
+_products = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
+
+
+class KeepingBlock(PartedBlock):
+    """A block that checkpoints its own code and keeps the results of its products, whole or in a part."""
+
+    def __init__(self, is_whole: bool) -> None:
+        super().__init__(16, 4)
+        self.is_whole = is_whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_whole:
+            return checkpoint(super().forward, x, use_reentrant=False, context_fn=_products)
+        x = x + self.attention(self.first(x)) * self.gain
+        return x + checkpoint(self.fed_forward, x, use_reentrant=False, context_fn=_products)
+
+    def fed_forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.mlp(self.second(x)))
+
+
+class Keeping(Parted):
+    def __init__(self, is_whole: bool) -> None:
+        super().__init__(blocks=2)
+        self.blocks = nn.ModuleList(KeepingBlock(is_whole) for _ in range(2))
+
+
+MODELS |= {f"keeping {is_whole}": functools.partial(Keeping, is_whole) for is_whole in (True, False)}
+
+
+@pytest.mark.parametrize("model", ["keeping True", "keeping False"])
+def test_products_that_the_models_code_keeps_are_summed_once(model: str) -> None:
+    """A kept product that held the sum already would be summed again when its forward is repeated."""
+    assert_same(on_ranks("tp=2", observe, model, clipped()), reference(model, clipped()), TOLERANCE)

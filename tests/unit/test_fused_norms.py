@@ -84,6 +84,37 @@ def test_another_formula_keeps_its_island(formula: Callable[[Tensor, Tensor, flo
     assert fused_call(module, torch.bfloat16, torch.float32, CPU) is None
 
 
+def over(*dims: int) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Return an RMS norm over these dimensions of its input; over all but the first without any."""
+
+    def formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return weight * (x * torch.rsqrt(x.square().mean(dims or [*range(1, x.dim())], keepdim=True) + eps))
+
+    return formula
+
+
+def centred(formula: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Return the layer norm over the second dimension that has the RMS norm of this formula."""
+    return lambda x, weight, eps: formula(x - x.mean(1, keepdim=True), weight, eps)
+
+
+@pytest.mark.parametrize("size", [(SIZE,), (SIZE, 1, 1), (1,), (1, SIZE)])
+@pytest.mark.parametrize("formula", [over(1), over(), centred(over(1)), over(1, -1), over(1, 2)])
+def test_a_norm_over_other_dimensions_than_those_of_its_weight_keeps_its_island(
+    formula: Callable[[Tensor, Tensor, float], Tensor], size: tuple[int, ...]
+) -> None:
+    """In two dimensions the second is that of the features, and a weight of one element goes with any number of them."""
+    module = Formula(formula)
+    module.weight = nn.Parameter(torch.ones(size))
+    assert fused_call(module, torch.bfloat16, torch.float32, CPU) is None
+
+
+def test_a_norm_over_features_with_one_weight_for_all_keeps_its_island() -> None:
+    module = Formula(llama)
+    module.weight = nn.Parameter(torch.ones(1))
+    assert fused_call(module, torch.bfloat16, torch.float32, CPU) is None
+
+
 class Scaled(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return 2.0 * super().forward(x)

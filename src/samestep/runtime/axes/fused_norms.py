@@ -13,6 +13,7 @@ gradients in half precision there, so they are raised.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,8 @@ _OPS = frozenset((*_COPIES, *_ARITHMETIC, *_NORMS))
 """Names of aten operations of which the forward of a norm may consist: none has a branch or a limit in its values."""
 _SCALES = (1.0, 1e-3, 30.0)
 """Standard deviations of the inputs that are drawn."""
+_LEADING = ((4,), (2, 3))
+"""Dimensions in front of those of the weight: a norm over the second one of an input would look like one over its features in two alone."""
 
 
 def fused_call(module: nn.Module, compute: torch.dtype, master: torch.dtype, device: torch.device) -> Call | None:
@@ -48,6 +51,8 @@ def fused_call(module: nn.Module, compute: torch.dtype, master: torch.dtype, dev
     weight = weights.get("weight")
     has_buffers, is_meta = next(module.buffers(), None) is not None, device.type == "meta"
     if "forward" in vars(module) or not {*weights} <= {"weight", "bias"} or weight is None or has_buffers or is_meta:
+        return None
+    if 1 in weight.shape or not weight.shape:  # one number for many, and nothing says of how many the norm is
         return None
     functions = [*_functions(module, tuple(weight.shape), master)]
     for call in map(_fused, functions):
@@ -110,8 +115,8 @@ def _agrees(
         return torch.randn(*size, generator=draws).to(device, compute)
 
     held = {name: (1 + 0.5 * draw(*weight.shape)).requires_grad_() for name, weight in weights.items()}
-    for scale in _SCALES:
-        x = (scale * draw(4, *weights["weight"].shape)).requires_grad_()
+    for leading, scale in itertools.product(_LEADING, _SCALES):
+        x = (scale * draw(*leading, *weights["weight"].shape)).requires_grad_()
         raised = {name: weight.to(master) for name, weight in held.items()}
         try:
             with _Names() as seen, torch.enable_grad():

@@ -35,6 +35,7 @@ from samestep.building.loss import (
     with_prediction,
 )
 from samestep.building.loss_result import Loss
+from samestep.building.torch_seams import num_dispatch_modes
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_head
 from samestep.models.param_spec import Cut
@@ -67,12 +68,10 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
     copies = sequence.Shared(copy, group)
-    # A product's own result is summed in place, unless selective recompute keeps it as it is.
-    overwrites = program.step.layout.recompute != "selective"
     whole = _Boundaries(
         lambda path: RankCrossing(path, group, "keep", "sum", functools.partial(copies, path), is_shared=True),
         lambda module, path: RankCrossing(
-            path, group, "sum", "keep", functools.partial(_sum_of_output(module, overwrites), group=group, owner=path)
+            path, group, "sum", "keep", functools.partial(_sum_of_output(module), group=group, owner=path)
         ),
     )
     within = _Boundaries(None, lambda _, path: sequence.scattering(group, path))
@@ -127,10 +126,10 @@ def _enter(module: nn.Module, path: str, boundaries: _Boundaries) -> None:
         before_forward(module, lambda _, args, kwargs: ((crossing(args[0]), *args[1:]), kwargs))
 
 
-def _sum_of_output(module: nn.Module, overwrites: bool) -> Callable[..., Tensor]:
-    """Return how the output of a module whose hooks are not folded yet is summed: in its place if it is a product that is not kept."""
+def _sum_of_output(module: nn.Module) -> Callable[..., Tensor]:
+    """Return how the output of a module whose hooks are not folded yet is summed: in its place if it is a product."""
     is_product = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-    return reduce_product if overwrites and is_product else reduce
+    return reduce_product if is_product else reduce
 
 
 def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -262,9 +261,10 @@ def reduce_product(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return x, a product of matrices that nothing else reads, with the sum over the group in its place.
 
     The backward of a product does not read the product, so autograd goes on with the gradient of the sum as that of x, and needs
-    no function for it. Collective over `group`, see [Note: collective calls].
+    no function for it. Where a dispatch mode has seen the product it may keep it as it was, as a selective checkpoint of the layout
+    or of the model's code does, so x stays as it is there. Collective over `group`, see [Note: collective calls].
     """
-    if not x.is_contiguous():
+    if num_dispatch_modes() or not x.is_contiguous():
         return reduce(x, group, owner)
     with owned(owner):
         dist.all_reduce(x.detach(), group=group)
