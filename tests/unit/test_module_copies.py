@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,16 @@ def _recursive(model: Model) -> Any:
     return applied
 
 
+def _bound(model: Model) -> Any:
+    before = model.linear.forward
+
+    def doubled(_: nn.Module, x: Tensor) -> Tensor:
+        return 2.0 * before(x)
+
+    model.linear.forward = types.MethodType(doubled, model.linear)  # type: ignore[method-assign]
+    return lambda x: model.linear(x)
+
+
 HELD: dict[str, Callable[[Model], Any]] = {
     "lambda": lambda model: lambda x: model.linear(x),
     "nested functions": _nested,
@@ -94,6 +105,7 @@ HELD: dict[str, Callable[[Model], Any]] = {
     "keyword default": _decorated,
     "partial": lambda model: functools.partial(lambda layer, x: layer(x), model.linear),
     "method": lambda model: model.linear.forward,
+    "function bound to a module": _bound,
     "hook": _hooked,
     "weak reference": _weak,
     "unregistered module": _unregistered,
@@ -179,6 +191,31 @@ def test_a_function_with_a_parameter_itself_is_refused(is_built: bool) -> None:
 
     with pytest.raises(ModelError, match=r"linear.weight itself in a variable around it"):
         _trained(functools.partial(Model, hold) if is_built else Model(hold))
+
+
+@pytest.mark.parametrize(
+    "view", [lambda weight: weight.T, lambda weight: weight.data, lambda weight: weight[2:].detach()]
+)
+def test_a_function_with_the_memory_of_a_parameter_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    def hold(model: Model) -> Any:
+        part = view(model.linear.weight)
+        return lambda x: model.linear(x) + (x @ part.mT).sum(-1, keepdim=True)
+
+    def hold_alone(model: Model) -> Any:
+        part = view(model.linear.weight)
+        return lambda x: x + (x @ part.mT).sum(-1, keepdim=True)
+
+    for one in (hold, hold_alone):
+        with pytest.raises(ModelError, match=r"linear.weight itself in a variable around it"):
+            _trained(Model(one))
+
+
+def test_a_function_may_hold_a_view_of_a_frozen_parameter() -> None:
+    def hold(model: Model) -> Any:
+        part = model.embed.weight.requires_grad_(False).detach()[:8]
+        return lambda x: model.linear(x) + x @ part
+
+    assert _trained(_drawn(hold)) == pytest.approx(_by_hand(_drawn(hold)), rel=1e-6)
 
 
 def test_frozen_weights_elsewhere_are_constants() -> None:

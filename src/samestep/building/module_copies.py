@@ -3,7 +3,7 @@
 `copy.deepcopy` shares functions: a lambda in an attribute or a hook that closes over `self` would go on reading the weights of the
 module that was copied, which nobody trains. Here a function with a part of the module in a variable around it, or in a default, is
 made anew, and those variables hold the parts of the copy. Variables without such a part stay shared, as they are with the
-code around. Weak references in attributes of modules are made anew too.
+code around. Weak references and methods in attributes of modules are made anew too: `copy.deepcopy` shares the function of a method.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from samestep.building.torch_seams import is_traceable_wrapper_subclass
 
 _MOST = 200_000
 """Objects that are followed at most."""
@@ -59,20 +62,34 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for key, value in [*vars(part).items()]:
             if isinstance(value, weakref.ref) and id(referent := value()) in memo and isinstance(referent, nn.Module):
                 vars(part)[key] = weakref.ref(memo[id(referent)])
+            elif isinstance(value, MethodType) and id(value.__func__) in memo:
+                vars(part)[key] = MethodType(memo[id(value.__func__)], value.__self__)
     return copied
 
 
 def parameter_in_a_function(module: nn.Module) -> str:
-    """Return the name of the first parameter or buffer that a variable around a function holds, or a default; empty if none does."""
+    """Return the name of the first parameter or buffer that a variable around a function holds, or a default; empty if none does.
+
+    A tensor in the memory of a trained parameter, such as its transposition, is held like the parameter itself.
+    """
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    memory = {
+        place: name for name, param in module.named_parameters() if param.requires_grad and (place := _memory_of(param))
+    }
     found = (
-        names[id(value)]
+        name
         for function in _Holders(module).functions()
         for one in _held_by(function, is_around=True)
         for value in (one, *(_held_by(one, is_around=True) if isinstance(one, CellType) else ()))
-        if id(value) in names
+        if isinstance(value, Tensor) and (name := names.get(id(value)) or memory.get(_memory_of(value)))
     )
     return next(found, "")
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 where it has none, or none of its own."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
 class _Holders:
@@ -84,6 +101,7 @@ class _Holders:
 
     def __init__(self, module: nn.Module) -> None:
         known = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+        memory = {_memory_of(param) for param in module.parameters() if param.requires_grad} - {0}
         holders: dict[int, set[int]] = {}
         self._alive: dict[int, Any] = {}
         followed = set[tuple[int, bool]]()
@@ -94,6 +112,8 @@ class _Holders:
                 continue
             holders.setdefault(id(value), set()).add(id(holder))
             self._alive[id(value)] = value
+            if isinstance(value, Tensor) and _memory_of(value) in memory:
+                known.add(id(value))
             if id(value) in known or (id(value), is_around) in followed:
                 continue
             followed.add((id(value), is_around))
