@@ -218,6 +218,16 @@ def test_a_function_may_hold_a_view_of_a_frozen_parameter() -> None:
     assert _trained(_drawn(hold)) == pytest.approx(_by_hand(_drawn(hold)), rel=1e-6)
 
 
+def test_a_function_with_a_tensor_of_the_build_is_refused() -> None:
+    def hold(model: Model) -> Any:
+        gain = torch.randn(8)
+        return lambda x: model.linear(x) * gain
+
+    assert _trained(_drawn(hold)) == pytest.approx(_by_hand(_drawn(hold)), rel=1e-6)
+    with pytest.raises(ModelError, match=r"a tensor of shape \[8\] in a variable around it, .* a buffer .* works"):
+        _trained(functools.partial(Model, hold))
+
+
 def test_frozen_weights_elsewhere_are_constants() -> None:
     teacher = nn.Linear(8, 8)
     model = _drawn(lambda model: lambda x: model.linear(x) + teacher(x).detach())

@@ -86,6 +86,11 @@ def parameter_in_a_function(module: nn.Module) -> str:
     return next(found, "")
 
 
+def tensor_without_values(module: nn.Module) -> Tensor | None:
+    """Return the first tensor on the meta device that a function of the module holds and that is no part of the module; None if none does."""
+    return next(iter(_Holders(module).without_values), None)
+
+
 def _memory_of(tensor: Tensor) -> int:
     """Return the address of a tensor's memory; 0 where it has none, or none of its own."""
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
@@ -104,6 +109,8 @@ class _Holders:
         memory = {_memory_of(param) for param in module.parameters() if param.requires_grad} - {0}
         holders: dict[int, set[int]] = {}
         self._alive: dict[int, Any] = {}
+        self.without_values: list[Tensor] = []
+        """Tensors on the meta device that functions hold."""
         followed = set[tuple[int, bool]]()
         todo = [(part, value, False) for part in module.modules() for value in vars(part).values()]
         while todo and len(self._alive) < _MOST:
@@ -116,6 +123,8 @@ class _Holders:
                 known.add(id(value))
             if id(value) in known or (id(value), is_around) in followed:
                 continue
+            if is_around and isinstance(value, Tensor) and value.is_meta:
+                self.without_values.append(value)
             followed.add((id(value), is_around))
             is_around |= isinstance(value, FunctionType)
             todo += [(value, one, is_around) for one in _held_by(value, is_around)]
