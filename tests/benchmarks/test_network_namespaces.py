@@ -113,7 +113,11 @@ def test_after_an_error_nothing_is_left_and_processes_are_ended() -> None:
     def fail() -> None:
         with network(2) as hosts:
             names.append(hosts[0].name)
-            started.append(subprocess.Popen(hosts[0].command("sleep", "60")))
+            command = hosts[0].command("sh", "-c", "echo within; sleep 60")
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+            assert started[0].stdout is not None
+            started[0].stdout.readline()  # it is in the namespace now
+            started[0].stdout.close()
             raise KeyboardInterrupt
 
     names: list[str] = []
