@@ -33,14 +33,14 @@ class Watched(HostLanes):
         self._sources: list[Any] = []
         self._fetched: list[Any] = []
 
-    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+    def to_host(self, tensor: Tensor, layer: str) -> tuple[Tensor, Any]:
         self._note("out", self._sources)
         self._sources.append(weakref.ref(tensor.untyped_storage()))
-        return super().to_host(tensor)
+        return super().to_host(tensor, layer)
 
-    def from_host(self, copy: Tensor) -> tuple[Tensor, Any]:
+    def from_host(self, copy: Tensor, layer: str) -> tuple[Tensor, Any]:
         self._note("back", self._fetched)
-        found = super().from_host(copy)
+        found = super().from_host(copy, layer)
         self._fetched.append(weakref.ref(found[0].untyped_storage()))
         return found
 
@@ -84,7 +84,7 @@ class Block(nn.Module):
 def stack(count: int, *, on_host: bool) -> tuple[nn.ModuleList, HostInputs]:
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block() for _ in range(count))
-    layers = [SimpleNamespace(is_block=True) for _ in blocks]
+    layers = [SimpleNamespace(is_block=True, name=str(index)) for index in range(len(blocks))]
     ops = [Op(kind=OpKind.OFFLOAD, owner=str(index), layer=index) for index in range(count - 1)]
     program: Any = SimpleNamespace(
         bodies={"F": ops}, chunks=(), step=SimpleNamespace(model=SimpleNamespace(layers=layers))
