@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building import drawn_rows, nf4
-from samestep.building.module_copies import deep_copy, parameter_in_a_function, tensor_without_values
+from samestep.building.module_copies import deep_copy, tensors_in_functions
 from samestep.building.named_tensors import (
     NamedTensor,
     join_name,
@@ -231,12 +231,13 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blu
     Raises:
         ModelError: a function holds a parameter, or a tensor that has no values on a rank, or the module cannot be copied.
     """
-    if held := parameter_in_a_function(source):
+    held, tensor = tensors_in_functions(source)
+    if held:
         raise ModelError(
             f"a function that the model holds has {held} itself in a variable around it, and each rank has a parameter of its own: "
             "a function that reads the parameter from its module (self.…) works"
         )
-    if (tensor := tensor_without_values(source)) is not None:
+    if tensor is not None:
         raise ModelError(
             f"a function that the model holds has a tensor of shape {[*tensor.shape]} in a variable around it, which the build function "
             "makes and no module holds, so a rank has no values of it: a buffer that the function reads from its module (self.…) works"

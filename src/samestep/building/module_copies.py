@@ -67,28 +67,25 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def parameter_in_a_function(module: nn.Module) -> str:
-    """Return the name of the first parameter or buffer that a variable around a function holds, or a default; empty if none does.
+def tensors_in_functions(module: nn.Module) -> tuple[str, Tensor | None]:
+    """Return what functions of the module hold, in variables around them or in defaults, that a rank has otherwise or not at all.
 
-    A tensor in the memory of a trained parameter, such as its transposition, is held like the parameter itself.
+    The first is the name of a parameter or buffer, empty if they hold none; a tensor in the memory of a trained parameter, such as its
+    transposition, is held like the parameter itself. The second is a tensor on the meta device that is no part of the module.
     """
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     memory = {
         place: name for name, param in module.named_parameters() if param.requires_grad and (place := _memory_of(param))
     }
+    holders = _Holders(module)
     found = (
         name
-        for function in _Holders(module).functions()
+        for function in holders.functions()
         for one in _held_by(function, is_around=True)
         for value in (one, *(_held_by(one, is_around=True) if isinstance(one, CellType) else ()))
         if isinstance(value, Tensor) and (name := names.get(id(value)) or memory.get(_memory_of(value)))
     )
-    return next(found, "")
-
-
-def tensor_without_values(module: nn.Module) -> Tensor | None:
-    """Return the first tensor on the meta device that a function of the module holds and that is no part of the module; None if none does."""
-    return next(iter(_Holders(module).without_values), None)
+    return next(found, ""), next(iter(holders.without_values), None)
 
 
 def _memory_of(tensor: Tensor) -> int:
