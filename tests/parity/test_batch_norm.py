@@ -174,8 +174,8 @@ def plain_loop(coupled: int, batch: int = 8) -> tuple[list[float], dict[str, Ten
     return losses, weights, buffers, held_out / 24.0
 
 
-def prove(layout: str, coupled: int | None = None, batch: int = 8) -> None:
-    job, world = batch_norm_job(coupled, batch), Layout.parse(layout).world_size
+def prove(layout: str, coupled: int | None = None, batch: int = 8, **tables: Any) -> None:
+    job, world = batch_norm_job(coupled, batch, **tables), Layout.parse(layout).world_size
     run_of(0, 1, "dp=1", job)
     run_of(0, world, layout, job)
     found = pool(world).run(observe, layout, job) if world > 1 else [observe(0, 1, layout, job)]
@@ -236,6 +236,27 @@ def test_layouts_compute_what_a_plain_loop_computes(layout: str, coupled: int | 
     prove(layout, coupled, batch)
 
 
+@pytest.mark.parametrize(
+    ("layout", "coupled", "part"),
+    [
+        ("dp=2 zero=1", None, "blocks"),
+        *(
+            pytest.param(*case, marks=EVERY)
+            for case in [
+                ("dp=2 zero=2 recompute=full", None, "blocks"),
+                ("dp=2 microbatch=2 recompute=selective", 4, "blocks"),
+                ("dp=1 microbatch=2", 2, "blocks"),
+                ("dp=4", None, "blocks"),
+                ("dp=2 zero=3 pp=2 microbatch=2 recompute=full", 4, "blocks"),
+                ("dp=2 zero=1", None, "model"),
+            ]
+        ),
+    ],
+)
+def test_norms_stay_outside_of_graphs(layout: str, coupled: int | None, part: str) -> None:
+    prove(layout, coupled, run={"compile": part, "compile_backend": "aot_eager"})
+
+
 def refused(layout: str, job: Job, build: Any = Net) -> None:
     run_of(0, Layout.parse(layout).world_size, layout, job, build).prepare(next(batches(Images(), job)).samples([0]))
 
@@ -261,8 +282,6 @@ def test_what_batch_norm_cannot_be_in_is_refused_by_name() -> None:
         JobError, match=r"coupled_samples = 3 does not divide.*global_batch = 8.*coupled_samples = 2 works"
     ):
         batch_norm_job(3)
-    with pytest.raises(LayoutError, match=r"one graph of a block: run.compile = 'none' works"):
-        refused("dp=2", batch_norm_job(run={"compile": "blocks"}))
     with pytest.raises(ModelError, match=r"one value per channel.*coupled_samples = 2 or more works"):
         observe(0, 1, "dp=1", batch_norm_job(1))
 

@@ -14,6 +14,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Source
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -26,8 +27,11 @@ from tests.pool import pool
 Found = tuple[Observed, dict[str, Tensor], dict[str, float]]
 
 
-def run_of(rank: int, world: int, name: str, layout: str, batch: int = 8) -> Run:
+def run_of(rank: int, world: int, name: str, layout: str, batch: int = 8, part: str = "") -> Run:
     case, settings = CASES[name], job(batch)
+    if part:
+        run = {"compile": part, "compile_backend": "aot_eager"}
+        settings = Job(**{**settings.model_dump(), "run": run})
     source = Source(case.model, case.loss, optimizer_of(settings), name)
     example = next(batches(Views(), settings)).samples([0])
     prepared = traced.prepared(("batch values", name), source, settings, example, Layout.parse(layout))
@@ -35,8 +39,8 @@ def run_of(rank: int, world: int, name: str, layout: str, batch: int = 8) -> Run
     return Run(replace(source, prepared=prepared), Layout.parse(layout), settings, place)
 
 
-def observe(rank: int, world: int, name: str, layout: str, batch: int = 8) -> Found:
-    run = run_of(rank, world, name, layout, batch)
+def observe(rank: int, world: int, name: str, layout: str, batch: int = 8, part: str = "") -> Found:
+    run = run_of(rank, world, name, layout, batch, part)
     seen = follow(run, Views(), run.job, record=True)
     return seen, run.state_dict(on_every_rank=True), run.evaluate(next(batches(Views(), job(20))))
 
@@ -69,9 +73,38 @@ DAILY = {(names[index % len(names)], layout, (8, 5, 2)[index % 3]) for index, (l
 )
 def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -> None:
     """Of five samples ranks have unequal numbers; of two a third rank has none."""
+    prove(name, layout, batch)
+
+
+COMPILED = [
+    (name, layout, part)
+    for name in CASES
+    for layout, part in (
+        ("dp=2", "blocks"),
+        ("dp=2 zero=1 recompute=selective", "blocks"),
+        ("dp=2 recompute=full", "model"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "part"),
+    [
+        pytest.param(
+            *row, marks=() if row[:2] in {("later blocks", "dp=2"), ("whitened", "dp=2")} else pytest.mark.nightly
+        )
+        for row in COMPILED
+    ],
+)
+def test_code_that_takes_them_stays_outside_of_graphs(name: str, layout: str, part: str) -> None:
+    prove(name, layout, 8, part)
+
+
+def prove(name: str, layout: str, batch: int, part: str = "") -> None:
     losses, state = expected(name, batch)
     world = Layout.parse(layout).world_size
-    ranks = pool(world).run(observe, name, layout, batch) if world > 1 else [observe(0, 1, name, layout, batch)]
+    given = name, layout, batch, part
+    ranks = pool(world).run(observe, *given) if world > 1 else [observe(0, 1, *given)]
     for seen, ours, held_out in ranks:
         assert seen.losses == pytest.approx(losses, rel=TOLERANCE)
         assert ours.keys() == state.keys()

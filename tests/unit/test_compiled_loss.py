@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwise, Head, row_losses
+from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode
 from samestep.runtime.axes.compiled_blocks import LOSS, UPDATE, CompiledBlocks
@@ -181,3 +182,46 @@ class Keeps(torch.optim.SGD):
 )
 def test_each_optimizer_has_its_reason(make: Callable[..., torch.optim.Optimizer], reason: str) -> None:
     assert why_uncompiled(make([nn.Parameter(torch.ones(2))])).startswith(reason)
+
+
+class Sloped(nn.Module):
+    """Returns its input, too, of which a loss can take the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = (
+            nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x.requires_grad_()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden), x
+
+
+class Kept(Sloped):
+    """Its blocks keep what they return for their backward, so that torch refuses a second one before it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Tanh()) for _ in range(2)
+        )
+
+
+def penalised(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    scores, x = outputs
+    (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return (scores * slope.square().sum(1, keepdim=True)).sum(), len(scores)
+
+
+@pytest.mark.parametrize("model", [Sloped, Kept])
+def test_a_loss_that_takes_gradients_through_blocks_is_refused_with_what_works(model: type[nn.Module]) -> None:
+    data = [(one, one[:1]) for one in torch.randn(8, 8)]
+    run_job = Job(train={"global_batch": 4, "steps": 1}, run={"compile": "blocks", "compile_backend": "aot_eager"})
+    run = samestep.parallelize(model, penalised, lambda weights: torch.optim.SGD(weights), job=run_job)
+    batch = next(iter(samestep.batches(data, run_job)))
+    with pytest.raises(JobError, match=r"differentiated once, by the step: run.compile = 'none' works"):
+        run.step(batch)

@@ -87,15 +87,26 @@ def _result_of(function: Loss, word: str, outputs: Any, batch: Any) -> Any:
     """Return what a user's loss or measure returns.
 
     Raises:
-        JobError: it fails.
+        JobError: it fails, or takes gradients through a model whose blocks torch has compiled.
     """
     try:
         return function(outputs, batch)
     except torch.OutOfMemoryError:
         raise
-    except Exception:
+    except Exception as error:
+        if any(words in str(error) for words in _TWICE):
+            raise JobError(OF_GRAPHS) from error
         with failures_of(f"the {word} {_name_of(function)}, a function (outputs, batch) -> (sum, count),", JobError):
             raise
+
+
+_TWICE = ("double backward", "create_graph=False")
+"""Words of torch's errors where code differentiates a compiled graph again."""
+OF_GRAPHS = (
+    "the loss takes gradients through the model, and a graph of run.compile is differentiated once, by the step: "
+    "run.compile = 'none' works"
+)
+"""The refusal of a loss that does."""
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -50,8 +50,6 @@ def refusal(step: StepSpec) -> str | None:
         return None
     if step.model.differentiates_at:
         return f"{path} takes statistics over ranks (batch norm), and {gradients_within(step.model)}: one rank works"
-    if step.one_graph:
-        return f"{path} takes statistics over ranks (batch norm), and {step.one_graph}: run.compile = 'none' works"
     return None
 
 

@@ -49,8 +49,6 @@ def refusal(step: StepSpec) -> str | None:
         )
     if layout.dp > 1 and model.differentiates_at:
         return f"{who} takes values over ranks (samestep.batch_sum), and {gradients_within(model)}: one rank works"
-    if layout.dp > 1 and step.one_graph:
-        return f"{who} takes values over ranks (samestep.batch_sum), and {step.one_graph}: run.compile = 'none' works"
     return None
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,8 +51,9 @@ from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode, RunTable
 from samestep.models.analysis import ModelAnalysis
-from samestep.models.spec import MaskSpec
+from samestep.models.spec import MaskSpec, is_below
 from samestep.program.program import Program
+from samestep.program.step import StepSpec
 from samestep.randomness import graph_draws
 from samestep.randomness.mask_source import MaskSource
 from samestep.runtime.axes import rank_crossings
@@ -263,6 +264,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     blocks.compiler.drawing = {mask.owner for mask in step.model.masks}
     uncompiled = {mask.owner: reason for mask in step.model.masks if (reason := _kept_out(mask, model, program))}
     uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
+    uncompiled |= dict(_of_all_samples(step))
     uncompiled |= dict.fromkeys(
         _keeping(model, traced.analysis), "its forward writes what it reads, and a backward would read it anew"
     )
@@ -274,7 +276,8 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     takes_gradients = (
         f"the forward at {differs} takes gradients itself, and a graph has none of its gradients" if differs else ""
     )
-    for path in [""] if settings.compile == "model" else _paths_of_blocks(program):
+    blocks_of_rank = [""] if settings.compile == "model" else [*_paths_of_blocks(program)]
+    for path in blocks_of_rank:
         block = model.get_submodule(path)
         _refuse_compiled(path, block)
         if reason := uncompiled.get(path) or takes_gradients:
@@ -288,6 +291,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         )
     elif step.repeats_in_graphs:
         blocks.compiler.why_whole = "it is recomputed"
+        blocks.compiler.uncompiled |= dict(_broken_repeats(blocks_of_rank, entry.islands))
     blocks.in_graph = entry.in_graph - entry.seen
     _allow_more_graphs(blocks.num_blocks + _CHANGES)
     return blocks
@@ -354,6 +358,23 @@ def _compile_one(compiler: GraphCompiler, islands: list[tuple[str, str | None]],
         compiler.uncompiled[""] = f"{path} stays outside of graphs ({reason or 'it has hooks'}): {works}"
     elif not heads:
         compiler.why_whole = f"it is to be one graph ({works})"
+
+
+def _of_all_samples(step: StepSpec) -> Iterator[tuple[str, str]]:
+    """Yield each module whose code takes values of samples that other ranks or micro-batches have, with the reason why it has no graph."""
+    groups = step.sample_groups
+    if groups is not None and not groups.is_one_forward:
+        yield from ((path, "it takes statistics of samples (batch norm)") for path in step.model.batch_norm_owners)
+    for layer in step.model.layers:
+        yield from ((call.owner, "it takes values of all samples (samestep.batch_sum)") for call in layer.batch_values)
+
+
+def _broken_repeats(blocks: Sequence[str], islands: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each block that is recomputed and has an island, with the reason why it runs uncompiled: torch compiles none of its parts."""
+    for path in blocks:
+        inner = next((one for one in islands if is_below(one, path)), None)
+        if inner is not None:
+            yield path, f"it is recomputed as one graph, and {inner} stays outside of graphs: recompute=full works"
 
 
 def _pending_head(program: Program) -> Iterator[str]:

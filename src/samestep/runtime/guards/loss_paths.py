@@ -36,6 +36,12 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
     return ""
 
 
+def differentiates_graphs(total: Tensor) -> bool:
+    """Return whether a loss depends on gradients that it has taken through a graph of torch.compile, which has none of its own."""
+    start = get_gradient_edge(total).node
+    return any(node.name().startswith("CompiledFunctionBackwardBackward") for node in nodes_from([start]))
+
+
 def own_weight(total: Tensor, outputs: Any) -> str:
     """Return a remark on a loss with a trainable weight that the optimizer of the run does not have; empty if it has none."""
     ends = {get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad}

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import OWN_SUMS, target_of
+from samestep.building.loss import OF_GRAPHS, OWN_SUMS, target_of
 from samestep.building.model import call_model, loss_within
 from samestep.building.model_loss import ModelLoss, Rule
-from samestep.errors import ModelError, UnprovenError
+from samestep.errors import JobError, ModelError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.program.program import Program
 from samestep.randomness.mode import needs_mode
@@ -269,7 +269,13 @@ class StepTrials:
             )
 
     def _try_paths(self, held: Assembly, total: Tensor, outputs: Any) -> bool:
-        """Return whether the loss reaches a weight of the model by another way than its outputs, and refuse it."""
+        """Return whether the loss reaches a weight of the model by another way than its outputs, and refuse it.
+
+        Raises:
+            JobError: it takes gradients of a compiled graph's gradients.
+        """
+        if held.model.compiled.num_blocks and loss_paths.differentiates_graphs(total):
+            raise JobError(OF_GRAPHS)
         way = loss_paths.beside_outputs(total, outputs, held.model.module)
         if not way and (remark := loss_paths.own_weight(total, outputs)):
             self._refusals.remark(remark)
