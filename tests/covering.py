@@ -200,6 +200,33 @@ def daily(cases: Iterable[Any], *, beside_products: bool = False) -> list[Any]:
     ]
 
 
+OF_MODELS = ("tp", "sequence_parallel", "pp", "cp", "exchange", "ep", "loss_chunk", "mlp_chunk")
+"""Settings by which a layout cuts a model, or runs it in parts, in a way of the model's own."""
+_AMOUNTS = ("microbatch", "loss_chunk", "mlp_chunk")
+"""Settings of which it counts that there is one, whatever its size."""
+
+
+def pairs_of(layout: Layout, model: str) -> set[Hashable]:
+    """Return what a row of a layout and a model holds: its pairs of settings, its model with each setting that cuts it, its number of ranks."""
+    default = Layout()
+    settings = [
+        (name, setting is not None if name in _AMOUNTS else setting)
+        for name in (entry.name for entry in fields(layout) if entry.name != "virtual_stages")
+        if (setting := getattr(layout, name)) != getattr(default, name)
+    ]
+    of_model = [(model, one) for one in settings if one[0] in OF_MODELS]
+    return {model, layout.world_size, *settings, *itertools.combinations(settings, 2), *of_model}
+
+
+def beyond_products(cases: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the layouts and models that hold a pair which neither the rows of `test_products.py` nor others of these hold."""
+    held = set[Hashable]().union(
+        *(pairs_of(Layout.parse(layout), model) for layout, model, _ in rows(2, 4, alone=("model",)))
+    )
+    by_ranks = sorted(set(cases), key=lambda case: (Layout.parse(case[0]).world_size, case))
+    return set(without_needless(by_ranks, lambda case: pairs_of(Layout.parse(case[0]), case[1]) - held))
+
+
 def fewest(words: dict[int, set[Hashable]], layouts: dict[int, list[Layout]]) -> list[int]:
     """Return the cases that together hold every word of all: greedily, those of most new words for their ranks.
 

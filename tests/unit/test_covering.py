@@ -6,7 +6,9 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+from samestep.layout import Layout
 from tests import covering
+from tests.parity.axes import ROWS
 
 LAYOUTS = ["dp=1", "dp=1 microbatch=4", "dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2", "dp=4 zero=3"]
 
@@ -63,3 +65,31 @@ def test_tests_without_a_layout_or_with_marks_of_their_own_stay_as_they_are() ->
     assert left(plain + nightly + every) == plain + nightly + every
     some = [_Item("some", layout="tp=2")]
     assert left(nightly + some) == nightly + some, "nightly tests hold nothing"
+
+
+def test_of_the_rows_of_axes_those_are_left_that_hold_a_pair_which_no_product_and_no_other_row_holds() -> None:
+    free = [row.values if hasattr(row, "marks") else row for rows in ROWS.values() for row in rows if not marks_of(row)]
+    kept = covering.beyond_products(free)
+    assert len(kept) < len(set(free)), "none was needless"
+    products = covering.rows(2, 4, alone=("model",))
+    held = {pair for layout, model, _ in products for pair in covering.pairs_of(Layout.parse(layout), model)}
+    of_all, of_kept = (
+        held | {pair for layout, model in cases for pair in covering.pairs_of(Layout.parse(layout), model)}
+        for cases in (free, kept)
+    )
+    assert of_kept == of_all
+
+
+def test_a_pair_of_settings_a_model_that_is_cut_and_a_number_of_ranks_are_held_each() -> None:
+    alone = ("dp=2 loss_chunk=5 zero=3", "of its own")
+    assert covering.beyond_products([alone]) == {alone}
+    same = [("dp=2 zero=3", "of its own"), ("dp=1 loss_chunk=5", "of its own")]
+    assert covering.beyond_products([alone, *same]) == {alone, same[1]}, "the last has another number of ranks"
+    cut = ("tp=2", "of its own")
+    assert covering.beyond_products([alone, cut]) == {alone, cut}
+    wide = ("dp=8", "of its own")
+    assert covering.beyond_products([alone, wide]) == {alone, wide}
+
+
+def marks_of(row: Any) -> Any:
+    return getattr(row, "marks", ())

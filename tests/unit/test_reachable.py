@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,86 @@ def test_an_optimizers_numbers_are_found_wherever_it_keeps_them_and_are_put_back
         optimizer.step()
         assert (Counting.taken, optimizer.marks) == (4, [5, 3999])
     assert (Counting.taken, optimizer.marks, optimizer.late) == (3, [5], None)
+
+
+COUNTERS = """
+calls, late, other, mode = [0], None, [0], [0]
+def count(): return unrelated
+unrelated = [1]
+"""
+INNER = "deep, shallow = [0], [0]"
+USES = """
+import sys, pkg, pkg.inner
+from pkg import inner as aliased
+calls = count = other = deep = shallow = late = [0]
+def local_attribute(self): self.calls.append(1); self.count()
+def of_module(self): pkg.calls.append(1); self.other = self.mode
+def by_augmented(self): pkg.late = 1; pkg.mode[0] += self.count
+def deleted(self): del pkg.other
+def of_inner(self): pkg.inner.deep.append(1); self.shallow = 1
+def by_alias(self): aliased.shallow.append(self.deep)
+def given_away(self): mine = pkg; mine.calls.append(1)
+def by_text(self): getattr(pkg, "late"); setattr(self, "x", 1)
+def within(self): return [pkg.calls for _ in self.other]
+def in_closure(): mine = pkg; return lambda self: mine.other.append(self.calls)
+def by_modules(self): sys.modules[__name__].other.append(1)
+def by_globals(self): globals()["deep"].append(1)
+def imports(self):
+    from pkg import calls
+    from pkg.inner import deep as x
+def imports_whole(self):
+    import pkg.inner as one
+    one.shallow.append(1)
+def stores(self):
+    global late
+    late = self.count
+def either(self): (self.calls or pkg).late
+in_closure = in_closure()
+"""
+REACHED = {
+    "local_attribute": [],
+    "of_module": ["calls of pkg"],
+    "by_augmented": ["late of pkg", "mode of pkg"],
+    "deleted": ["other of pkg"],
+    "of_inner": ["deep of pkg.inner"],
+    "by_alias": ["shallow of pkg.inner"],
+    "given_away": ["calls of pkg"],
+    "by_text": ["late of pkg"],
+    "within": ["calls of pkg"],
+    "in_closure": ["other of pkg"],
+    "by_modules": ["__name__ of uses", "other of uses"],
+    "by_globals": ["deep of uses"],
+    "imports": ["calls of pkg", "deep of pkg.inner"],
+    "imports_whole": ["shallow of pkg.inner"],
+    "stores": ["late of uses"],
+    "either": ["late of pkg"],
+}
+
+
+@pytest.mark.parametrize("walk", [Reached, StepCode])
+@pytest.mark.parametrize("name", REACHED)
+def test_a_variable_is_reached_by_its_name_and_not_by_an_attribute_of_the_same_name(
+    name: str, walk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/__init__.py").write_text(COUNTERS)
+    (tmp_path / "pkg/inner.py").write_text(INNER)
+    (tmp_path / "uses.py").write_text(USES)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        function = vars(importlib.import_module("uses"))[name]
+        found: list[str] = []
+        monkeypatch.setattr(walk, "note", lambda _, one: found.append(one.name))
+        if walk is Reached:
+            Reached(function)
+        else:
+            optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+            monkeypatch.setattr(optimizer, "also", function, raising=False)
+            StepCode(optimizer)
+        assert sorted({one for one in found if one.endswith((" of pkg", " of pkg.inner", " of uses"))}) == REACHED[name]
+    finally:
+        for module in ("uses", "pkg", "pkg.inner"):
+            sys.modules.pop(module, None)
 
 
 def test_what_a_function_reaches_is_named_and_a_library_is_not_followed() -> None:

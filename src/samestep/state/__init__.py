@@ -2,7 +2,7 @@
 
 | verb | where | what it costs |
 | --- | --- | --- |
-| reach | `reachable.py`: one `CodeWalk`; what it finds of a model, a forward or a loss is `Reached`, of an optimizer `StepCode` (`step_code.py`) | a walk over closures, globals, classes and objects, each once |
+| reach | `reachable.py`: one `CodeWalk`; what it finds of a model, a forward or a loss is `Reached`, of an optimizer `StepCode` (`step_code.py`); the names in code: `code_names.py` | a walk over closures, globals, classes and objects, each once |
 | take, compare, put back | `snapshot.py`: `Snapshot` without copies, `KeptValues` with copies of tensors | a walk over the attributes of all modules and what they reach |
 | take and put back a few tensors, or attributes | `kept_tensors.py`: `KeptTensors`, `kept_slots.py`: `KeptSlots` | a copy of each |
 | run from an earlier state | `snapshot.py`: `ModelState.restored`, `preserve_modules`, `preserve_function`, `preserve_generators` | take twice, put back twice |

@@ -2,7 +2,7 @@
 
 One walk, `CodeWalk`, follows each function, class and object once:
 
-    globals             of the file of a function, by the names in its code
+    globals             of the file of a function, and of modules that it takes them from, by the names in its code (`code_names.py`)
     closures            the variables around a function, and its default arguments and attributes
     classes             attributes of the class of a module, or of an object that is reached
     objects, modules    that one of these variables holds, followed in turn
@@ -21,17 +21,19 @@ import sys
 import sysconfig
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import suppress
+from importlib.util import resolve_name
 from itertools import islice
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from samestep.datasets.generators import GENERATORS
+from samestep.state.code_names import Chain, CodeNames, Import, codes_in, names_in
 
 _LARGEST_NUMBER = 2**53
 _MOST = 20_000
@@ -51,6 +53,10 @@ _AROUND_FUNCTIONS = (functools._lru_cache_wrapper, functools.partial, MethodType
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap)
 """Classes of Python whose objects are followed like those of a user's class."""
+
+
+_WAYS_TO_A_FILE = ("globals", "__globals__", "f_globals", "__import__", "import_module", "getmodule")
+"""Names by which code may ask for the variables of its own file, besides `sys.modules`."""
 
 
 class Home(enum.Enum):
@@ -241,26 +247,52 @@ class CodeWalk:
             yield Variable(f"the default of {key} in {where}", named if key in named else None, key, value, kind)
         for key, value in list(vars(function).items()):
             yield Variable(f"{where}.{key}", vars(function), key, value)
-        for constant in (constant for one in _codes(code) for constant in one.co_consts):
+        for constant in (constant for one in codes_in(code) for constant in one.co_consts):
             if isinstance(constant, int | float | tuple) and not isinstance(constant, bool):
                 yield Variable(where, None, "", constant, Kind.ITEM if isinstance(constant, tuple) else Kind.CONSTANT)
         yield from self._named_in(function)
 
     def _named_in(self, function: FunctionType) -> Iterator[Variable]:
         """Yield the variables that the code of a function names: of closures, of its file, and of modules whose code is followed."""
+        names = names_in(function.__code__)
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             for value in _content(cell):
                 yield Variable(f"{name} around {function.__qualname__}", cell, name, value)
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
+                if isinstance(value, ModuleType):
+                    yield from self._of_module(value, names.of_closure.get(name, ()), names.attributes)
         own = function.__globals__
-        for name in sorted(names & own.keys()):
-            value = own[name]
-            if not isinstance(value, ModuleType):
-                yield Variable(f"{name} of {own.get('__name__', '')}", own, name, value)
-            elif self._follows(value.__name__):
-                held = vars(value)
-                for inner in sorted(names & held.keys()):
-                    yield Variable(f"{inner} of {value.__name__}", held, inner, held[inner])
+        for name in sorted(names.of_file.keys() & own.keys()):
+            yield from self._of_file(own, name, names.of_file[name], names.attributes)
+        for taken in sorted(names.imports):
+            if (module := _imported(taken, own)) is not None:
+                yield from self._of_module(module, [(name,) for name in taken.names] or [()], names.attributes)
+        if _takes_variables_by_text(names, own):
+            for name in sorted(names.attributes & own.keys() - names.of_file.keys()):
+                yield from self._of_file(own, name, [()], names.attributes)
+
+    def _of_file(
+        self, held: dict[str, Any], name: str, chains: Collection[Chain], attributes: Set[str]
+    ) -> Iterator[Variable]:
+        """Yield a variable of a file, or for a module those of its own that the code takes of it."""
+        value = held[name]
+        if isinstance(value, ModuleType):
+            yield from self._of_module(value, chains, attributes)
+        else:
+            yield Variable(f"{name} of {held.get('__name__', '')}", held, name, value)
+
+    def _of_module(self, module: ModuleType, chains: Collection[Chain], attributes: Set[str]) -> Iterator[Variable]:
+        """Yield the variables of a module to which chains of attributes lead.
+
+        Where the module itself is used, as in `getattr(module, name)`, they may be any that have the name of an attribute or a text.
+        """
+        if not self._follows(module.__name__):
+            return
+        held = vars(module)
+        for name in sorted({chain[0] for chain in chains if chain} & held.keys()):
+            yield from self._of_file(held, name, [chain[1:] for chain in chains if chain[:1] == (name,)], attributes)
+        for name in sorted(attributes & held.keys()) if () in chains else ():
+            if not isinstance(held[name], ModuleType):
+                yield Variable(f"{name} of {module.__name__}", held, name, held[name])
 
     def _of_class(self, kind: type) -> Iterator[Variable]:
         """Yield the attributes of a class and its bases, the functions of methods and properties among them."""
@@ -325,12 +357,18 @@ def _content(cell: CellType) -> Iterator[Any]:
         yield cell.cell_contents
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those that are defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+def _imported(taken: Import, own: dict[str, Any]) -> ModuleType | None:
+    """Return the module that code of a file imports when it runs, if it is known yet."""
+    with suppress(ImportError):  # it begins with more dots than the file has packages
+        return sys.modules.get(resolve_name("." * taken.level + taken.module, own.get("__package__")))
+    return None
+
+
+def _takes_variables_by_text(names: CodeNames, own: dict[str, Any]) -> bool:
+    """Return whether code can reach the variables of its file by other ways than their names, as `globals()` is one."""
+    has_sys = any(own.get(name) is sys for name in names.of_file) or any(one.module == "sys" for one in names.imports)
+    called = names.of_file.keys() | names.attributes
+    return (has_sys and "modules" in called) or not called.isdisjoint(_WAYS_TO_A_FILE)
 
 
 def built_in_kind(held: dict[Any, Any]) -> type[dict[Any, Any]]:

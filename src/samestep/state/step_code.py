@@ -35,6 +35,7 @@ class StepCode(CodeWalk):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
+        self.optimizer = optimizer
         self.numbers: set[float] = set()
         self.optimizers: list[Any] = []
         """The optimizer, and those that it reaches: a wrapper's own ones, which hold groups and states of theirs."""

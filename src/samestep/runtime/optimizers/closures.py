@@ -118,8 +118,8 @@ def _fails_without(source: OptimizerSource, whole: WholeWeights, index: int) -> 
 
 
 def _steps(source: OptimizerSource, whole: WholeWeights, index: int, *, with_closure: bool) -> bool:
-    optimizer, weights = over_small_weights(source, whole.shapes, whole.attributes)
-    member = members_of(optimizer)[index]
+    code, weights = over_small_weights(source, whole.shapes, whole.attributes)
+    member = members_of(code.optimizer)[index]
 
     def closure() -> Tensor:
         for weight in weights.values():

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import DispatchMode
@@ -336,16 +335,15 @@ _GRID = [2**power for power in range(3, 15)]
 """Steps at which a threshold shows that is none of the numbers, as 0.06 times one of them."""
 
 
-def march(optimizer: Optimizer, take: Callable[[], None]) -> None:
-    """Take the first steps, those around every number among the options and in the code, and some at large."""
-    code = StepCode(optimizer)
+def march(code: StepCode, take: Callable[[], None]) -> None:
+    """Take the first steps of an optimizer, those around every number among the options and in the code, and some at large."""
     with code.put_back():
         counts = sorted({int(n) for n in code.numbers if n == n // 1 and 2 <= n <= _LARGEST_COUNT})[-_MOST_COUNTS:]
-        before = _numbers(optimizer, code)
+        before = _numbers(code)
         rising: dict[tuple[int, str], float] = {}
         for _ in range(_PLAIN_STEPS):
             take()
-            after = _numbers(optimizer, code)
+            after = _numbers(code)
             risen = {key: now - before[key][1] for key, (_, now) in after.items() if key in before}
             rising = {key: by for key, by in risen.items() if by >= 1 and by == rising.get(key, by) and by == by // 1}
             before = after
@@ -354,7 +352,7 @@ def march(optimizer: Optimizer, take: Callable[[], None]) -> None:
                 take()
             return
         for count, steps in [*((count, 3) for count in counts), *((count, 1) for count in _GRID)]:
-            for key, (place, _) in _numbers(optimizer, code).items():
+            for key, (place, _) in _numbers(code).items():
                 if key in rising:
                     start = count - rising[key]
                     write(place, start if isinstance(place.value, Tensor) else type(place.value)(start))
@@ -362,9 +360,9 @@ def march(optimizer: Optimizer, take: Callable[[], None]) -> None:
                 take()
 
 
-def _numbers(optimizer: Optimizer, code: StepCode) -> dict[tuple[int, str], tuple[Variable, float]]:
+def _numbers(code: StepCode) -> dict[tuple[int, str], tuple[Variable, float]]:
     """Return the numbers that an optimizer keeps, by the dictionary and the key, or the closure's cell, that hold them."""
-    own: list[Any] = [vars(optimizer)]
+    own: list[Any] = [vars(code.optimizer)]
     for one in code.optimizers:
         own += [*one.param_groups, *one.state.values()]
     places = [Variable("", held, key, None) for held in own if isinstance(held, dict) for key in held]

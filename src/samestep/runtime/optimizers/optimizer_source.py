@@ -36,7 +36,7 @@ from samestep.runtime.optimizers.update_rule import (
     options_by_name,
     read_rule,
 )
-from samestep.state.step_code import optimizers_in
+from samestep.state.step_code import StepCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +214,11 @@ def build_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole:
     except TRIED:
         optimizer = None
     wanted, weights = skeleton(source, whole.shapes, whole.attributes)  # the last one made, which a scheduler has
-    reached = optimizers_in(wanted)
-    state_from_the_start = any(one.state for one in reached)
-    if put_in_place(wanted, weights, dict(pieces)) and not state_from_the_start:
+    code = StepCode(wanted)
+    state_from_the_start = any(one.state for one in code.optimizers)
+    if put_in_place(code, weights, dict(pieces)) is not None and not state_from_the_start:
         return wanted
-    if optimizer is None or len(reached) > 1:
+    if optimizer is None or len(code.optimizers) > 1:
         raise ModelError(
             f"{type(wanted).__name__} keeps its parameters outside of its groups, or state from the start, and gives parts "
             "of the weights other options than the whole ones: zero=0 without tp and pp works"

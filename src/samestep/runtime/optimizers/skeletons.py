@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from samestep.building.optimizer import OptimizerSource
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.followed_step import CountsOnHost
-from samestep.state.step_code import StepCode, optimizers_in
+from samestep.state.step_code import StepCode
 from samestep.trees import tree_leaves
 
 
@@ -41,7 +41,7 @@ def skeleton(
     # fused=True is checked against the device.
     optimizer, weights = build("cpu")
     absent = {name: like(weight, shapes[name], "meta") for name, weight in weights.items()}
-    if not put_in_place(optimizer, weights, absent):
+    if put_in_place(StepCode(optimizer), weights, absent) is None:
         raise ModelError(f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works")
     return optimizer, absent
 
@@ -52,9 +52,9 @@ def over_small_weights(
     marks: Mapping[str, Mapping[str, Any]],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     held: Collection[str] | None = None,
-) -> tuple[Optimizer, dict[str, Tensor]]:
-    """Return the optimizer of whole weights over small ones with values, and these by name: all, or those with `shapes`, of which it
-    has the ones that are `held`.
+) -> tuple[StepCode, dict[str, Tensor]]:
+    """Return the code of the optimizer of whole weights over small ones with values, and these by name: all, or those with `shapes`,
+    of which it has the ones that are `held`.
     """
     optimizer, weights = skeleton(source, whole, marks)
     used: dict[str, Tensor] = {}
@@ -66,20 +66,20 @@ def over_small_weights(
         value.__dict__.update(marks.get(name, {}))
         used[name] = value
     mine = {name: value for name, value in used.items() if held is None or name in held}
-    if any(one.state for one in optimizers_in(optimizer)) or not put_in_place(optimizer, weights, mine):
-        optimizer = source(list(mine.items()))
-    return optimizer, used
+    code = StepCode(optimizer)
+    placed = None if any(one.state for one in code.optimizers) else put_in_place(code, weights, mine)
+    return placed or StepCode(source(list(mine.items()))), used
 
 
-def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+def put_in_place(code: StepCode, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> StepCode | None:
     """Give an optimizer that has not stepped the `others` in place of its weights, group by group; drop what has none.
 
     Returns:
-        Whether nothing in the optimizer still holds one of the weights, or a copy of one.
+        What its code reaches then; None if anything in the optimizer still holds one of the weights, or a copy of one.
     """
     names = {id(weight): name for name, weight in weights.items()}
     done = set[int]()
-    for one in optimizers_in(optimizer):
+    for one in code.optimizers:
         for group in [group for group in one.param_groups if id(group["params"]) not in done]:
             done.add(id(group["params"]))  # which a wrapper may share with the optimizers in it
             held = [names[id(param)] for param in group["params"] if id(param) in names]
@@ -87,11 +87,12 @@ def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Ma
             if "param_names" in group:
                 group["param_names"] = [name for name in held if name in others]
         _move_state(one, weights, others)
-    kept = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")]
+    kept = [value for key, value in vars(code.optimizer).items() if key not in ("param_groups", "state", "defaults")]
     tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
     copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
-    reached = {id(leaf) for leaf in tensors} | StepCode(optimizer).tensors
-    return not copies and not reached & names.keys()
+    placed = StepCode(code.optimizer)
+    reached = {id(leaf) for leaf in tensors} | placed.tensors
+    return None if copies or reached & names.keys() else placed
 
 
 def _move_state(optimizer: Any, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:

@@ -42,7 +42,7 @@ from samestep.runtime.optimizers.followed_step import (
 )
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.skeletons import like, over_small_weights, put_in_place, skeleton, small_shape
-from samestep.state.step_code import optimizers_in
+from samestep.state.step_code import StepCode, optimizers_in
 from samestep.trees import tree_leaves
 
 TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError, KeyError, AttributeError, ZeroDivisionError)
@@ -202,14 +202,13 @@ def _read(
     return UpdateRule(trial.kind, spread, coupled, found.draws)
 
 
-def _simplest(optimizer: Optimizer) -> Optimizer:
+def _simplify(code: StepCode) -> None:
     """Let an optimizer of torch update its tensors one by one, which gives what its faster ways compute, too."""
-    for member in optimizers_in(optimizer):
+    for member in code.optimizers:
         if any(kind.__module__.startswith("torch.optim.") and kind is not Optimizer for kind in type(member).__mro__):
             ways = {"fused": None, "foreach": False, "capturable": False}
             for group in [member.defaults, *member.param_groups]:
                 group.update({key: value for key, value in ways.items() if key in group})
-    return optimizer
 
 
 def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -289,16 +288,18 @@ class _Trial:
             ReadsNumbersError: the optimizer keeps its parameters outside of its groups.
         """
         optimizer, weights = skeleton(self._source, self._shapes, self._marks)
-        _simplest(optimizer)
+        code = StepCode(optimizer)
+        _simplify(code)
         used = {name: like(weights[name], shape, "meta") for name, shape in shapes.items()}
-        if not put_in_place(optimizer, weights, used):
+        placed = put_in_place(code, weights, used)
+        if placed is None:
             raise ReadsNumbersError("it keeps its parameters outside of its groups")
         follow = FollowedStep()
         for name, weight in used.items():
             follow.mark(weight, UpdateLabel(name))
             weight.grad = torch.empty_like(weight, requires_grad=False)
             follow.mark(weight.grad, UpdateLabel(name))
-        for value in tree_leaves([list(one.state.values()) for one in optimizers_in(optimizer)]):
+        for value in tree_leaves([list(one.state.values()) for one in placed.optimizers]):
             if isinstance(value, Tensor):
                 follow.mark(value, UpdateLabel())
         steps: list[list[Entry]] = []
@@ -315,7 +316,7 @@ class _Trial:
             follow.forget_the_dead()
             steps.append(follow.entries)
 
-        march(optimizer, take)
+        march(placed, take)
         labels = {name: follow.label(weight) for name, weight in used.items()}
         whole = {
             n: follow.where.get(n, "an operation") for n, label in labels.items() if label.entered or label.beside != n
@@ -374,8 +375,8 @@ class _Trial:
 
     def _updated(self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Return weights with values after the steps of a trial, of which the optimizer holds only some."""
-        optimizer, used = over_small_weights(self._source, self._shapes, self._marks, shapes, held)
-        _simplest(optimizer)
+        code, used = over_small_weights(self._source, self._shapes, self._marks, shapes, held)
+        _simplify(code)
         generators = {name: torch.Generator().manual_seed(100 + index) for index, name in enumerate(shapes)}
         count = itertools.count()
 
@@ -386,10 +387,10 @@ class _Trial:
                 drawn = torch.randn(used[name].shape, dtype=torch.float64, generator=generators[name])
                 used[name].grad = scale * drawn
             with alone(self.kind), torch.no_grad():
-                self._before(optimizer)
-                optimizer.step()
+                self._before(code.optimizer)
+                code.optimizer.step()
 
-        march(optimizer, take)
+        march(code, take)
         return {name: used[name].detach() for name in held}
 
 
