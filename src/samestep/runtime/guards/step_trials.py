@@ -44,6 +44,8 @@ _CALLS = (
 _BETWEEN = ("torch.distributed", "torch.autograd", "torch.utils._contextlib", "contextlib", "functools")
 """Modules that pass a call on."""
 _OURS = ("torch", "samestep")
+OPTIMIZER = "the optimizer"
+"""The caller that stands for updates in `StepTrials.check_generators`."""
 
 
 @contextmanager
@@ -146,17 +148,33 @@ class StepTrials:
         """
         return _Trying(self, (held, step, what, samples))
 
+    def begin_step(self) -> None:
+        """Begin a step: the loop's code has run, which may draw."""
+        self._generators.leave()
+
     def settle(self) -> None:
         """Take the present states of the generators as those before the next call."""
         self._generators.settle()
 
     def check_generators(self, held: Assembly, step: int, who: str, samples: Any = None) -> None:
         """Refuse a step, counted from 1, if a generator of the process has moved since they settled, naming who drew."""
-        generator = self._generators.moved()
-        if not generator:
-            return
+        if generator := self._generators.moved(ends=who == OPTIMIZER):
+            self._refuse_draws(held, step, who, generator, samples)
+        if who == OPTIMIZER:
+            self._generators.leave()  # to the loop
+
+    def end_backwards(self, held: Assembly, step: int, *, leaves: bool) -> None:
+        """Refuse a step, counted from 1, if a generator has moved in its forwards and backwards; `leaves` if the loop's code runs before
+        its update.
+        """
+        if generator := self._generators.end_backwards():
+            self._refuse_draws(held, step, "a forward, a loss or a backward", generator)
+        if leaves:
+            self._generators.leave()
+
+    def _refuse_draws(self, held: Assembly, step: int, who: str, generator: str, samples: Any = None) -> None:
         layout, model = self._layout, held.model.module
-        if who != "the optimizer" and needs_mode(model):
+        if who != OPTIMIZER and needs_mode(model):
             self._refusals.asks_again = True
             self._generators.settle()
             return
@@ -167,7 +185,7 @@ class StepTrials:
                 path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self._device)
             who = f"{path} in {who}" if path else who
         reason = randomness.refusal(who, generator)
-        if who == "the optimizer" and layout.world_size == 1:  # other layouts refuse it by their own rule
+        if who == OPTIMIZER and layout.world_size == 1:  # other layouts refuse it by their own rule
             self._refusals.remark(reason)
         else:
             self._refusals.add("random", f"step {step}: {reason}")
