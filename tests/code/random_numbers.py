@@ -240,7 +240,7 @@ REFUSED = [
     *unproven("step 1: .*the backward draws .* torch", "random", code(BackwardNoise), "dp=1"),
     *refused(r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]", code(BackwardNoise), "dp=2"),
     *unproven("step 2: .*the forward draws", "random", _WARM, "dp=1", "dp=2"),
-    *unproven("step 2: a forward, a loss or a backward draws .* Python", "random", _LATE_PYTHON, "dp=1", "dp=2 microbatch=1"),
+    *unproven("step 2: .*the forward draws .* Python", "random", _LATE_PYTHON, "dp=1", "dp=2 microbatch=1"),
     *unproven("the loss draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=1", "dp=2"),
     *refused("NoisySGD draws random numbers", _NOISY_SGD, "dp=2"),
     *unproven(

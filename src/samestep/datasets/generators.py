@@ -69,19 +69,11 @@ def of_process() -> tuple[Any, Any, Any]:
 
 def states_of(held: Iterable[Any] = ()) -> State:
     """Return the states of the generators of the process on the host, and of those that are `held`."""
-    of_torch, of_numpy = states_but_pythons()
-    return (of_torch, state_of_python(), of_numpy, *map(state_of, held))
-
-
-def states_but_pythons() -> State:
-    """Return the states of torch's generator on the host and of numpy's, which are bytes in most cases."""
-    return torch.default_generator.get_state().numpy().tobytes(), _WORDS.state()
-
-
-def state_of_python() -> State:
-    """Return the state of Python's generator: 625 numbers, whose making takes four times as long as `states_but_pythons`."""
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
     # As `getstate` gives it, without a call of Python: this is done several times in every step.
-    return _PYTHON.VERSION, _WORDS_OF_PYTHON(_PYTHON), _PYTHON.gauss_next  # type: ignore[attr-defined]
+    of_python = _PYTHON.VERSION, _WORDS_OF_PYTHON(_PYTHON), _PYTHON.gauss_next  # type: ignore[attr-defined]
+    of_process = of_torch, of_python, _WORDS.state()
+    return (*of_process, *map(state_of, held)) if held else of_process
 
 
 def put_all_back(states: State, held: Iterable[Any] = ()) -> None:

@@ -84,7 +84,8 @@ class Interpreter:
                         self._run(task, microbatches, totals)
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
             self.trials.loss_is_tried = True  # where the model ends
-        self.trials.end_backwards(self.assembly, self.step, leaves=self.of.is_apart)
+        again = functools.partial(microbatches.samples_again, 0)
+        self.trials.end_backwards(self.assembly, self.step, again, leaves=self.of.is_apart)
         self.data_wait_s = microbatches.wait_s
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)

@@ -5,11 +5,10 @@ from a generator of the process (torch on the CPU or the GPU, numpy, Python's `r
 weights in every layout, and no checkpoint holds the generators. samestep's own dropout draws from none of them. So
 their states are compared before and after each of these calls, at every step; reading samples is left out.
 
-torch and numpy hand out their states in 6 us together, and they are looked at around each call: up to four times a micro-batch and
-twice an update. Python makes 625 numbers of its own, which takes 20 us, and more where other code has filled the caches. So once a
-step has ended in which no generator had moved, Python's is compared over all forwards and backwards of a step at once, and over an
-update; the step is refused all the same, and which call has drawn is not said. Generators that a module or a variable of the code
-holds are compared around each call, wherever there are any.
+Reading the states takes 25 us, and several times that where other code has filled the caches. In the first steps of a run and in
+watched ones they are read around each call, up to four times a micro-batch and twice an update; in the others once before all forwards
+and backwards of a step and once after them, and after the update: the step is refused all the same, and for the name of the module its
+forward runs once more. Generators that a module or a variable of the code holds are compared too, wherever there are any.
 """
 
 from __future__ import annotations
@@ -22,20 +21,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.datasets.generators import state_of, state_of_python, states_but_pythons
+from samestep.datasets.generators import states_of
 from samestep.state.snapshot import Snapshot
 
 
 def _states(device: torch.device, own: Sequence[Any] = ()) -> tuple[object, ...]:
-    """Return marks of the states of the process-wide generators but Python's, and of `own`; equal if nothing was drawn between."""
-    states = (*states_but_pythons(), *map(state_of, own))
+    """Return marks of the states of the process-wide generators and of `own`; equal if nothing was drawn between."""
+    states = states_of(own)
     if device.type != "cuda":
         return states
     of_gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return (*states, of_gpu.get_offset(), of_gpu.initial_seed())
 
 
-_PYTHONS = "Python's `random`"
+_NAMES = (
+    "torch's generator of the CPU",
+    "Python's `random`",
+    "numpy's global generator",
+    *["torch's generator of the GPU"] * 2,
+)
 
 
 def _attention_moves(device: torch.device) -> bool:
@@ -55,65 +59,45 @@ class GeneratorWatch:
         is_blind = device.type == "cuda" and _attention_moves(device)
         self._device = torch.device("cpu") if is_blind else device
         self._own = tuple(generator for _, generator in own)
-        self._names = (
-            "torch's generator of the CPU",
-            "numpy's global generator",
-            *(name for name, _ in own),
-            *["torch's generator of the GPU"] * 2,
-        )
-        self._seen: tuple[object, ...] = ()
-        self._of_python: object = None
-        """The state that Python's generator must keep; None where it may move until the states are taken next."""
-        self._is_close = True
-        """Whether Python's generator is compared around each call too: until a step has ended in which none had moved."""
-        self._has_moved = False
-        """Whether one has moved since the last step ended."""
+        self._names = (*_NAMES[:3], *(name for name, _ in own), *_NAMES[3:])
+        self._seen: tuple[object, ...] | None = None
+        """The states that the generators must keep; None while other code runs, which may draw."""
+        self.is_close = True
+        """Whether they are compared around each call, and not around all forwards and backwards of a step at once."""
         is_plain = self._device.type != "cuda" and not self._own
-        self._states = states_but_pythons if is_plain else functools.partial(_states, self._device, self._own)
-
-    def settle(self) -> None:
-        """Take the present states as those before the next call."""
-        self._seen = self._states()
-        if self._is_close or self._of_python is None:
-            self._of_python = state_of_python()
+        self._states = states_of if is_plain else functools.partial(_states, self._device, self._own)
 
     def leave(self) -> None:
         """Let code run that may draw, until the states are taken next."""
-        self._of_python = None
+        self._seen = None
+
+    def settle(self, *, anew: bool = False) -> None:
+        """Take the present states as those before the next call, unless those before a call that has ended stand for them."""
+        if anew or self.is_close or self._seen is None:
+            self._seen = self._states()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Leave out samples that are read inside a call, as a pipeline's stage reads ahead; Python's generator stands after it where
-        it stood (`datasets/reading.py`).
+        """Leave out samples that are read inside a call, as a pipeline's stage reads ahead; where calls are not told apart, the
+        generators stand after it where they stood (`datasets/reading.py`).
         """
-        before = self._states()
+        before = self._states() if self.is_close else None
         yield
-        if before == self._seen:
+        if before is not None and before == self._seen:
             self._seen = self._states()
 
     def moved(self, *, ends: bool = False) -> str:
         """Return the name of a generator that has moved since the states were taken, or nothing; and take them anew.
 
-        With `ends` several calls have ended, over which Python's generator is compared.
+        With `ends` all calls before have ended, around none of which they were compared where the watch is not close.
         """
+        if self._seen is None or not (ends or self.is_close):
+            return ""
         now = self._states()
         before, self._seen = self._seen, now
-        if now != before:
-            self._is_close = self._has_moved = True
-            return next(name for name, old, new in zip(self._names, before, now, strict=False) if old != new)
-        if not (ends or self._is_close):
+        if now == before:
             return ""
-        of_python, self._of_python = self._of_python, state_of_python()
-        if of_python is not None and of_python != self._of_python:
-            self._is_close = self._has_moved = True
-            return _PYTHONS
-        return ""
-
-    def end_backwards(self) -> str:
-        """Return the name of a generator that has moved in the forwards and backwards of a step, and in none of their calls."""
-        found = "" if self._is_close else self.moved(ends=True)
-        self._is_close, self._has_moved = self._has_moved, False
-        return found
+        return next(name for name, old, new in zip(self._names, before, now, strict=False) if old != new)
 
 
 def own_generators(*roots: nn.Module | Callable[..., Any]) -> list[tuple[str, Any]]:
@@ -132,10 +116,10 @@ def first_module_that_draws(model: nn.Module, run: Callable[[], object], device:
     handles = []
 
     def enter(module: nn.Module, args: object) -> None:
-        entered.append((_states(device), state_of_python()))
+        entered.append(_states(device))
 
     def leave(path: str, module: nn.Module, args: object, output: object) -> None:
-        if entered.pop() != (_states(device), state_of_python()):
+        if entered.pop() != _states(device):
             found.append(path or "the model itself")
 
     try:
