@@ -139,6 +139,13 @@ def noisy(run: Run) -> None:
     run.model.scale = 0.1
 
 
+class PythonNoiseAfterWarmUp(NoiseAfterWarmUp):
+    """The same of Python's generator."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + self.scale * random.random() if self.scale else h
+
+
 class MultipleOf624(Net):
     """So many numbers that the generator's position is what it was."""
 
@@ -213,6 +220,7 @@ def noisy_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 
 _AUGMENTED, _FLIPPED = functools.partial(Augmented, tokens=False), functools.partial(SometimesFlipped, tokens=False)
 _OWN = functools.partial(OwnNoise, tokens=False)
+_LATE_PYTHON = code(PythonNoiseAfterWarmUp, "warmed up", each=noisy)
 _WARM = code(NoiseAfterWarmUp, "warmed up", each=noisy)
 _NOISY_SGD = code(Net, "with noise in the optimizer", optimizer=noisy_sgd)
 EQUAL = [
@@ -232,6 +240,7 @@ REFUSED = [
     *unproven("step 1: .*the backward draws .* torch", "random", code(BackwardNoise), "dp=1"),
     *refused(r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]", code(BackwardNoise), "dp=2"),
     *unproven("step 2: .*the forward draws", "random", _WARM, "dp=1", "dp=2"),
+    *unproven("step 2: .*the forward draws .* Python", "random", _LATE_PYTHON, "dp=1", "dp=2 microbatch=1"),
     *unproven("the loss draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=1", "dp=2"),
     *refused("NoisySGD draws random numbers", _NOISY_SGD, "dp=2"),
     *unproven(

@@ -25,7 +25,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def batch_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device; a GPU copies from the host while it computes, and later computations wait for the copy."""
     if device.type != "cuda":
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        return tree_map_only(Tensor, lambda tensor: tensor if tensor.device == device else tensor.to(device), batch)
     aside, here = _copying(device), torch.cuda.current_stream(device)
 
     def moved(tensor: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class Interpreter:
         totals = torch.zeros(2 + objective.names.num_numbers, dtype=torch.float64, device=self.place.device)
         reading = self.trials.reading if layout.pp > 1 or objective.sums.reads_ahead else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
+        self.trials.begin_step()
         model.dropout.begin_step(model.module)
         store.begin_step(waits=self.of.waits)
         for part in parallel.step_parts:
@@ -83,6 +84,8 @@ class Interpreter:
                         self._run(task, microbatches, totals)
         if not parallel.stage.is_last(parallel.stage.num_chunks - 1):
             self.trials.loss_is_tried = True  # where the model ends
+        again = functools.partial(microbatches.samples_again, 0)
+        self.trials.end_backwards(self.assembly, self.step, again, leaves=self.of.is_apart)
         self.data_wait_s = microbatches.wait_s
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)

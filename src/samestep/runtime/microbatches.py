@@ -114,6 +114,10 @@ class Microbatches:
             self._shapes[microbatch] = tuple([one.shape for one in tree_leaves(found[0]) if isinstance(one, Tensor)])
         return self._held[microbatch]
 
+    def samples_again(self, microbatch: int) -> Any:
+        """Return the samples of a micro-batch, which may be forgotten, without the weight of its loss."""
+        return read(self._assembly, self.batch, self._shares[microbatch])[0]
+
     def keep(self, microbatch: int, outputs: Any) -> None:
         """Keep what the samples of a micro-batch hand to those of the next step, where they are lanes."""
         if isinstance(self.batch, LaneBatch):

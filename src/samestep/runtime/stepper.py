@@ -28,6 +28,7 @@ from samestep.runtime.device_decides import Deciders, DeviceDecides
 from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.step_guards import StepGuards
+from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
@@ -367,7 +368,7 @@ class Stepper:
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
             self.guards.trials.settle()
             update()
-            self.guards.trials.check_generators(assembly, self.steps_taken + 1, "the optimizer")
+            self.guards.trials.check_generators(assembly, self.steps_taken + 1, OPTIMIZER)
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()

@@ -5,8 +5,10 @@ from a generator of the process (torch on the CPU or the GPU, numpy, Python's `r
 weights in every layout, and no checkpoint holds the generators. samestep's own dropout draws from none of them. So
 their states are compared before and after each of these calls, at every step; reading samples is left out.
 
-Reading the states takes 10 us (`datasets/generators.py`): up to four times a micro-batch and twice an update.
-Generators that a module or a variable of the code holds are compared too, wherever there are any.
+Reading the states takes 25 us, and several times that where other code has filled the caches. In the first steps of a run and in
+watched ones they are read around each call, up to four times a micro-batch and twice an update; in the others once before all forwards
+and backwards of a step and once after them, and after the update: the step is refused all the same, and for the name of the module its
+forward runs once more. Generators that a module or a variable of the code holds are compared too, wherever there are any.
 """
 
 from __future__ import annotations
@@ -58,24 +60,39 @@ class GeneratorWatch:
         self._device = torch.device("cpu") if is_blind else device
         self._own = tuple(generator for _, generator in own)
         self._names = (*_NAMES[:3], *(name for name, _ in own), *_NAMES[3:])
-        self._seen: tuple[object, ...] = ()
+        self._seen: tuple[object, ...] | None = None
+        """The states that the generators must keep; None while other code runs, which may draw."""
+        self.is_close = True
+        """Whether they are compared around each call, and not around all forwards and backwards of a step at once."""
         is_plain = self._device.type != "cuda" and not self._own
         self._states = states_of if is_plain else functools.partial(_states, self._device, self._own)
 
-    def settle(self) -> None:
-        """Take the present states as those before the next call."""
-        self._seen = self._states()
+    def leave(self) -> None:
+        """Let code run that may draw, until the states are taken next."""
+        self._seen = None
+
+    def settle(self, *, anew: bool = False) -> None:
+        """Take the present states as those before the next call, unless those before a call that has ended stand for them."""
+        if anew or self.is_close or self._seen is None:
+            self._seen = self._states()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Leave out samples that are read inside a call, as a pipeline's stage reads ahead."""
-        before = self._states()
+        """Leave out samples that are read inside a call, as a pipeline's stage reads ahead; where calls are not told apart, the
+        generators stand after it where they stood (`datasets/reading.py`).
+        """
+        before = self._states() if self.is_close else None
         yield
-        if before == self._seen:
-            self.settle()
+        if before is not None and before == self._seen:
+            self._seen = self._states()
 
-    def moved(self) -> str:
-        """Return the name of a generator that has moved since the states were taken, or nothing; and take them anew."""
+    def moved(self, *, ends: bool = False) -> str:
+        """Return the name of a generator that has moved since the states were taken, or nothing; and take them anew.
+
+        With `ends` all calls before have ended, around none of which they were compared where the watch is not close.
+        """
+        if self._seen is None or not (ends or self.is_close):
+            return ""
         now = self._states()
         before, self._seen = self._seen, now
         if now == before:

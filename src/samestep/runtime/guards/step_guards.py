@@ -101,6 +101,7 @@ class StepGuards:
         if not regularly and not self._is_early(taken):
             return take()
         held.weights.store.settle()  # what is repeated or compared reads any weight
+        self.trials.watch_closely()
         if self.observer.is_proof:  # which compares more
             return self._compare(batch, take) if regularly else take()
         self.trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later

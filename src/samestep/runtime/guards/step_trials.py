@@ -44,6 +44,8 @@ _CALLS = (
 _BETWEEN = ("torch.distributed", "torch.autograd", "torch.utils._contextlib", "contextlib", "functools")
 """Modules that pass a call on."""
 _OURS = ("torch", "samestep")
+OPTIMIZER = "the optimizer"
+"""The caller that stands for updates in `StepTrials.check_generators`."""
 
 
 @contextmanager
@@ -130,6 +132,8 @@ class StepTrials:
         """Whether there is no other rank."""
         own = randomness.own_generators(held.model.module, given_loss)
         self._generators = randomness.GeneratorWatch(device, own)
+        self._has_drawn = False
+        """Whether code of this step has drawn from a generator of the process."""
         self._before: tuple[tuple[Any, Any], int] | None = None
         """Outputs and labels of the micro-batches before, if they could not show what the loss is, and the number of their
         samples."""
@@ -146,32 +150,54 @@ class StepTrials:
         """
         return _Trying(self, (held, step, what, samples))
 
+    def watch_closely(self) -> None:
+        """Look at the generators around each call of the next step, and not around all of them at once."""
+        self._generators.is_close = True
+
+    def begin_step(self) -> None:
+        """Begin a step: the loop's code has run, which may draw."""
+        self._has_drawn = False
+        self._generators.leave()
+
     def settle(self) -> None:
         """Take the present states of the generators as those before the next call."""
         self._generators.settle()
 
     def check_generators(self, held: Assembly, step: int, who: str, samples: Any = None) -> None:
         """Refuse a step, counted from 1, if a generator of the process has moved since they settled, naming who drew."""
-        generator = self._generators.moved()
-        if not generator:
-            return
-        layout, model = self._layout, held.model.module
-        if who != "the optimizer" and needs_mode(model):
+        if generator := self._generators.moved(ends=who == OPTIMIZER):
+            self._refuse_draws(held, step, who, generator, samples)
+        if who == OPTIMIZER:
+            self._generators.leave()  # to the loop
+
+    def end_backwards(self, held: Assembly, step: int, samples: Callable[[], Any], *, leaves: bool) -> None:
+        """Refuse a step, counted from 1, if a generator has moved in its forwards and backwards; `samples` returns some of its samples,
+        and it `leaves` the generators to the loop if the update is a call of its own.
+        """
+        if generator := self._generators.moved(ends=True):
+            self._refuse_draws(held, step, "a forward, a loss or a backward", generator, samples())
+        self._generators.is_close = self._has_drawn
+        if leaves:
+            self._generators.leave()
+
+    def _refuse_draws(self, held: Assembly, step: int, who: str, generator: str, samples: Any) -> None:
+        layout, model, self._has_drawn = self._layout, held.model.module, True
+        if who != OPTIMIZER and needs_mode(model):
             self._refusals.asks_again = True
-            self._generators.settle()
+            self._generators.settle(anew=True)
             return
         waits = held.parallel.batch_norms.sends or layout.gathers_weights
         if samples is not None and layout.model_ranks == 1 and not waits:
             held.weights.store.settle()
             with held.model.compiled.off():
                 path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self._device)
-            who = f"{path} in {who}" if path else who
+            who = f"{path} in the forward" if path else who
         reason = randomness.refusal(who, generator)
-        if who == "the optimizer" and layout.world_size == 1:  # other layouts refuse it by their own rule
+        if who == OPTIMIZER and layout.world_size == 1:  # other layouts refuse it by their own rule
             self._refusals.remark(reason)
         else:
             self._refusals.add("random", f"step {step}: {reason}")
-        self._generators.settle()
+        self._generators.settle(anew=True)
 
     def try_data(self, held: Assembly, batch: StepBatch) -> None:
         """Try once whether a sample is the same one whenever and on whichever rank it is read.
@@ -253,7 +279,7 @@ class StepTrials:
             trial = loss_trial.try_loss_on_halves(loss, given, samples, length, dim=1) if length > 1 else trial
             what, matters = "tokens", True
         self.loss_is_tried = bool(trial.reason) or is_shown
-        self._generators.settle()
+        self._generators.settle(anew=True)
         if trial.reason:
             reason = f"the loss is no sum over the {what} of a batch: {trial.reason}"
             self._refuse_loss(reason, what, matters, may_pass=trial.is_indivisible)

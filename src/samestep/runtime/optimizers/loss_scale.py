@@ -54,7 +54,6 @@ class LossScale:
         if self.scale != before and not has_moves:
             self.codes.scale(self.scale / before)
 
-    @torch.no_grad()
     def overflow(self, pieces: Sequence[Piece], device: torch.device, names: Set[str] | None = None) -> Tensor:
         """Return infinity if a gradient of pieces, of these weights or any, exceeds float16 under the scale; else 0 (float64 []).
 
@@ -62,8 +61,10 @@ class LossScale:
         step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.
         """
         none = torch.zeros((), dtype=torch.float64, device=device)
-        if self.scale <= 1.0:
-            return none
+        return none if self.scale <= 1.0 else self._overflow(pieces, none, names)
+
+    @torch.no_grad()
+    def _overflow(self, pieces: Sequence[Piece], none: Tensor, names: Set[str] | None) -> Tensor:
         mine = [piece for piece in pieces if names is None or piece.name in names]
         gradients = [gradient for piece in mine if (gradient := piece.gradient()).numel()]
         if not gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager
 
@@ -26,6 +27,7 @@ class Unsummed(Replicated):
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         super().__init__(model, program, mesh, materialize)
         self.local = GradientsInPlace(program, mesh, [], self.params)
+        self._held = [*self.params.values()]
         self._own: dict[str, Tensor] = {}
         """The gradients that have been copied out of the memory of CUDA graphs."""
 
@@ -48,7 +50,8 @@ class Unsummed(Replicated):
             return
         if self.program.step.captures:
             self._copy_gradients()
-        unused = {name for name in self._unused if self.params[name].grad is None}
+        without = [param.grad is None for param in self._held]
+        unused = self._unused.intersection(itertools.compress(self.params, without)) if any(without) else set[str]()
         if self._counts:
             self._unused = unused
             return
