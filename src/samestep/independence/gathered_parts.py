@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from samestep.models.layer_parts import GatheredPart, TokenMove
+from samestep.models.layer_parts import NOWHERE, GatheredPart, Place, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
+from samestep.tracing.checkpointed import Point, TracedPlaces
 
 
 def wider_parts(
@@ -61,12 +62,16 @@ def _type_at(module: nn.Module, path: str) -> type | None:
 class PartCalls:
     """The calls of parts in one forward, by the block that makes them, with the attentions around and within them."""
 
+    places: TracedPlaces
+    """The points of the forward."""
     calls: list[tuple[str, int, GatheredPart]] = field(default_factory=list)
     """Path of the block, number of its call, and the part."""
     moves: list[tuple[str, int, TokenMove]] = field(default_factory=list)
     """Path of the block, number of its call, and a call that needs tokens of neighbours."""
     within: set[tuple[str, int, int]] = field(default_factory=set)
     """Attentions within parts: path of the block, number of its call, number of the attention."""
+    _points_of_calls: list[Point] = field(default_factory=list)
+    _points_of_moves: list[Point] = field(default_factory=list)
     _blocks: dict[str, int] = field(default_factory=dict)
     _block: str = ""
     _attentions: int = 0
@@ -85,12 +90,14 @@ class PartCalls:
     def enter(self, part: GatheredPart) -> None:
         """Record the call of a part with its arguments."""
         self.calls.append((self._block, self._number, replace(part, before=self._attended)))
+        self._points_of_calls.append(self.places.point())
 
-    def moved(self, move: TokenMove) -> None:
-        """Record a call that needs tokens of neighbours."""
+    def moved(self, move: TokenMove, point: Point) -> None:
+        """Record a call that needs tokens of neighbours, which are sent at a point of the forward."""
         block, number = self._block, self._number
         parts = sum((block, number) == one[:2] for one in self.calls)
         self.moves.append((block, number, replace(move, before=self._attended, parts_before=parts)))
+        self._points_of_moves.append(point)
 
     @property
     def _number(self) -> int:
@@ -127,7 +134,11 @@ class PartCalls:
             first = layer.repeats or layer.name
             number = calls[first] = calls.get(first, -1) + 1
             names = layer.modules if layer.modules and not layer.repeats else layer.again
-            parts = [part for block, call, part in self.calls if block in names and call == number]
+            parts = [
+                replace(part, place=self.places.place(point, layer.called))
+                for (block, call, part), point in zip(self.calls, self._points_of_calls, strict=True)
+                if block in names and call == number
+            ]
             within = {one for block, call, one in self.within if block in names and call == number}
             exchanges = tuple(replace(one, is_within=at // 4 in within) for at, one in enumerate(layer.exchanges))
             sized = [
@@ -138,6 +149,17 @@ class PartCalls:
                 )
                 for part in parts
             ]
-            moves = tuple(move for block, call, move in self.moves if block in names and call == number)
+            moves = tuple(
+                _placed(move, self.places.place(point, layer.called))
+                for (block, call, move), point in zip(self.moves, self._points_of_moves, strict=True)
+                if block in names and call == number
+            )
             found.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))
         return tuple(found)
+
+
+def _placed(move: TokenMove, place: Place) -> TokenMove:
+    """Return a call with its place: ranks keep something of a state that they send on, so that all checkpoints around it repeat it."""
+    if place != NOWHERE and move.kind == "state" and move.takes_gradient:
+        place = replace(place, again=(0, *place.inside))
+    return replace(move, place=place)

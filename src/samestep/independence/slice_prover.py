@@ -68,7 +68,7 @@ class SliceProver(Prover):
         self._mixed = self._mixed_at = ""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls()
+        self.parts = PartCalls(self.places)
         self.moves = TracedMoves(self)
         """The calls that need tokens of neighbours."""
         self.states, self.is_in_function = TracedStates(self), False

@@ -1,12 +1,20 @@
-"""Which modules a forward runs under torch.utils.checkpoint: recorded while it is traced."""
+"""What a forward runs under torch.utils.checkpoint: its modules, and the places among its checkpoints, recorded while it is traced.
+
+A checkpoint repeats its code in front of the first backward that asks for something which it keeps, up to the last such thing.
+A checkpoint within it keeps what its own code does; the one around it keeps what it is given.
+
+```
+    checkpoint 1 [ a   checkpoint 2 [ b (kept) c ]   d ]        a is repeated by 1, b by 2
+```
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +22,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from samestep.building.torch_seams import Replaced
+from samestep.models.layer_parts import NOWHERE, Place
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -21,7 +30,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
 
 
-_Begin = Callable[[ContextFn | None], Iterator[None]]
+Begin = Callable[[ContextFn | None], Iterator[None]]
 
 
 _GENERATOR = next(
@@ -32,11 +41,11 @@ _GENERATOR = next(
 
 
 def replaced_checkpoint(
-    generator: Callable[[_Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any]
+    generator: Callable[[Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any] | None = None
 ) -> Replaced:
-    """Return a context inside which the two functions that torch's `checkpoint` calls are others.
+    """Return a context inside which the functions that torch's `checkpoint` calls are others.
 
-    `generator` is given what begins torch's own with the contexts that it is to enter, and the contexts of the call.
+    `generator` is given what begins the one before with the contexts that it is to enter, and the contexts of the call.
     """
 
     def starting(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
@@ -49,10 +58,11 @@ def replaced_checkpoint(
 
         return started
 
-    return Replaced(
-        (torch_checkpoint, _GENERATOR, starting),
-        (torch_checkpoint.CheckpointFunction, "apply", lambda _: staticmethod(reentrant)),
-    )
+    found = Replaced((torch_checkpoint, _GENERATOR, starting))
+    if reentrant is None:
+        return found
+    called = (torch_checkpoint.CheckpointFunction, "apply", lambda _: staticmethod(reentrant))
+    return Replaced(*found.attributes, called)
 
 
 def _takes_gradient(args: tuple[Any, ...]) -> bool:
@@ -75,7 +85,7 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
     depth = [0]
     seen = Checkpointed()
 
-    def counted(_begin: _Begin, _own: ContextFn) -> Iterator[None]:
+    def counted(_begin: Begin, _own: ContextFn) -> Iterator[None]:
         depth[0] += 1
         try:
             yield
@@ -101,3 +111,78 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Point(NamedTuple):
+    """A point of a traced forward."""
+
+    time: int
+    at: int
+    inside: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TracedPlaces:
+    """The points of a traced forward among the checkpoints of the model's code, and what is kept for the backward behind each."""
+
+    _time: int = 0
+    _edges: int = 0
+    """Number of checkpoints that have begun or ended."""
+    _open: list[int] = field(default_factory=list)
+    _kept: dict[int, int] = field(default_factory=dict)
+    """The last time at which each checkpoint kept something."""
+    _kept_by: dict[str, int] = field(default_factory=dict)
+    """The same of each top-most module, outside of checkpoints."""
+    _kept_in: dict[str, int] = field(default_factory=dict)
+    """The same of each top-most module, within checkpoints too."""
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether the model's code makes no checkpoint."""
+        return not self._edges
+
+    def restart(self) -> None:
+        """Forget all, since another forward begins."""
+        self._time = self._edges = 0
+        self._open.clear()
+        for kept in (self._kept, self._kept_by, self._kept_in):
+            kept.clear()
+
+    def point(self) -> Point:
+        """Return the point at which the forward is."""
+        self._time += 1
+        return Point(self._time, self._edges, tuple(self._open))
+
+    def keep(self, module: str | None) -> None:
+        """Record that autograd keeps a tensor, in a top-most module or behind all."""
+        self._time += 1
+        if module is not None:
+            self._kept_in[module] = self._time
+        if self._open:
+            self._kept[self._open[-1]] = self._time
+        elif module is not None:
+            self._kept_by[module] = self._time
+
+    @contextmanager
+    def checkpoint(self, module: str | None) -> Iterator[None]:
+        """Return the context of a checkpoint's code; what it is given is kept around it."""
+        self.keep(module)
+        self._edges += 1
+        self._open.append(self._edges)
+        try:
+            yield
+        finally:
+            self._edges += 1
+            self._open.pop()
+
+    def is_kept_behind(self, point: Point, modules: Collection[str]) -> bool:
+        """Return whether one of these top-most modules keeps something behind a point."""
+        return any(self._kept_in.get(module, 0) > point.time for module in modules)
+
+    def place(self, point: Point, modules: Collection[str]) -> Place:
+        """Return the place of a point in the forward of a layer of these modules."""
+        if self.are_alike:
+            return NOWHERE
+        is_repeated = any(self._kept_by.get(module, 0) > point.time for module in modules)
+        again = (one for one in point.inside if self._kept.get(one, 0) > point.time)
+        return Place(at=point.at, inside=point.inside, again=(*([0] if is_repeated else []), *again))
