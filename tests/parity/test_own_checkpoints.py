@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.laboratory import prove
 from tests.models import MODELS, Attention, Parted, PartedBlock
+from tests.parity.moved_models import Mixing, Recurrence, RecurrentLayers, decayed_sums
 
 _products = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
