@@ -123,11 +123,9 @@ class OwnRecurrence(Recurrence):
     what = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.what == "detached":
-            return self.before(x) + _again(super().forward, x).detach()
-        if self.what == "unused":
-            _again(super().forward, x)
-            return self.before(x)
+        if " " in self.what and "reentrant" not in self.what:
+            found = super().forward(x) if "plain" in self.what else _again(super().forward, x)
+            return self.before(x) + found.detach() if "detached" in self.what else self.before(x)
         if self.what == "reentrant mixer":
             return checkpoint(super().forward, x, use_reentrant=True)
         return _again(super().forward, x)
@@ -178,4 +176,47 @@ def test_what_own_checkpoints_send_again_is_listed(layout: str, what: str) -> No
 )
 @pytest.mark.parametrize("what", MIXINGS)
 def test_states_that_own_checkpoints_send_again_are_listed(layout: str, what: str) -> None:
+    prove(layout, f"own checkpoint: {what}")
+
+
+class Idle(Parted):
+    """A decoder whose blocks compute something that the loss does not depend on, or not by way of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(blocks=2)
+        self.blocks = nn.ModuleList(IdleBlock(what) for _ in range(2))
+
+
+class IdleBlock(PartedBlock):
+    def __init__(self, what: str) -> None:
+        super().__init__(16, 4)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attended(x: Tensor) -> Tensor:
+            return self.attention(self.first(x)) * self.gain
+
+        found = _again(attended, x) if "checkpoint" in self.what else attended(x)
+        if "detached" in self.what:
+            x = x + found.detach()
+        return x + self.mlp(self.second(x))
+
+
+IDLE = ("detached", "unused", "detached checkpoint", "unused checkpoint")
+MODELS |= {f"own checkpoint: {what}": functools.partial(Idle, what) for what in IDLE}
+IDLE_MIXINGS = ("mixer detached", "mixer unused", "plain detached", "plain unused")
+MODELS |= {f"own checkpoint: {what}": functools.partial(OwnMixing, what) for what in IDLE_MIXINGS}
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp=2", "cp=2", "cp=2 exchange=ring", "tp=2 sequence_parallel", "cp=2 recompute=full"]
+)
+@pytest.mark.parametrize("what", IDLE)
+def test_no_gradient_is_listed_of_what_the_loss_does_not_depend_on(layout: str, what: str) -> None:
+    prove(layout, f"own checkpoint: {what}")
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2 recompute=full"])
+@pytest.mark.parametrize("what", IDLE_MIXINGS)
+def test_no_gradient_is_listed_of_states_that_the_loss_does_not_depend_on(layout: str, what: str) -> None:
     prove(layout, f"own checkpoint: {what}")

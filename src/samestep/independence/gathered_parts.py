@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
-from samestep.models.layer_parts import NOWHERE, GatheredPart, Place, TokenMove
+from samestep.models.layer_parts import GatheredPart, GatheredTensor, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
 from samestep.tracing.checkpointed import Point, TracedPlaces
@@ -108,8 +109,9 @@ class PartCalls:
         """Number of attentions of the block so far that are given slices."""
         return sum((self._block, self._number, one) not in self.within for one in range(self._attentions))
 
-    def leave(self, returned: Iterable[tuple[str, int]]) -> None:
-        """Record what the last part returns."""
+    def leave(self, returned: Iterable[tuple[str, int]], output: Any) -> None:
+        """Record what the last part returns, and the places of it that a rank keeps a part of."""
+        self._points_of_calls[-1] = self._points_of_calls[-1]._replace(nodes=self.places.point(output).nodes)
         *_, (block, number, part) = self.calls
         self.calls[-1] = block, number, replace(part, returned=tuple(returned))
 
@@ -135,7 +137,7 @@ class PartCalls:
             number = calls[first] = calls.get(first, -1) + 1
             names = layer.modules if layer.modules and not layer.repeats else layer.again
             parts = [
-                replace(part, place=self.places.place(point, layer.called))
+                (replace(part, place=self.places.place(point, layer.called)), self.places.is_reached(point))
                 for (block, call, part), point in zip(self.calls, self._points_of_calls, strict=True)
                 if block in names and call == number
             ]
@@ -144,22 +146,27 @@ class PartCalls:
             sized = [
                 replace(
                     part,
-                    given=tuple(replace(one, elements=one.elements * scale[0] // scale[1]) for one in part.given),
+                    given=tuple(_scaled(one, scale, is_reached) for one in part.given),
                     reason=reasons.get(part.owner, ""),
                 )
-                for part in parts
+                for part, is_reached in parts
             ]
             moves = tuple(
-                _placed(move, self.places.place(point, layer.called))
+                self._placed(move, point, layer)
                 for (block, call, move), point in zip(self.moves, self._points_of_moves, strict=True)
                 if block in names and call == number
             )
             found.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))
         return tuple(found)
 
+    def _placed(self, move: TokenMove, point: Point, layer: LayerSpec) -> TokenMove:
+        """Return a call with its place, and whether the backward comes to it; ranks keep something of a state that they send on."""
+        takes_gradient = move.takes_gradient and self.places.is_reached(point)
+        place = self.places.place(point, layer.called, is_kept=move.kind == "state" and move.takes_gradient)
+        return replace(move, takes_gradient=takes_gradient, place=place)
 
-def _placed(move: TokenMove, place: Place) -> TokenMove:
-    """Return a call with its place: ranks keep something of a state that they send on, so that all checkpoints around it repeat it."""
-    if place != NOWHERE and move.kind == "state" and move.takes_gradient:
-        place = replace(place, again=(0, *place.inside))
-    return replace(move, place=place)
+
+def _scaled(given: GatheredTensor, scale: tuple[int, int], is_reached: bool) -> GatheredTensor:
+    """Return an argument of `scale[1]` tokens as one of `scale[0]`, which takes a gradient if the backward reaches its part."""
+    elements = given.elements * scale[0] // scale[1]
+    return replace(given, elements=elements, takes_gradient=given.takes_gradient and is_reached)

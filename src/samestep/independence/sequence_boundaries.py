@@ -60,7 +60,7 @@ def record_calls(model: nn.Module, places: TracedPlaces) -> Iterator[Calls]:
 
     def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
         calls.left.setdefault(path, []).append(first_of(output))
-        calls.points[path, "left"] = places.point()
+        calls.points[path, "left"] = places.point(output)
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():
@@ -188,7 +188,8 @@ def _with_boundaries(
             known = last.get(part in whole)
             if known is None or given is not known[0] or state != known[1]:
                 kind: BoundaryKind = "join" if part in whole else "gather"
-                has_gradient = given.requires_grad and state[1]
+                is_reached = calls.places.is_reached(calls.points[part, "left"])
+                has_gradient = given.requires_grad and state[1] and is_reached
                 place = calls.places.place(calls.points[part, "entered"], layer.called)
                 boundaries.append(
                     Boundary(owner=part, elements=given.numel(), kind=kind, has_gradient=has_gradient, place=place)
@@ -230,8 +231,9 @@ def _end(path: str, kind: BoundaryKind, calls: Calls, layer: LayerSpec) -> Bound
     output = calls.left[path][0]
     if output is None or len(calls.left[path]) > 1:
         raise _CannotCutError(f"{path} is not called once, with a tensor [batch, sequence, features]")
-    place = calls.places.place(calls.points[path, "left"], layer.called)
-    return Boundary(owner=path, elements=output.numel(), kind=kind, has_gradient=output.requires_grad, place=place)
+    point = calls.points[path, "left"]
+    has_gradient, place = calls.places.is_reached(point), calls.places.place(point, layer.called)
+    return Boundary(owner=path, elements=output.numel(), kind=kind, has_gradient=has_gradient, place=place)
 
 
 def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:

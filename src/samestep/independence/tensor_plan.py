@@ -212,7 +212,8 @@ class CutCosts:
     """The points of the forward."""
     forward: list[tuple[PartialSum, Point]] = field(default_factory=list)
     inputs: list[tuple[str, tuple[int, int, bool], int, Point]] = field(default_factory=list)
-    """Inputs of modules that take a gradient, in the order of leaving: path, the tensor and its state, elements, where it is entered."""
+    """Inputs of modules that take a gradient, in the order of leaving: path, the tensor and its state, elements, and where the module is
+    entered, with the nodes of what it returns."""
     logit_rows: int = 0
     heads: list[str] = field(default_factory=list)
     """Heads that are cut by vocabulary."""
@@ -228,8 +229,9 @@ class CutCosts:
         """Record the input of a module; modules with one input share the sum of its gradient."""
         if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
             self._given[id(args[0])] = args[0]
+            point = self._entered[path]._replace(nodes=self.places.point(output).nodes)
             elements = args[0].numel() // self.num_samples
-            self.inputs.append((path, (id(args[0]), *state_of(args[0])), elements, self._entered[path]))
+            self.inputs.append((path, (id(args[0]), *state_of(args[0])), elements, point))
 
     def copies(self, copied: Collection[str], separable: Collection[str]) -> list[tuple[PartialSum, Point]]:
         """Return the sums of the gradients of these modules' inputs, in order of the forward.
@@ -239,7 +241,7 @@ class CutCosts:
         found: list[tuple[PartialSum, Point]] = []
         last: tuple[int, int, bool] | None = None
         for path, number, elements, point in self.inputs:
-            if path not in copied:
+            if path not in copied or not self.places.is_reached(point):
                 continue
             if number != last:
                 found.append((PartialSum(owner=path, elements=elements), point))

@@ -186,7 +186,7 @@ class TracedMoves(TorchFunctionMode):
                 is_cut=watch.key(operand) in watch.cut,
                 takes_gradient=operand.requires_grad and torch.is_grad_enabled(),
             )
-        watch.parts.moved(move, point)
+        watch.parts.moved(move, point._replace(nodes=watch.places.point(result).nodes))
         return outcome
 
 

@@ -382,7 +382,12 @@ class ForwardTracer(DispatchMode):
     def attended(self, output: Tensor) -> None:
         """Record that an attention has kept what it keeps: ranks send its output behind that."""
         if self.exchanges and output.dim() == 4:
-            self.exchanges[-1] = (*self.exchanges[-1][:3], self.places.point())
+            point = self.places.point(output)
+            given, (region, key, last, _) = self.exchanges[-4:-1], self.exchanges[-1]
+            self.exchanges[-4:] = [
+                *((*rest, before._replace(nodes=point.nodes)) for *rest, before in given),
+                (region, key, last, point),
+            ]
 
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Record the call of a custom Function of autograd, whose operations have been recorded before.

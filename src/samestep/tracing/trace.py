@@ -142,6 +142,7 @@ def _spec_of(
     containers, opened, stages = places
     num_samples = samples_traced(module)
     roots, names = roots_of_loss(outputs, sample, loss)
+    watch.places.reach(roots)
     has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)
     idle = _never_read(module, watch) & unused if watch.varies else frozenset[int]() if has_looked else unused
@@ -326,6 +327,7 @@ def _exchanges_of(layer: Layer, watch: ForwardTracer, num_samples: int) -> tuple
             exchange,
             elements=exchange.elements // num_samples,
             is_kept=exchange.role == "output" and watch.saves[key] > 1,
+            takes_gradient=exchange.takes_gradient and watch.places.is_reached(point),
             place=watch.places.place(point, layer.called),
         )
         for region, key, exchange, point in watch.exchanges
