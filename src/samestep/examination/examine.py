@@ -45,7 +45,7 @@ from samestep.randomness import masks
 from samestep.state import snapshot
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
-from samestep.tracing.checkpointed import record_checkpointed
+from samestep.tracing.checkpointed import TracedPlaces, record_checkpointed
 from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
 from samestep.tracing.trace import trace
@@ -97,6 +97,9 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
     found = _examine_further(built, forward, source.loss)
     spec, parts = build_spec(built.module, forward, plan, found, has_own_loss=source.loss is not cross_entropy)
     entered = forward.checkpointed.entered
+    of_calls = any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage)
+    of_blocks = any(entered.intersection(layer.modules) for layer in spec.layers if layer.is_block)
+    spec = replace(spec, checkpoints="plain" if of_blocks else "plain on stages" if of_calls else "repeat")
     analysis = ModelAnalysis(
         spec=spec,
         cut_styles=plan.cuts.styles if plan else {},
@@ -112,8 +115,8 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         chunks_examined=chunks,
         stages=job.model.stages,
         detached_checkpoints=forward.checkpointed.detached,
-        recomputes_calls=any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage),
-        recomputes_blocks=any(entered.intersection(layer.modules) for layer in spec.layers if layer.is_block),
+        recomputes_calls=of_calls,
+        recomputes_blocks=of_blocks,
     )
     return TracedModel(built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None)
 
@@ -139,8 +142,9 @@ def _trace(
             break
         planned = plan
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
-        with built.repeating(), tensor_plan.record_cuts(built.module, planned) as costs:
-            spec = run(costs.keep, planned.styles, keeps_all=bool(planned.looking))
+        places = TracedPlaces()
+        with built.repeating(), tensor_plan.record_cuts(built.module, planned, places) as costs:
+            spec = run(places, planned.styles, keeps_all=bool(planned.looking))
         forward = replace(forward, spec=spec, cuts=replace(forward.cuts, costs=costs))
     return built, forward, plan
 

@@ -21,6 +21,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
 from samestep.tracing import called_again, pending_logits
+from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.watched_forward import outputs_on_meta
 
 
@@ -41,13 +42,16 @@ def examine_layout(traced: TracedModel, layout: Layout, loss: Loss, example: Any
     if layout.tp > 1 and proof is not None:
         analysis = replace(analysis, spec=_with_tried(analysis.spec, proof.tried))
     if "tokens" in lacks:
-        refusal, tried = sequence_proof.refuse_slices(built.module, built.sample, analysis, layout.tp, built.value_of)
+        with record_checkpointed(built.module):
+            refusal, tried = sequence_proof.refuse_slices(
+                built.module, built.sample, analysis, layout.tp, built.value_of
+            )
         spec = replace(_with_tried(analysis.spec, tried), sequence_refusal=refusal, expert_refusal=refusal)
         analysis = replace(analysis, spec=spec, slices_between=(*analysis.slices_between, layout.tp))
     if "slices" in lacks:
         spec = analysis.spec
         if not (analysis.parts_examined and spec.slice_refusal):
-            with snapshot.preserve_modules(built.module):
+            with snapshot.preserve_modules(built.module), record_checkpointed(built.module):
                 spec = token_slices.prove(
                     built.module,
                     built.sample,

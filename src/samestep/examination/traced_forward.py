@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from samestep.datasets.values import first_of
 from samestep.examination.recording import MaskRecorder, record_masks
 from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_parts import ExpertDispatch
+from samestep.models.layer_parts import NOWHERE, ExpertDispatch
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
-from samestep.tracing.checkpointed import Checkpointed, record_checkpointed
+from samestep.tracing.checkpointed import Checkpointed, TracedPlaces, record_checkpointed
 from samestep.tracing.operations import Recorder
 from samestep.tracing.trace import samples_traced
 
@@ -103,18 +103,22 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, run: Call
     Raises:
         ModelError: the forward fails, or needs values that are not known.
     """
-    module, expert_calls = built.module, dict[str, tuple[Any, Any]]()
+    module, expert_calls, places = built.module, dict[str, tuple[Any, Any]](), TracedPlaces()
     with ExitStack() as observers:
         observe = observers.enter_context
         changes = observe(kept_state.record_changes(module))  # first: it looks when the others have gone
         cuts = None
         if planned is not None:
             observe(cut_proof.record_ends(module, planned.styles, recorder := Recorder(), planned.looking))
-            costs = observe(tensor_plan.record_cuts(module, planned))
-            cuts = CutObservations(costs, observe(sequence_boundaries.record_calls(module)), recorder)
-            run = functools.partial(run, costs.keep, planned.styles, recorder, keeps_all=bool(planned.looking))
+            costs = observe(tensor_plan.record_cuts(module, planned, places))
+            cuts = CutObservations(costs, observe(sequence_boundaries.record_calls(module, places)), recorder)
+            run = functools.partial(run, places, planned.styles, recorder, keeps_all=bool(planned.looking))
+        else:
+            run = functools.partial(run, places)
         masks = observe(record_masks(module, built.num_samples))
-        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls))
+        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, places))
         checkpointed = observe(record_checkpointed(module))
         spec = run()
+    if places.are_alike:
+        dispatches = [replace(one, place=NOWHERE) for one in dispatches]
     return TracedForward(spec, changes, masks, dispatches, expert_calls, checkpointed, cuts)

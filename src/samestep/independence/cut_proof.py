@@ -313,7 +313,7 @@ def run_forward(
     Raises:
         DiffersError: it fails, at the module that the error names.
     """
-    watch = ForwardTracer(model, lambda block: None, {}, keeps_all=keeps_all, recorder=recorder, answers=answers)
+    watch = ForwardTracer(model, {}, keeps_all=keeps_all, recorder=recorder, answers=answers)
     watch.has_backward = False
     try:
         with record_ends(model, styles, recorder, looking):

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
-from samestep.models.layer_parts import GatheredPart, TokenMove
+from samestep.models.layer_parts import GatheredPart, GatheredTensor, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
+from samestep.tracing.checkpointed import Point, TracedPlaces
 
 
 def wider_parts(
@@ -61,12 +63,16 @@ def _type_at(module: nn.Module, path: str) -> type | None:
 class PartCalls:
     """The calls of parts in one forward, by the block that makes them, with the attentions around and within them."""
 
+    places: TracedPlaces
+    """The points of the forward."""
     calls: list[tuple[str, int, GatheredPart]] = field(default_factory=list)
     """Path of the block, number of its call, and the part."""
     moves: list[tuple[str, int, TokenMove]] = field(default_factory=list)
     """Path of the block, number of its call, and a call that needs tokens of neighbours."""
     within: set[tuple[str, int, int]] = field(default_factory=set)
     """Attentions within parts: path of the block, number of its call, number of the attention."""
+    _points_of_calls: list[Point] = field(default_factory=list)
+    _points_of_moves: list[Point] = field(default_factory=list)
     _blocks: dict[str, int] = field(default_factory=dict)
     _block: str = ""
     _attentions: int = 0
@@ -85,12 +91,14 @@ class PartCalls:
     def enter(self, part: GatheredPart) -> None:
         """Record the call of a part with its arguments."""
         self.calls.append((self._block, self._number, replace(part, before=self._attended)))
+        self._points_of_calls.append(self.places.point())
 
-    def moved(self, move: TokenMove) -> None:
-        """Record a call that needs tokens of neighbours."""
+    def moved(self, move: TokenMove, point: Point) -> None:
+        """Record a call that needs tokens of neighbours, which are sent at a point of the forward."""
         block, number = self._block, self._number
         parts = sum((block, number) == one[:2] for one in self.calls)
         self.moves.append((block, number, replace(move, before=self._attended, parts_before=parts)))
+        self._points_of_moves.append(point)
 
     @property
     def _number(self) -> int:
@@ -101,8 +109,9 @@ class PartCalls:
         """Number of attentions of the block so far that are given slices."""
         return sum((self._block, self._number, one) not in self.within for one in range(self._attentions))
 
-    def leave(self, returned: Iterable[tuple[str, int]]) -> None:
-        """Record what the last part returns."""
+    def leave(self, returned: Iterable[tuple[str, int]], output: Any) -> None:
+        """Record what the last part returns, and the places of it that a rank keeps a part of."""
+        self._points_of_calls[-1] = self._points_of_calls[-1]._replace(nodes=self.places.point(output).nodes)
         *_, (block, number, part) = self.calls
         self.calls[-1] = block, number, replace(part, returned=tuple(returned))
 
@@ -127,17 +136,37 @@ class PartCalls:
             first = layer.repeats or layer.name
             number = calls[first] = calls.get(first, -1) + 1
             names = layer.modules if layer.modules and not layer.repeats else layer.again
-            parts = [part for block, call, part in self.calls if block in names and call == number]
+            parts = [
+                (replace(part, place=self.places.place(point, layer.called)), self.places.is_reached(point))
+                for (block, call, part), point in zip(self.calls, self._points_of_calls, strict=True)
+                if block in names and call == number
+            ]
             within = {one for block, call, one in self.within if block in names and call == number}
             exchanges = tuple(replace(one, is_within=at // 4 in within) for at, one in enumerate(layer.exchanges))
             sized = [
                 replace(
                     part,
-                    given=tuple(replace(one, elements=one.elements * scale[0] // scale[1]) for one in part.given),
+                    given=tuple(_scaled(one, scale, is_reached) for one in part.given),
                     reason=reasons.get(part.owner, ""),
                 )
-                for part in parts
+                for part, is_reached in parts
             ]
-            moves = tuple(move for block, call, move in self.moves if block in names and call == number)
+            moves = tuple(
+                self._placed(move, point, layer)
+                for (block, call, move), point in zip(self.moves, self._points_of_moves, strict=True)
+                if block in names and call == number
+            )
             found.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))
         return tuple(found)
+
+    def _placed(self, move: TokenMove, point: Point, layer: LayerSpec) -> TokenMove:
+        """Return a call with its place, and whether the backward comes to it; ranks keep something of a state that they send on."""
+        takes_gradient = move.takes_gradient and self.places.is_reached(point)
+        place = self.places.place(point, layer.called, is_kept=move.kind == "state" and move.takes_gradient)
+        return replace(move, takes_gradient=takes_gradient, place=place)
+
+
+def _scaled(given: GatheredTensor, scale: tuple[int, int], is_reached: bool) -> GatheredTensor:
+    """Return an argument of `scale[1]` tokens as one of `scale[0]`, which takes a gradient if the backward reaches its part."""
+    elements = given.elements * scale[0] // scale[1]
+    return replace(given, elements=elements, takes_gradient=given.takes_gradient and is_reached)

@@ -120,7 +120,7 @@ class _StateTracer(ForwardTracer):
     has_backward = False
 
     def __init__(self, module: nn.Module, keeps_all: bool) -> None:
-        super().__init__(module, lambda region: None, {}, keeps_all=keeps_all)
+        super().__init__(module, {}, keeps_all=keeps_all)
         self.labels: dict[int, set[int]] = {}
         self.used: set[int] = set()
         """Storages that some operation has read or looked at."""

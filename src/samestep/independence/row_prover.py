@@ -41,7 +41,7 @@ class Prover(ForwardTracer):
     def __init__(
         self, module: nn.Module, num_rows: int, *, keeps_all: bool = False, takes_gradients: bool = False
     ) -> None:
-        super().__init__(module, lambda block: None, {}, keeps_all=keeps_all)
+        super().__init__(module, {}, keeps_all=keeps_all)
         self.has_backward = takes_gradients
         self.known = Dependences(num_rows, self.key)
         self.num_rows = num_rows

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from samestep.independence.cut_proof import CutProof
 from samestep.models.layer_parts import Boundary, BoundaryKind
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, is_below
+from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.operations import Operation
 
 Styles = Mapping[str, str]
@@ -39,21 +40,27 @@ class Calls:
     left: dict[str, list[Tensor | None]] = field(default_factory=dict)
     states: dict[str, tuple[int, bool]] = field(default_factory=dict)
     """`state_of` the tensor that a module is given in its first call."""
+    places: TracedPlaces = field(default_factory=TracedPlaces)
+    """The points of the forward."""
+    points: dict[tuple[str, Literal["entered", "left"]], Point] = field(default_factory=dict)
+    """Those at which each module is entered, and left, last."""
 
 
 @contextmanager
-def record_calls(model: nn.Module) -> Iterator[Calls]:
-    """Record the first tensor that every module is given and returns, in a forward that runs inside."""
-    calls, facts = Calls(), facts_of(model)
+def record_calls(model: nn.Module, places: TracedPlaces) -> Iterator[Calls]:
+    """Record the first tensor that every module is given and returns, in a forward that runs inside, whose points `places` has."""
+    calls, facts = Calls(places=places), facts_of(model)
 
     def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         given = first_input_of(args, kwargs, facts)
         calls.entered.setdefault(path, []).append(given)
+        calls.points[path, "entered"] = places.point()
         if given is not None:
             calls.states.setdefault(path, state_of(given))
 
     def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
         calls.left.setdefault(path, []).append(first_of(output))
+        calls.points[path, "left"] = places.point(output)
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():
@@ -181,13 +188,17 @@ def _with_boundaries(
             known = last.get(part in whole)
             if known is None or given is not known[0] or state != known[1]:
                 kind: BoundaryKind = "join" if part in whole else "gather"
-                has_gradient = given.requires_grad and state[1]
-                boundaries.append(Boundary(owner=part, elements=given.numel(), kind=kind, has_gradient=has_gradient))
+                is_reached = calls.places.is_reached(calls.points[part, "left"])
+                has_gradient = given.requires_grad and state[1] and is_reached
+                place = calls.places.place(calls.points[part, "entered"], layer.called)
+                boundaries.append(
+                    Boundary(owner=part, elements=given.numel(), kind=kind, has_gradient=has_gradient, place=place)
+                )
             last[part in whole] = given, state
         if part in whole:
-            boundaries.append(_end(part, "split", calls))
+            boundaries.append(_end(part, "split", calls, layer))
         elif styles.get(part) == "row" and is_below(part, path) and not any(is_below(part, one) for one in whole):
-            boundaries.append(_end(part, "scatter", calls))
+            boundaries.append(_end(part, "scatter", calls, layer))
     between = [
         param
         for param in spec.params
@@ -216,11 +227,13 @@ def _check_whole_features(part: str, seen: _Seen) -> None:
         raise _CannotCutError(f"{part} is given, or returns, what tp cuts: put both cuts into one module")
 
 
-def _end(path: str, kind: BoundaryKind, calls: Calls) -> Boundary:
+def _end(path: str, kind: BoundaryKind, calls: Calls, layer: LayerSpec) -> Boundary:
     output = calls.left[path][0]
     if output is None or len(calls.left[path]) > 1:
         raise _CannotCutError(f"{path} is not called once, with a tensor [batch, sequence, features]")
-    return Boundary(owner=path, elements=output.numel(), kind=kind, has_gradient=output.requires_grad)
+    point = calls.points[path, "left"]
+    has_gradient, place = calls.places.is_reached(point), calls.places.place(point, layer.called)
+    return Boundary(owner=path, elements=output.numel(), kind=kind, has_gradient=has_gradient, place=place)
 
 
 def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from samestep.models.spec import is_below
 from samestep.tracing.experts import routing_arguments
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import mutated_operands
-from samestep.trees import keystr, operands, tree_flatten_with_path, tree_leaves, tree_unflatten
+from samestep.trees import keystr, operands, tensors_in, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 WHOLE = -1
 """The dimension of tokens of an argument that has none."""
@@ -68,7 +68,7 @@ class SliceProver(Prover):
         self._mixed = self._mixed_at = ""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls()
+        self.parts = PartCalls(self.places)
         self.moves = TracedMoves(self)
         """The calls that need tokens of neighbours."""
         self.states, self.is_in_function = TracedStates(self), False
@@ -182,7 +182,7 @@ class SliceProver(Prover):
             found.append(self.slice_of(leaf, dim))
             if not leaf.requires_grad:
                 self._wholes[id(found[-1])] = found[-1], leaf
-        self.parts.leave(returned)
+        self.parts.leave(returned, output)
         self._part, self.is_following = "", not self.refusal
         return tree_unflatten(found, tree)
 
@@ -310,6 +310,7 @@ class SliceProver(Prover):
 
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits have a row for each token of the slice."""
+        self.places.reach(tensors_in(outputs))
         try:
             logits = prediction_of(outputs)
         except InputError as error:

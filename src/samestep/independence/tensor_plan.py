@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from samestep.models.layer_parts import PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below
+from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.containers import containers_of
 from samestep.tracing.looks import paths_within
 from samestep.tracing.operations import Recorder
@@ -207,66 +208,74 @@ class CutCosts:
 
     num_samples: int
     """Number of samples of the forward; elements are those of one."""
-    forward: list[PartialSum] = field(default_factory=list)
-    inputs: list[tuple[str, tuple[int, int, bool], int]] = field(default_factory=list)
-    """Inputs of modules that take a gradient, in the order of leaving: path, the tensor and its state, elements."""
-    kept_after: set[str] = field(default_factory=set)
-    """Owners of forward sums after which the same block keeps a tensor for its backward, such as a mask."""
+    places: TracedPlaces
+    """The points of the forward."""
+    forward: list[tuple[PartialSum, Point]] = field(default_factory=list)
+    inputs: list[tuple[str, tuple[int, int, bool], int, Point]] = field(default_factory=list)
+    """Inputs of modules that take a gradient, in the order of leaving: path, the tensor and its state, elements, and where the module is
+    entered, with the nodes of what it returns."""
     logit_rows: int = 0
     heads: list[str] = field(default_factory=list)
     """Heads that are cut by vocabulary."""
     _given: dict[int, Tensor] = field(default_factory=dict)
     """These tensors, kept alive so that no other has the same identity."""
+    _entered: dict[str, Point] = field(default_factory=dict)
+
+    def enter(self, path: str, *_: Any) -> None:
+        """Record the point at which a module is entered."""
+        self._entered[path] = self.places.point()
 
     def left(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """Record the input of a module; modules with one input share the sum of its gradient."""
         if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
             self._given[id(args[0])] = args[0]
-            self.inputs.append((path, (id(args[0]), *state_of(args[0])), args[0].numel() // self.num_samples))
+            point = self._entered[path]._replace(nodes=self.places.point(output).nodes)
+            elements = args[0].numel() // self.num_samples
+            self.inputs.append((path, (id(args[0]), *state_of(args[0])), elements, point))
 
-    def copies(self, copied: Collection[str], separable: Collection[str]) -> list[PartialSum]:
+    def copies(self, copied: Collection[str], separable: Collection[str]) -> list[tuple[PartialSum, Point]]:
         """Return the sums of the gradients of these modules' inputs, in order of the forward.
 
         The gradients of weights of `separable` modules can be computed while these are summed.
         """
-        found: list[PartialSum] = []
+        found: list[tuple[PartialSum, Point]] = []
         last: tuple[int, int, bool] | None = None
-        for path, number, elements in self.inputs:
-            if path not in copied:
+        for path, number, elements, point in self.inputs:
+            if path not in copied or not self.places.is_reached(point):
                 continue
             if number != last:
-                found.append(PartialSum(owner=path, elements=elements))
+                found.append((PartialSum(owner=path, elements=elements), point))
                 last = number
             if path in separable:
-                found[-1] = replace(found[-1], beside=(*found[-1].beside, path))
+                part, first = found[-1]
+                found[-1] = replace(part, beside=(*part.beside, path)), first
         return found
 
     def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
         """Record the output of a cut module."""
         if style in ("row", "vocab") and not is_head(module, style):
-            self.forward.append(PartialSum(owner=path, elements=output.numel() // self.num_samples))
+            self._add(PartialSum(owner=path, elements=output.numel() // self.num_samples))
         if style == "gather" or is_head(module, style):
             kind: Literal["gather", "logits"] = "gather" if style == "gather" else "logits"
-            self.forward.append(PartialSum(owner=path, elements=output.numel() // self.num_samples, kind=kind))
+            self._add(PartialSum(owner=path, elements=output.numel() // self.num_samples, kind=kind))
         if is_head(module, style):
             self.logit_rows = output.numel() // output.shape[-1] // self.num_samples
             self.heads.append(path)
 
-    def keep(self, block: str) -> None:
-        """Record that autograd keeps a tensor in a block."""
-        if self.forward and is_below(self.forward[-1].owner, block):
-            self.kept_after.add(self.forward[-1].owner)
+    def _add(self, part: PartialSum) -> None:
+        self.forward.append((part, self.places.point()))
 
 
 @contextmanager
-def record_cuts(model: nn.Module, cuts: Cuts) -> Iterator[CutCosts]:
-    """Record the inputs and outputs of each cut module, in a forward of one sample that runs inside."""
-    seen = CutCosts(samples_traced(model))
+def record_cuts(model: nn.Module, cuts: Cuts, places: TracedPlaces) -> Iterator[CutCosts]:
+    """Record the inputs and outputs of each cut module, in a forward of one sample that runs inside, whose points `places` has."""
+    seen = CutCosts(samples_traced(model), places)
     with ExitStack() as hooks:
         for path, style in cuts.styles.items():
             leave = functools.partial(seen.leave, path, style)
             hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
         for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
             hooks.enter_context(module.register_forward_hook(functools.partial(seen.left, path)))
         hooks.callback(seen._given.clear)  # else the record holds the traced graph, and the graph the record
         yield seen
@@ -292,7 +301,7 @@ def with_cuts(
     )
     copies = seen.copies(proof.copied, _separable(spec, model, cuts))
     gathered = {path for path in seen.heads if proof.styles[path] == "gather"}
-    sums = [replace(part, kind="gather") if part.owner in gathered else part for part in seen.forward]
+    sums = [(replace(p, kind="gather") if p.owner in gathered else p, point) for p, point in seen.forward]
     layers = tuple(_layer_with(layer, replace(seen, forward=sums), copies, shareable) for layer in spec.layers)
     cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles.get(path) == "vocab"}
     rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
@@ -347,11 +356,21 @@ def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
     return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
 
 
-def _layer_with(layer: LayerSpec, seen: CutCosts, copies: list[PartialSum], shareable: Mapping[str, int]) -> LayerSpec:
-    forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
-    backward = tuple(part for part in reversed(copies) if _is_within(part.owner, layer))
-    repeats = bool(forward) and forward[-1].owner in seen.kept_after
+def _layer_with(
+    layer: LayerSpec, seen: CutCosts, copies: list[tuple[PartialSum, Point]], shareable: Mapping[str, int]
+) -> LayerSpec:
+    def placed(parts: Iterable[tuple[PartialSum, Point]]) -> tuple[PartialSum, ...]:
+        """Return those of these sums that are the layer's."""
+        return tuple(
+            replace(part, place=seen.places.place(point, layer.called))
+            for part, point in parts
+            if _is_within(part.owner, layer)
+        )
+
+    points = [point for part, point in seen.forward if _is_within(part.owner, layer)]
+    repeats = bool(points) and seen.places.is_kept_behind(points[-1], layer.called)
     products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
+    forward, backward = placed(seen.forward), placed(reversed(copies))
     return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
 
 

@@ -27,6 +27,7 @@ from samestep.independence.token_moves import (
 )
 from samestep.independence.value_numbers import ValueNumbers
 from samestep.models.layer_parts import TokenMove
+from samestep.tracing.checkpointed import TracedPlaces
 
 
 class SlicedBlocks(Protocol):
@@ -36,6 +37,7 @@ class SlicedBlocks(Protocol):
     known: Dependences
     numbers: ValueNumbers
     parts: PartCalls
+    places: TracedPlaces
     size: int
     cut: set[int]
 
@@ -156,6 +158,7 @@ class TracedMoves(TorchFunctionMode):
     def _moved(self, form: MoveForm, number: int, ends: tuple[int, ...]) -> Any:
         """Compute a call of tokens as the last rank does, and note that each row of its result belongs to its token."""
         watch, operand = self._watch, form.given[0]
+        point = watch.places.point()
         with disable_current_modes():
             what = [watch.numbers.of(_first(one) if watch.is_uniform(one) else one) for one in form.given]
         watch.is_following = False
@@ -183,7 +186,7 @@ class TracedMoves(TorchFunctionMode):
                 is_cut=watch.key(operand) in watch.cut,
                 takes_gradient=operand.requires_grad and torch.is_grad_enabled(),
             )
-        watch.parts.moved(move)
+        watch.parts.moved(move, point._replace(nodes=watch.places.point(result).nodes))
         return outcome
 
 

@@ -130,6 +130,19 @@ class LayerSpec:
         return *self.modules, *self.again
 
     @property
+    def makes_checkpoints(self) -> bool:
+        """Whether its code makes checkpoints around what ranks send, where they are not run plainly."""
+        places = (
+            *(one.place for one in (*self.forward_sums, *self.backward_sums)),
+            *(one.place for one in self.sequence_boundaries),
+            *(one.place for one in self.dispatches),
+            *(one.place for one in self.exchanges),
+            *(one.place for one in self.gathered_parts),
+            *(one.place for one in self.token_moves),
+        )
+        return any(place.inside for place in places)
+
+    @property
     def moved_input_elements(self) -> int:
         """Elements of its input that recompute=offload moves: what the layer before has computed, not angles and masks of all blocks."""
         return min(self.input_elements, self.output_elements)

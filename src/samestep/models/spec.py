@@ -153,6 +153,9 @@ class ModelSpec:
     """Names of the buffers that the forward lets have another value after the step."""
     loss_values: tuple[BatchValueCall, ...] = ()
     """Calls in the loss that take values of all samples."""
+    checkpoints: Literal["repeat", "plain", "plain on stages"] = "repeat"
+    """How checkpoints of its own code run: plainly where they are around blocks, for which the layout's recompute stands, or around
+    what pipeline stages begin with."""
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks with a row for each token: their place, and the dimension of the tokens."""
 
@@ -165,6 +168,15 @@ class ModelSpec:
     def forward_flops(self) -> int:
         """FLOPs of one sample's forward."""
         return sum(layer.forward_flops for layer in self.layers)
+
+    def repeats_own_code(self, on_stages: bool) -> bool:
+        """Return whether checkpoints of its own code repeat what ranks send, on pipeline stages or without them."""
+        runs = self.checkpoints == "repeat" or (self.checkpoints == "plain on stages" and not on_stages)
+        return runs and self._makes_checkpoints
+
+    @cached_property
+    def _makes_checkpoints(self) -> bool:
+        return any(layer.makes_checkpoints for layer in (*self.layers, *self.attending))
 
     @cached_property
     def takes_batch_statistics(self) -> bool:

@@ -89,7 +89,7 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     tensor: lambda step: step.layout.tp > 1,
     sequence: lambda step: step.layout.sequence_parallel,
     expert: lambda step: step.layout.ep > 1 or bool(step.model.balanced_experts),
-    recompute: lambda step: step.layout.recompute != "none",
+    recompute: lambda step: step.layout.recompute != "none" or recompute.repeats_own_code(step),
     batch_norm: lambda step: step.sample_groups is not None,
     pipeline: lambda step: step.layout.pp > 1 or step.layout.virtual_stages > 1,
     batch_values: lambda step: _asks_for_values(step.model),

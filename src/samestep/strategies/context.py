@@ -323,7 +323,15 @@ def _gathered(part: GatheredPart, step: StepSpec, after: Op, *, backward: bool) 
     The backward adds up the gradients of what was gathered, of which each rank has those of its own tokens' results.
     """
     kind = OpKind.REDUCE_SCATTER if backward else OpKind.ALL_GATHER
-    op = Op(kind=kind, owner=part.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,), is_exposed=True)
+    op = Op(
+        kind=kind,
+        owner=part.owner,
+        axis=AXIS,
+        dtype=step.compute_dtype,
+        after=(after.name,),
+        is_exposed=True,
+        place=part.place,
+    )
     sent = [one for one in part.gathered if one.takes_gradient or not backward]
     return [op.sized(one.elements * step.microbatch_samples) for one in sent]
 
@@ -333,7 +341,13 @@ def _passed(move: TokenMove, step: StepSpec, after: Op, *, backward: bool) -> li
     if backward and not move.takes_gradient:
         return []
     op = Op(
-        kind=OpKind.SHIFT, owner=move.owner, axis=AXIS, dtype=step.master_dtype, after=(after.name,), is_exposed=True
+        kind=OpKind.SHIFT,
+        owner=move.owner,
+        axis=AXIS,
+        dtype=step.master_dtype,
+        after=(after.name,),
+        is_exposed=True,
+        place=move.place,
     )
     cut, times = step.layout.tp if move.is_cut else 1, step.layout.cp - 1 if move.kind == "state" else 1
     return [op.sized(elements // cut * step.microbatch_samples) for elements in move.messages] * times
@@ -372,7 +386,7 @@ def _exchanged(
     numel = sum(_sent_elements(one, step, ranks.heads) for one in parts) * step.microbatch_samples
     owner = f"{layer.repeats or layer.name}.{role}"
     op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=ranks.heads_axis, dtype=step.compute_dtype, after=(after.name,))
-    yield op.but(is_exposed=True).sized(numel)
+    yield op.but(is_exposed=True, place=parts[0].place).sized(numel)
 
 
 def _sent_elements(exchange: Exchange, step: StepSpec, degree: int) -> int:
@@ -414,6 +428,7 @@ def _shifts(
         dtype=step.compute_dtype,
         after=(after.name,),
         is_exposed=True,
+        place=key.place,
     ).sized(numel)
     if not backward:
         yield from (passed.but(beside=beside) for _ in range(degree - 1))

@@ -185,7 +185,13 @@ def _all_to_alls(dispatch: ExpertDispatch, step: StepSpec, after: Op) -> Iterato
     """Yield the exchange of the numbers of rows (forward only), dispatch and combine."""
     dtype = step.compute_dtype
     rows = Op(
-        kind=OpKind.ALL_TO_ALL, owner=dispatch.owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True
+        kind=OpKind.ALL_TO_ALL,
+        owner=dispatch.owner,
+        axis=AXIS,
+        dtype=dtype,
+        after=(after.name,),
+        is_exposed=True,
+        place=dispatch.place,
     )
     if after.kind is OpKind.FORWARD:
         yield rows.but(dtype="int64", size_bytes=dispatch.experts * _COUNT_BYTES)

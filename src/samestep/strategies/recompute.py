@@ -9,12 +9,13 @@ A block is recomputed while its unit is gathered for the backward, so recompute 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
+from samestep.program.repeated_forwards import with_repeats
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 
@@ -42,7 +43,16 @@ def apply(program: Program) -> Program:
     """Return the program with a block's repeated forward, collectives included, before its backward."""
     recompute = program.step.layout.recompute
     layers = program.step.model.layers
-    repeated_layers = {index for index, layer in enumerate(layers) if layer.is_block and layer.has_backward}
+    repeated_layers = {
+        index for index, layer in enumerate(layers) if layer.is_block and layer.has_backward and recompute != "none"
+    }
+    if repeats_own_code(program.step):
+        program = program.with_bodies(
+            lambda key, ops: tuple(_with_own(program, key, ops, repeated_layers)) if is_backward(key) else ops
+        )
+        repeated_layers -= {index for index in repeated_layers if layers[index].makes_checkpoints}
+    if not repeated_layers:
+        return program
 
     def rewrite(key: BodyKey, ops: Ops) -> Ops:
         return tuple(_with_forwards(key, ops)) if is_backward(key) else ops
@@ -74,6 +84,47 @@ def apply(program: Program) -> Program:
                 yield op
 
     return program.with_bodies(rewrite)
+
+
+def repeats_own_code(step: StepSpec) -> bool:
+    """Return whether checkpoints of the model's own code repeat what ranks send: a compiler's graph keeps it."""
+    return step.compile == "none" and step.model.repeats_own_code(on_stages=step.layout.pp > 1)
+
+
+def _with_own(program: Program, key: BodyKey, ops: Ops, repeated: Collection[int]) -> Iterator[Op]:
+    """Yield the ops of a backward with what the checkpoints of layers' own code repeat, and of `repeated` ones the whole forward."""
+    layers, step = program.step.model.layers, program.step
+    forwards = _by_layer(program.bodies[key._replace(kind=TaskKind.FORWARD)])
+    number = 0
+    while number < len(ops):
+        op = ops[number]
+        number += 1
+        if op.kind is not OpKind.BACKWARD or op.layer is None or not layers[op.layer].makes_checkpoints:
+            yield op
+            continue
+        sent = [*_following(ops, number - 1)]
+        number += len(sent)
+        again = [one.but(after=(op.name,)) for one in forwards.get(op.layer, ()) if not _is_kept(one)]
+        found = with_repeats(again, sent, repeats_layer=op.layer in repeated)
+        if op.layer in repeated:  # before it computes
+            flops = (
+                0 if step.layout.recompute == "selective" else layers[op.layer].forward_flops * step.microbatch_samples
+            )
+            whole = op.but(kind=OpKind.RECOMPUTE, flops=flops)
+            yield from (one.but(layer=op.layer, after=op.after) for one in found.ahead)
+            yield from (whole, *(one.but(after=(whole.name,)) for one in found.repeated))
+        yield from (op, *found.rest)
+
+
+def _by_layer(forward: Ops) -> dict[int, list[Op]]:
+    """Return what each layer's forward sends."""
+    found: dict[int, list[Op]] = {}
+    layer: int | None = None
+    for op in forward:
+        layer = op.layer if op.kind is OpKind.FORWARD else layer
+        if layer is not None and op.axis is not None:
+            found.setdefault(layer, []).append(op)
+    return found
 
 
 def _is_exchange(op: Op) -> bool:

@@ -196,7 +196,7 @@ def _forward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, fir
             yield from (op for op in sums if is_below(op.owner, boundary.owner))
             continue
         kind = OpKind.REDUCE_SCATTER if boundary.kind == "scatter" else OpKind.ALL_GATHER
-        yield _exchange(kind, boundary.owner, boundary.elements, step, after)
+        yield _exchange(kind, boundary.owner, boundary.elements, step, after).but(place=boundary.place)
     if last:
         yield _exchange(OpKind.ALL_GATHER, layer.modules[0], layer.output_elements, step, after)
 
@@ -208,9 +208,11 @@ def _backward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, fi
             if boundary.kind == "gather":
                 sent = _exchange(OpKind.REDUCE_SCATTER, boundary.owner, boundary.elements, step, after)
                 within = (part for part in layer.backward_sums if is_below(part.owner, boundary.owner))
-                yield sent.but(beside=layer.separable_products([path for part in within for path in part.beside]))
+                beside = layer.separable_products([path for part in within for path in part.beside])
+                yield sent.but(beside=beside, place=boundary.place)
             else:
-                yield _exchange(OpKind.ALL_GATHER, boundary.owner, boundary.elements, step, after)
+                gathered = _exchange(OpKind.ALL_GATHER, boundary.owner, boundary.elements, step, after)
+                yield gathered.but(place=boundary.place)
         if boundary.kind == "split":
             yield from (op for op in sums if is_below(op.owner, boundary.owner))
     if first and any(param.trainable for param in _before_blocks(step)):

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.models.layer_parts import PartialSum
+from samestep.models.layer_parts import NOWHERE, PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.packing import BLOCK
 from samestep.models.param_spec import Cut, ParamSpec
@@ -218,6 +218,7 @@ def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
 def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[Op]:
     for part in parts:
         op = _sum(part.owner, step.compute_dtype, after).sized(part.elements * step.microbatch_samples)
+        op = op if part.place is NOWHERE else op.but(place=part.place)
         if part.beside and after.layer is not None:
             op = op.but(beside=step.model.layers[after.layer].separable_products(part.beside))
         yield op if part.kind == "sum" else op.but(kind=OpKind.ALL_GATHER)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from torch import nn
 
 from samestep.errors import ModelError
+from samestep.models.layer_parts import NOWHERE, ExpertDispatch, PartialSum
 from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
 from samestep.models.spec import ModelSpec, is_below
@@ -224,7 +225,7 @@ class UsesOfWeights:
         return found
 
 
-_Part = TypeVar("_Part")
+_Part = TypeVar("_Part", PartialSum, ExpertDispatch)
 
 
 def spread_over_calls(spec: ModelSpec) -> ModelSpec:
@@ -258,5 +259,6 @@ def _split_by_call(parts: tuple[_Part, ...], count: int) -> list[tuple[_Part, ..
     """Return equal runs of parts, one for each call; all in the first if the calls are not alike."""
     each = len(parts) // count
     runs = [parts[number * each : (number + 1) * each] for number in range(count)]
-    is_alike = len(parts) == each * count and all(run == runs[0] for run in runs)
+    alike = [[replace(part, place=NOWHERE) for part in run] for run in runs]
+    is_alike = len(parts) == each * count and all(run == alike[0] for run in alike)
     return runs if is_alike else [parts, *[()] * (count - 1)]

@@ -1,19 +1,30 @@
-"""Which modules a forward runs under torch.utils.checkpoint: recorded while it is traced."""
+"""What a forward runs under torch.utils.checkpoint: its modules, and the places among its checkpoints, recorded while it is traced.
+
+A checkpoint repeats its code in front of the first backward that asks for something which it keeps, up to the last such thing.
+A checkpoint within it keeps what its own code does; the one around it keeps what it is given.
+
+```
+    checkpoint 1 [ a   checkpoint 2 [ b (kept) c ]   d ]        a is repeated by 1, b by 2
+```
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from samestep.building.torch_seams import Replaced
+from samestep.building.autograd_graph import nodes_from
+from samestep.building.torch_seams import Replaced, autograd_sequence_number
+from samestep.models.layer_parts import NOWHERE, Place
+from samestep.trees import tensors_in
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -21,7 +32,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
 
 
-_Begin = Callable[[ContextFn | None], Iterator[None]]
+Begin = Callable[[ContextFn | None], Iterator[None]]
 
 
 _GENERATOR = next(
@@ -32,11 +43,11 @@ _GENERATOR = next(
 
 
 def replaced_checkpoint(
-    generator: Callable[[_Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any]
+    generator: Callable[[Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any] | None = None
 ) -> Replaced:
-    """Return a context inside which the two functions that torch's `checkpoint` calls are others.
+    """Return a context inside which the functions that torch's `checkpoint` calls are others.
 
-    `generator` is given what begins torch's own with the contexts that it is to enter, and the contexts of the call.
+    `generator` is given what begins the one before with the contexts that it is to enter, and the contexts of the call.
     """
 
     def starting(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
@@ -49,10 +60,11 @@ def replaced_checkpoint(
 
         return started
 
-    return Replaced(
-        (torch_checkpoint, _GENERATOR, starting),
-        (torch_checkpoint.CheckpointFunction, "apply", lambda _: staticmethod(reentrant)),
-    )
+    found = Replaced((torch_checkpoint, _GENERATOR, starting))
+    if reentrant is None:
+        return found
+    called = (torch_checkpoint.CheckpointFunction, "apply", lambda _: staticmethod(reentrant))
+    return Replaced(*found.attributes, called)
 
 
 def _takes_gradient(args: tuple[Any, ...]) -> bool:
@@ -75,7 +87,7 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
     depth = [0]
     seen = Checkpointed()
 
-    def counted(_begin: _Begin, _own: ContextFn) -> Iterator[None]:
+    def counted(_begin: Begin, _own: ContextFn) -> Iterator[None]:
         depth[0] += 1
         try:
             yield
@@ -101,3 +113,104 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Point(NamedTuple):
+    """A point of a traced forward."""
+
+    time: int
+    at: int
+    inside: tuple[int, ...]
+    nodes: frozenset[int]
+    """Autograd's numbers of the nodes that have made what is there."""
+
+
+@dataclass(slots=True)
+class TracedPlaces:
+    """The points of a traced forward among the checkpoints of the model's code, what is kept for the backward behind each, and which
+    of them the backward reaches."""
+
+    _time: int = 0
+    _edges: int = 0
+    """Number of checkpoints that have begun or ended."""
+    _open: list[int] = field(default_factory=list)
+    _kept: dict[int, int] = field(default_factory=dict)
+    """The last time at which each checkpoint kept something."""
+    _keepers: dict[int, set[int]] = field(default_factory=dict)
+    """The nodes that keep something in each checkpoint, and in those within it."""
+    _kept_by: dict[str, int] = field(default_factory=dict)
+    """The last time at which each top-most module kept something, outside of checkpoints."""
+    _kept_in: dict[str, int] = field(default_factory=dict)
+    """The same, within checkpoints too."""
+    _reached: frozenset[int] | None = None
+    """The nodes that the backward reaches; None where that is not known."""
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether the model's code makes no checkpoint."""
+        return not self._edges
+
+    def restart(self) -> None:
+        """Forget all, since another forward begins."""
+        self._time = self._edges = 0
+        for kept in (self._open, self._kept, self._keepers, self._kept_by, self._kept_in):
+            kept.clear()
+
+    def point(self, made: Any = ()) -> Point:
+        """Return the point at which the forward is, and has `made` some tensors."""
+        self._time += 1
+        nodes = {one.grad_fn._sequence_nr() for one in tensors_in(made) if one.grad_fn is not None}
+        return Point(self._time, self._edges, tuple(self._open), frozenset(nodes))
+
+    def keep(self, module: str | None) -> None:
+        """Record that the newest node keeps a tensor, in a top-most module or behind all."""
+        self._time += 1
+        if module is not None:
+            self._kept_in[module] = self._time
+        if self._open:
+            self._kept[self._open[-1]] = self._time
+        elif module is not None:
+            self._kept_by[module] = self._time
+        for one in self._open:
+            self._keepers.setdefault(one, set()).add(autograd_sequence_number() - 1)
+
+    @contextmanager
+    def checkpoint(self, module: str | None) -> Iterator[None]:
+        """Return the context of a checkpoint's code; what it is given is kept around it."""
+        self.keep(module)
+        self._edges += 1
+        self._open.append(self._edges)
+        try:
+            yield
+        finally:
+            self._edges += 1
+            self._open.pop()
+
+    def reach(self, roots: Iterable[Tensor]) -> None:
+        """Record that the backward begins at these tensors."""
+        self._reached = frozenset(node._sequence_nr() for node in nodes_from(root.grad_fn for root in roots))
+
+    def is_reached(self, point: Point) -> bool:
+        """Return whether the backward reaches what is made at a point; where that is not known, it is assumed."""
+        return self._reached is None or not self._reached.isdisjoint(point.nodes)
+
+    def is_kept_behind(self, point: Point, modules: Collection[str]) -> bool:
+        """Return whether one of these top-most modules keeps something behind a point."""
+        return any(self._kept_in.get(module, 0) > point.time for module in modules)
+
+    def place(self, point: Point, modules: Collection[str], *, is_kept: bool = False) -> Place:
+        """Return the place of a point in the forward of a layer of these modules.
+
+        `is_kept` is whether ranks keep something of what they send there.
+        """
+        if self.are_alike:
+            return NOWHERE
+        is_repeated = is_kept or any(self._kept_by.get(module, 0) > point.time for module in modules)
+        again = (one for one in point.inside if self._is_repeated(one))
+        mine = (one for one in again if is_kept or self._kept.get(one, 0) > point.time)
+        return Place(at=point.at, inside=point.inside, again=(*([0] if is_repeated else []), *mine))
+
+    def _is_repeated(self, checkpoint: int) -> bool:
+        """Return whether the backward asks for something that a checkpoint keeps."""
+        keepers = self._keepers.get(checkpoint, set())
+        return bool(keepers) and (self._reached is None or not self._reached.isdisjoint(keepers))

@@ -24,10 +24,11 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_parts import ExpertDispatch
+from samestep.models.layer_parts import NOWHERE, ExpertDispatch, Place
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
+from samestep.tracing.checkpointed import TracedPlaces
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
@@ -80,9 +81,15 @@ def compute_by_groups(model: nn.Module, experts: ExpertModules) -> Iterator[None
 
 @contextmanager
 def record_dispatches(
-    model: nn.Module, experts: ExpertModules, calls: dict[str, tuple[Any, Any]] | None = None
+    model: nn.Module,
+    experts: ExpertModules,
+    calls: dict[str, tuple[Any, Any]] | None = None,
+    places: TracedPlaces | None = None,
 ) -> Iterator[list[ExpertDispatch]]:
-    """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called."""
+    """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called.
+
+    What they return is kept, to weight it, so that all checkpoints around it repeat it; `places` has the points of the forward.
+    """
     seen: list[ExpertDispatch] = []
     if not experts.switchable and not experts.counts:
         yield seen
@@ -92,7 +99,10 @@ def record_dispatches(
         x, chosen, _ = routing_arguments(args, named)
         if calls is not None:
             calls[path] = (args, named)
-        seen.append(ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
+        point = None if places is None else places.point()
+        place = NOWHERE if point is None else Place(at=point.at, inside=point.inside, again=(0, *point.inside))
+        count = experts.counts[path]
+        seen.append(ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=count, place=place))
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)

@@ -29,6 +29,7 @@ from samestep.building.torch_seams import DispatchMode, autograd_sequence_number
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Cutting, Exchange, Factors, Product
 from samestep.tracing import batch_norms
+from samestep.tracing.checkpointed import Point, TracedPlaces
 from samestep.tracing.custom_functions import report_module_hooks
 from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.flow_recorder import FlowRecorder
@@ -65,18 +66,19 @@ class ForwardTracer(DispatchMode):
     def __init__(
         self,
         module: nn.Module,
-        on_keep: Callable[[str], None],
         styles: Mapping[str, str],
         keeps_all: bool = False,
         recorder: Recorder | None = None,
         answers: Iterable[Any] | None = None,
+        places: TracedPlaces | None = None,
     ) -> None:
         super().__init__()
         self.looks = Looks.again(answers)
         """Where code looks at values; with the `answers` of an earlier forward, it takes the branches of that one."""
         self.recorder = recorder
         """Records every operation, if there is one."""
-        self._on_keep = on_keep
+        self.places = places or TracedPlaces()
+        """The points of the forward among the checkpoints of the model's code."""
         self.styles = styles
         self.cut: set[int] = set()
         """Storages of which a tensor cut leaves a rank its part."""
@@ -127,8 +129,8 @@ class ForwardTracer(DispatchMode):
         """Whether its code looks at values: with others it may use other weights."""
         self.read_before_look = frozenset[int]()
         """The weights, by their storages, that were read before its code looked at a value first."""
-        self.exchanges: list[tuple[str, int, Exchange]] = []
-        """Inputs and outputs of attentions, with region and storage."""
+        self.exchanges: list[tuple[str, int, Exchange, Point]] = []
+        """Inputs and outputs of attentions, with region, storage, and the point at which ranks send them."""
         self.batch_norms: list[tuple[str, BatchNormCall]] = []
         """Calls of batch norm that take the statistics of samples, with their regions."""
         self.batch_values: list[tuple[str, BatchValueCall]] = []
@@ -375,7 +377,17 @@ class ForwardTracer(DispatchMode):
                 is_cut=self.key(query) in self.cut,
                 takes_gradient=has_gradient if role == "output" else tensor.requires_grad,
             )
-            self.exchanges.append((self.region, self.key(tensor), exchange))
+            self.exchanges.append((self.region, self.key(tensor), exchange, self.places.point()))
+
+    def attended(self, output: Tensor) -> None:
+        """Record that an attention has kept what it keeps: ranks send its output behind that."""
+        if self.exchanges and output.dim() == 4:
+            point = self.places.point(output)
+            given, (region, key, last, _) = self.exchanges[-4:-1], self.exchanges[-1]
+            self.exchanges[-4:] = [
+                *((*rest, before._replace(nodes=point.nodes)) for *rest, before in given),
+                (region, key, last, point),
+            ]
 
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Record the call of a custom Function of autograd, whose operations have been recorded before.
@@ -389,8 +401,7 @@ class ForwardTracer(DispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
-        if self._depth:  # and not the model's own code behind it, which is not recomputed with it
-            self._on_keep(self.regions[self.region].path)
+        self.places.keep(self.here)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
@@ -398,6 +409,11 @@ class ForwardTracer(DispatchMode):
             self.saves[key] += 1
             self.notes.kept.setdefault(key, self.where)
         return tensor if self.has_backward else None
+
+    @property
+    def here(self) -> str | None:
+        """Path of the top-most module with weights entered last; None in the model's own code behind it, which is not repeated with it."""
+        return self.regions[self.region].path if self._depth else None
 
     def given(self, batch: Any) -> Any:
         """Return the batch that the forward is given, on the meta device."""

@@ -57,6 +57,7 @@ from samestep.tracing.backward import (
     watch_backward,
     working_sets,
 )
+from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of
 from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
@@ -86,7 +87,7 @@ def trace(
     sample: Any,
     name: str,
     value_of: ValueOf | None = None,
-    on_keep: Callable[[str], None] = lambda block: None,
+    places: TracedPlaces | None = None,
     styles: Mapping[str, str] | None = None,
     recorder: Recorder | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -95,8 +96,8 @@ def trace(
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
-    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `on_keep`
-    is called for each tensor that autograd keeps in a top-most module, with the path of the one with weights entered last.
+    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `places`
+    follows the forward's checkpoints, and what autograd keeps.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
     `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
     part in it. `stages` are the modules with which pipeline stages begin, if others than blocks. `keeps_all` is whether its code is
@@ -108,7 +109,7 @@ def trace(
     num_samples = samples_traced(module)
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
-    watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=keeps_all, recorder=recorder)
+    watch = ForwardTracer(module, styles or {}, keeps_all=keeps_all, recorder=recorder, places=places)
     before, weights = Snapshot(module), GivenWeights(module)
     try:
         outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
@@ -117,7 +118,8 @@ def trace(
             raise ModelError(_unseen(name, watch)) from None
         looked = watch.innermost or name
         before.restore()  # caches that the first attempt has filled hold no values
-        watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
+        watch.places.restart()
+        watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places)
         watch.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
@@ -140,6 +142,7 @@ def _spec_of(
     containers, opened, stages = places
     num_samples = samples_traced(module)
     roots, names = roots_of_loss(outputs, sample, loss)
+    watch.places.reach(roots)
     has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)
     idle = _never_read(module, watch) & unused if watch.varies else frozenset[int]() if has_looked else unused
@@ -324,8 +327,10 @@ def _exchanges_of(layer: Layer, watch: ForwardTracer, num_samples: int) -> tuple
             exchange,
             elements=exchange.elements // num_samples,
             is_kept=exchange.role == "output" and watch.saves[key] > 1,
+            takes_gradient=exchange.takes_gradient and watch.places.is_reached(point),
+            place=watch.places.place(point, layer.called),
         )
-        for region, key, exchange in watch.exchanges
+        for region, key, exchange, point in watch.exchanges
         if layer.is_block and region in layer.regions
     )
 

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from samestep.models.layer_parts import Product
 from samestep.models.spec import is_below
 from samestep.state import snapshot
 from samestep.tracing.asked_values import TracedValues
+from samestep.tracing.checkpointed import Begin, ContextFn, replaced_checkpoint
 from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_autocast import autocast_on_meta
@@ -116,6 +117,7 @@ def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
         assert watch is not None, "it watches this forward"
         watch.check_attention(call)
         output: Tensor = _Attention.apply(watch, call, query, key, value, mask)
+        watch.attended(output)
         if watch.recorder is not None:
             watch.recorder.record("attention", watch.where, tuple(call), {}, output)
         values = watch.values
@@ -147,7 +149,7 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     Raises:
         NeedsValuesError: it looks at values that are not known.
     """
-    watch = ForwardTracer(module, lambda block: None, {}, keeps_all=keeps_all)
+    watch = ForwardTracer(module, {}, keeps_all=keeps_all)
     batch = watch.copies_of(sample, num_samples)
     with (
         process_randomness(_SEED),
@@ -190,6 +192,7 @@ def watch_forward(
             stack.enter_context(autocast_on_meta())
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
+            stack.enter_context(replaced_checkpoint(functools.partial(_checkpoint, watch)))
             stack.enter_context(trace_fused_attention(watch))
             stack.enter_context(report_functions(watch.applied, watch.hooked))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
@@ -227,12 +230,18 @@ def answer_alike(
         ModelError: the forward fails.
         NeedsValuesError: it looks at values that are not known.
     """
-    found = ForwardTracer(module, lambda block: None, {}, keeps_all=True)
+    found = ForwardTracer(module, {}, keeps_all=True)
     found.has_backward = False
     with snapshot.preserve_modules(module):
         watch_forward(module, sample, 1, "the model", containers, found, value_of)
     for watch in watches:
         watch.looks.known = deque(found.looks.answers)
+
+
+def _checkpoint(watch: ForwardTracer, begin: Begin, own: ContextFn) -> Iterator[None]:
+    """Report a checkpoint of the model's code to `watch`; without gradients it keeps nothing."""
+    with watch.places.checkpoint(watch.here) if torch.is_grad_enabled() else nullcontext():
+        yield from begin(own)
 
 
 def _unpack_saved(tensor: Tensor | None) -> Tensor:

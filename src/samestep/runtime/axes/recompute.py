@@ -42,7 +42,7 @@ from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
 from samestep.state.writes import Marks, marks_of
-from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _takes_gradient, replaced_checkpoint
+from samestep.tracing.checkpointed import Begin, ContextFn, Contexts, _takes_gradient, replaced_checkpoint
 from samestep.trees import map_tensors, tensors_in, tree_leaves
 
 """What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
@@ -124,7 +124,7 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Repla
     there is none: an input that takes no gradient is then a pipeline's stand-in.
     """
 
-    def generator(begin: _Begin, own: ContextFn) -> Iterator[None]:
+    def generator(begin: Begin, own: ContextFn) -> Iterator[None]:
         if graph_is_made():
             return begin(own)
         return _plain() if plainly and not isinstance(own, _Around) else begin(_both(_unless_noop(own), contexts))

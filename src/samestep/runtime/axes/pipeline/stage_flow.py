@@ -374,7 +374,7 @@ class Flows:
         """
         key = self._key(shapes, with_loss=loss is not None)
         if key not in self._recorded:
-            tracer = ForwardTracer(self._module, lambda block: None, {})
+            tracer = ForwardTracer(self._module, {})
             if self._program.step.model.varies_at:  # within blocks, so that any values show the tensors between them
                 tracer.values = KnownValues(keeps_all=False, draws=True)
             try:

@@ -1,0 +1,222 @@
+"""Checkpoints of the model's own code: what their repeated forwards send is what the program lists, in every layout.
+
+A checkpoint repeats its code as far as something in it is kept, in front of the first backward that asks for it. What ranks send behind
+that is not sent again, and its backward comes before; and a checkpoint within another one is repeated with the outer one, and by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.laboratory import prove
+from tests.models import MODELS, Attention, Parted, PartedBlock
+from tests.parity.moved_models import Mixing, Recurrence, RecurrentLayers, decayed_sums
+
+_products = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
+_again = functools.partial(checkpoint, use_reentrant=False)
+
+
+class OwnBlock(PartedBlock):
+    """A block whose own code checkpoints some of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(16, 4)
+        self.what = what
+        self.attention = OwnAttention(16, 4, is_core="core" in what)
+
+    def forward(self, x: Tensor) -> Tensor:
+        what = self.what.split(", ")
+        if "whole" in what:
+            return _again(self.computed, x)
+        return self.computed(x)
+
+    def computed(self, x: Tensor) -> Tensor:
+        what = self.what.split(", ")
+        kept = {"context_fn": _products} if "selective" in what else {}
+        x = x + (_again(self.attended, x, **kept) if "attention" in what else self.attended(x))
+        if "mlp" in what:
+            return x + _again(self.fed, x, **kept)
+        if "reentrant" in what:
+            return x + checkpoint(self.fed, x, use_reentrant=True)
+        if "norm" in what:  # which sends nothing
+            return x + self.mlp(_again(self.second, x))
+        if "bent" in what:  # something is kept behind the last sum
+            return x + _again(lambda x: torch.tanh(self.fed(x)), x)
+        return x + self.fed(x)
+
+    def attended(self, x: Tensor) -> Tensor:
+        return self.attention(self.first(x)) * self.gain
+
+    def fed(self, x: Tensor) -> Tensor:
+        return self.mlp(self.second(x))
+
+
+class OwnAttention(Attention):
+    """An attention of which the kernel alone is checkpointed."""
+
+    def __init__(self, width: int, heads: int, is_core: bool) -> None:
+        super().__init__(width, heads)
+        self.is_core = is_core
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x))
+        )
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        q = self.head_norm(q)
+        mixed = _again(attend, q, k, v) if self.is_core else attend(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Own(Parted):
+    def __init__(self, what: str) -> None:
+        super().__init__(blocks=2)
+        self.what = what
+        self.blocks = nn.ModuleList(OwnBlock(what) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        if "head" in self.what:
+            return _again(lambda x: self.head(self.norm(x)), x)
+        return self.head(self.norm(x))
+
+
+KINDS = (
+    "mlp",
+    "attention",
+    "attention, mlp",
+    "whole",
+    "whole, mlp",
+    "whole, attention",
+    "whole, attention, mlp",
+    "whole, core, bent",
+    "reentrant",
+    "norm",
+    "bent",
+    "core",
+    "selective, attention, mlp",
+    "head",
+)
+"""What blocks checkpoint, and the model."""
+
+
+class OwnMixing(Mixing):
+    """A convolution and a recurrence in two blocks, checkpointed by the mixer, by the block, or within the mixer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__({"scan": OwnScan, "layers": OwnLayers}.get(what, OwnRecurrence))
+        for block in self.blocks:
+            block.mixer.what = what
+
+
+class OwnRecurrence(Recurrence):
+    what = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if " " in self.what and "reentrant" not in self.what:
+            found = super().forward(x) if "plain" in self.what else _again(super().forward, x)
+            return self.before(x) + found.detach() if "detached" in self.what else self.before(x)
+        if self.what == "reentrant mixer":
+            return checkpoint(super().forward, x, use_reentrant=True)
+        return _again(super().forward, x)
+
+
+class OwnScan(Recurrence):
+    """The recurrence alone is checkpointed, behind a convolution that is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = F.silu(self.conv(self.before(x).mT)[..., : x.shape[1]]).mT
+        return self.behind(_again(self.scanned, inside))
+
+    def scanned(self, x: Tensor) -> Tensor:
+        return decayed_sums(x, self.decay(x).sigmoid())[0]
+
+
+class OwnLayers(RecurrentLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return _again(super().forward, x)
+
+
+MIXINGS = ("mixer", "reentrant mixer", "scan", "layers")
+MODELS |= {f"own checkpoint: {what}": functools.partial(OwnMixing, what) for what in MIXINGS}
+MODELS |= {f"own checkpoint: {what}": functools.partial(Own, what) for what in KINDS}
+LAYOUTS = (
+    "tp=2",
+    "cp=2",
+    "tp=2 sequence_parallel",
+    "cp=2 exchange=ring",
+    "tp=2 recompute=full",
+    "cp=2 recompute=selective",
+    "cp=2 recompute=full",
+    "tp=2 sequence_parallel recompute=full",
+    "pp=2 cp=2 microbatch=2",
+    "pp=2 tp=2 microbatch=2 schedule=zero-bubble",
+    "tp=2 cp=2 zero=3 sequence_parallel",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", KINDS)
+def test_what_own_checkpoints_send_again_is_listed(layout: str, what: str) -> None:
+    prove(layout, f"own checkpoint: {what}")
+
+
+@pytest.mark.parametrize(
+    "layout", ["cp=2", "cp=2 recompute=full", "tp=2 cp=2 microbatch=2", "cp=3 recompute=selective"]
+)
+@pytest.mark.parametrize("what", MIXINGS)
+def test_states_that_own_checkpoints_send_again_are_listed(layout: str, what: str) -> None:
+    prove(layout, f"own checkpoint: {what}")
+
+
+class Idle(Parted):
+    """A decoder whose blocks compute something that the loss does not depend on, or not by way of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(blocks=2)
+        self.blocks = nn.ModuleList(IdleBlock(what) for _ in range(2))
+
+
+class IdleBlock(PartedBlock):
+    def __init__(self, what: str) -> None:
+        super().__init__(16, 4)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attended(x: Tensor) -> Tensor:
+            return self.attention(self.first(x)) * self.gain
+
+        found = _again(attended, x) if "checkpoint" in self.what else attended(x)
+        if "detached" in self.what:
+            x = x + found.detach()
+        return x + self.mlp(self.second(x))
+
+
+IDLE = ("detached", "unused", "detached checkpoint", "unused checkpoint")
+MODELS |= {f"own checkpoint: {what}": functools.partial(Idle, what) for what in IDLE}
+IDLE_MIXINGS = ("mixer detached", "mixer unused", "plain detached", "plain unused")
+MODELS |= {f"own checkpoint: {what}": functools.partial(OwnMixing, what) for what in IDLE_MIXINGS}
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp=2", "cp=2", "cp=2 exchange=ring", "tp=2 sequence_parallel", "cp=2 recompute=full"]
+)
+@pytest.mark.parametrize("what", IDLE)
+def test_no_gradient_is_listed_of_what_the_loss_does_not_depend_on(layout: str, what: str) -> None:
+    prove(layout, f"own checkpoint: {what}")
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2 recompute=full"])
+@pytest.mark.parametrize("what", IDLE_MIXINGS)
+def test_no_gradient_is_listed_of_states_that_the_loss_does_not_depend_on(layout: str, what: str) -> None:
+    prove(layout, f"own checkpoint: {what}")
