@@ -114,7 +114,7 @@ def _fallen(found: Plan) -> Section:
         for rule, number in counted.most_common()
     )
     shown = "".join(
-        f"<li><code>{escape(str(next(one.group.layouts())))}</code><small>{escape(one.reason)}</small></li>"
+        f"<li><code>{escape(str(next(one.layouts())))}</code><small>{escape(one.reason)}</small></li>"
         for one in ranking.examples(found.fallen)
     )
     body = f'<ul class="bars">{rows}</ul><ul class="reasons">{shown}</ul>'
@@ -126,14 +126,14 @@ def _fallen(found: Plan) -> Section:
 def _counted(found: Plan) -> Counter[str]:
     rules: Counter[str] = Counter()
     for one in found.fallen:
-        rules[one.rule] += len(one.group.splits)
+        rules[one.rule] += one.num_layouts
     return rules
 
 
 def _fallen_record(found: Plan) -> dict[str, object]:
     """Return the numbers of layouts that fell out, and examples: all of them would be a hundred thousand lines."""
     shown = [
-        {"layout": str(next(one.group.layouts())), "rule": one.rule, "reason": one.reason}
+        {"layout": str(next(one.layouts())), "rule": one.rule, "reason": one.reason}
         for one in ranking.examples(found.fallen)
     ]
     return {"counts": dict(_counted(found)), "examples": shown}

@@ -47,7 +47,7 @@ def as_text(found: Plan) -> str:
     lines += _describe_kept_free(found.hardware)
     rules: Counter[str] = Counter()
     for one in found.fallen:
-        rules[one.rule] += len(one.group.splits)
+        rules[one.rule] += one.num_layouts
     counts = ", ".join(f"{count} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
     lines.append(
         f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
@@ -58,7 +58,7 @@ def as_text(found: Plan) -> str:
         )
     lines.append(f"model: {found.labels['model']}; figures of {found.hardware.name}: {found.labels['hardware']}")
     lines.append(describe_accuracy())
-    lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
+    lines += [f'  "{next(one.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
 
 

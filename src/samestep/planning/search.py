@@ -3,10 +3,12 @@
 Three tiers, so that tens of thousands of layouts take a second or two:
 
     rules       the strategies' own refusals, once for each combination of degrees and schedule
-    bounds      least memory (`planning/bounds/least_memory.py`) and least step time (`planning/bounds/step_time.py`), both in closed form:
-                first for all layouts with these degrees and this micro-batch, then for all ways to split the data axis, then for each
-                by its states alone, then for each
+    bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
+                first the time of all layouts with these degrees, then both for each micro-batch, then for all ways to split the data
+                axis, then for each by its states alone, then for each
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
+
+A part is bounded, and its rules are asked, only once the bound of the whole is the least that is left; most degrees stay closed.
 
 so the best layouts are found, unless the search ends after `MOST_PLAYED` played layouts; then it says so.
 Every layout that is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. `planning/ranking.py` prints the result.
@@ -39,7 +41,7 @@ from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
-from samestep.planning.candidate_groups import CandidateGroup, Split, split_of
+from samestep.planning.candidate_groups import CandidateGroup, DegreesGroup, Split, split_of, splits_with
 from samestep.planning.other_numerics import Saving
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
@@ -83,7 +85,7 @@ class _Chain(NamedTuple):
     """What its stages hold in any split."""
 
 
-_Open = _Family | _Schedule | _Chain | Layout
+_Open = DegreesGroup | _Family | _Schedule | _Chain | Layout
 """Entries of the search's queue, which is ordered by bounds."""
 
 
@@ -95,18 +97,30 @@ def _chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
     return group.words["loss_chunk"], group.words["mlp_chunk"]
 
 
-def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
+def _groups_of(what: _Open) -> tuple[CandidateGroup | DegreesGroup, ...]:
+    if isinstance(what, DegreesGroup):
+        return (what,)
     return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
 
 
 class Fallen(NamedTuple):
-    """A group of layouts that fell out by one rule, and why."""
+    """Groups of layouts that fell out by one rule, and why."""
 
-    group: CandidateGroup
+    groups: tuple[CandidateGroup | DegreesGroup, ...]
     rule: str
     reason: str
     needed_bytes: float = 0.0
     """Least known bytes of a layout that does not fit; 0 for others."""
+
+    @property
+    def num_layouts(self) -> int:
+        """The number of these layouts."""
+        return sum(group.num_layouts for group in self.groups)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield each of these layouts."""
+        for group in self.groups:
+            yield from group.layouts()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +129,9 @@ class Plan:
 
     best: tuple[Prediction, ...]
     fallen: tuple[Fallen, ...]
-    """Layouts that fell out, in groups that differ only in the data axis."""
-    considered: int
-    """Layouts that were looked at."""
+    """Layouts that fell out, in groups."""
+    played: int
+    """Layouts that were played on the clock."""
     seconds: float
     devices: int
     hardware: Hardware
@@ -147,9 +161,14 @@ class Plan:
         return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
 
     @cached_property
+    def considered(self) -> int:
+        """The number of layouts that were looked at, by themselves or in a group."""
+        return len(self.best) + sum(one.num_layouts for one in self.fallen)
+
+    @cached_property
     def rejections(self) -> tuple[Rejection, ...]:
         """Every layout that fell out."""
-        return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
+        return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.layouts())
 
 
 _Refusals = Mapping[tuple[str, int], Mapping[str | None, list[Split]]]
@@ -171,7 +190,7 @@ class _Search:
         """The reason and the bytes of layouts of which a stage without a head does not fit, by their other words."""
         self._whole_losses: dict[tuple[Layout, bool], float] = {}
         """Seconds of a step of layouts that fit without chunks of the loss, by whether they cut it by vocabulary."""
-        self.considered = self.played = 0
+        self.played = 0
         self._open: list[tuple[float, int, _Open]] = []
         self._number = itertools.count()
 
@@ -179,30 +198,45 @@ class _Search:
         """Search every layout of so many devices."""
         for degrees in candidates.degrees(devices, self.model, thin=self.hardware):
             if degrees.tp > self.hardware.devices_per_node:
-                self.considered += 1
                 reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
                 self._throw_out(degrees, "refused", reason)
-                continue
-            degrees = degrees.but(offload=offload)
-            refusals = self._refusals(degrees)
-            for sized in candidates.vary_microbatches(degrees, self.job, thin=self.hardware) if refusals else ():
-                groups = tuple(
-                    group
-                    for words in candidates.variants(sized, self.model)
-                    for group in self._legal(sized, words, refusals)
-                )
-                if groups:
-                    self._open_family(_Family(sized, groups))
+            else:
+                self._open_degrees(degrees.but(offload=offload))
         while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
             self._look(*heapq.heappop(self._open))
         self._close()
+
+    def _open_degrees(self, degrees: Layout) -> None:
+        """Bound degrees that some split of the data axis may have."""
+        refused: list[tuple[Layout, str]] = []
+        for plain in candidates.splits(degrees):
+            reason = refusal_of(self.builder.step(plain))
+            if reason is None:
+                chunks = candidates.chunk_words(degrees, self.model)
+                bound_s = self.bounds.degrees_s([self.builder.step(degrees.but(**words)) for words in chunks])
+                self._put(bound_s, DegreesGroup(degrees, self.model, self.job, self.hardware))
+                return
+            refused.append((plain, reason))
+        for plain, reason in refused:
+            self._throw_out(plain, "refused", reason)
+
+    def _open_families(self, degrees: Layout, bound_s: float) -> None:
+        """Bound each micro-batch of these degrees."""
+        refusals = self._refusals(degrees)
+        for sized in candidates.vary_microbatches(degrees, self.job, thin=self.hardware):
+            groups = tuple(
+                group
+                for words in candidates.variants(sized, self.model)
+                for group in self._legal(sized, words, refusals)
+            )
+            if groups:
+                self._open_family(_Family(sized, groups), bound_s)
 
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every split of the data axis and every schedule, since refusals seldom depend on other words."""
         found: dict[tuple[str, int], dict[str | None, list[Split]]] = {}
         for plain in candidates.splits(degrees):
             if reason := refusal_of(self.builder.step(plain)):
-                self.considered += 1
                 self._throw_out(plain, "refused", reason)
                 continue
             for summed in candidates.reductions(plain, self.hardware):
@@ -217,27 +251,35 @@ class _Search:
         """Yield the group of splits that are legal with these words."""
         of_words = refusals.get((words["schedule"], words.get("virtual_stages", 1)), {})
         for reason, splits in of_words.items():
-            # With a single micro-batch there is nothing to accumulate.
-            mine = tuple(split for split in splits if sized.microbatch or split.accumulate == "sharded")
-            self.considered += len(mine)
+            if not (mine := splits_with(sized, tuple(splits))):
+                continue
             group = CandidateGroup(sized, words, mine)
             if reason is None:
                 yield group
             else:
-                self.fallen.append(Fallen(group, "refused", reason))
+                self.fallen.append(Fallen((group,), "refused", reason))
 
     def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
-        self.fallen.append(Fallen(CandidateGroup.of(layout), rule, reason, needed_bytes))
+        self.fallen.append(Fallen((CandidateGroup.of(layout),), rule, reason, needed_bytes))
 
     def _limit_s(self) -> float:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _open_family(self, family: _Family) -> None:
+    def _open_family(self, family: _Family, bound_s: float) -> None:
         chunks = candidates.chunk_words(family.sized, self.model)
         steps = [self.builder.step(family.sized.but(**words)) for words in chunks]
-        if self._fits(min(map(self.needs.least_bytes, steps)), *family.groups):
-            self._put(min(map(self.bounds.least_s, steps)), family)
+        if self._fits(self._least_bytes(steps), *family.groups):
+            self._put(max(bound_s, self.bounds.least_s(steps)), family)
+
+    def _least_bytes(self, steps: Sequence[StepSpec]) -> float:
+        """Bound the memory of layouts that differ in chunks, by the first of them that fits, or the least."""
+        room, least = self.hardware.room_bytes - self.hardware.reserved_bytes, float("inf")
+        for step in steps:
+            least = min(least, self.needs.least_bytes(step))
+            if least <= room:
+                break
+        return least
 
     def _open_schedule(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
         if groups[0].sized.pp > 1:  # without stages a family has one schedule, and its bound
@@ -259,9 +301,7 @@ class _Search:
         if needed <= self.hardware.room_bytes:
             return True
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
-        self.fallen += [
-            Fallen(group, "memory", f"{reason}{_whole_batch(group.sized, self.job)}", needed) for group in groups
-        ]
+        self.fallen.append(Fallen(groups, "memory", f"{reason}{_whole_batch(groups[0].sized, self.job)}", needed))
         return False
 
     def _open_splits(self, chain: _Chain, bound_s: float) -> None:
@@ -292,7 +332,9 @@ class _Search:
 
     def _look(self, bound_s: float, _: int, what: _Open) -> None:
         """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, _Family):
+        if isinstance(what, DegreesGroup):
+            self._open_families(what.degrees, bound_s)
+        elif isinstance(what, _Family):
             for _words, groups in itertools.groupby(what.groups, _schedule_of):
                 self._open_schedule(tuple(groups), bound_s)
         elif isinstance(what, _Schedule):
@@ -343,7 +385,7 @@ class _Search:
         for bound_s, _, what in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
-            self.fallen += [Fallen(group, rule, reason) for group in _groups_of(what)]
+            self.fallen.append(Fallen(_groups_of(what), rule, reason))
 
 
 def plan(
@@ -381,7 +423,7 @@ def plan(
     return Plan(
         best=tuple(search.best),
         fallen=tuple(search.fallen),
-        considered=search.considered,
+        played=search.played,
         seconds=time.perf_counter() - began,
         devices=devices,
         hardware=hardware,
@@ -454,4 +496,4 @@ def _nearest(fallen: Sequence[Fallen]) -> str:
     if not too_large:
         return "no layout of these devices is legal"
     near = min(too_large, key=lambda one: one.needed_bytes)
-    return f'nothing fits; "{next(near.group.layouts())}" comes nearest: {near.reason}'
+    return f'nothing fits; "{next(near.layouts())}" comes nearest: {near.reason}'
