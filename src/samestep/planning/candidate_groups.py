@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from samestep.hardware import Hardware
@@ -61,34 +60,58 @@ class CandidateGroup(NamedTuple):
             yield base.but(**split._asdict())
 
 
-@dataclass(frozen=True)
-class DegreesGroup:
-    """All layouts of the thinned list with the same degrees, which are listed only where somebody asks for them."""
+class ThinnedList:
+    """The thinned list of a model, a job and a machine, of which whole parts are counted, and listed only where somebody asks."""
 
+    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware) -> None:
+        self.model, self.job, self.hardware = model, job, hardware
+        self._known_splits: dict[tuple[object, ...], tuple[Split, ...]] = {}
+        self._known_variants: dict[tuple[object, ...], tuple[Mapping[str, Any], ...]] = {}
+
+    def splits(self, degrees: Layout, microbatch: int | None) -> tuple[Split, ...]:
+        """Return the words of the data axis: with a single micro-batch there is nothing to accumulate."""
+        key = degrees.dp, degrees.cp, degrees.ep, degrees.tp, microbatch is None
+        if key not in self._known_splits:
+            every = (split for plain in candidates.splits(degrees) for split in self.reductions(plain))
+            self._known_splits[key] = tuple(split for split in every if microbatch or split.accumulate == "sharded")
+        return self._known_splits[key]
+
+    def reductions(self, plain: Layout) -> Iterator[Split]:
+        """Yield the words of the data axis of a split, with each way to sum its gradients."""
+        return map(split_of, candidates.reductions(plain, self.hardware))
+
+    def variants(self, sized: Layout) -> tuple[Mapping[str, Any], ...]:
+        """Return the words of every schedule, chunk of the loss and recomputation."""
+        key = sized.pp, sized.world_size, sized.tp, sized.cp, sized.microbatch
+        if key not in self._known_variants:
+            self._known_variants[key] = candidates.variants(sized, self.model)
+        return self._known_variants[key]
+
+    def sizes(self, degrees: Layout) -> Iterator[Layout]:
+        """Yield each micro-batch of these degrees."""
+        return candidates.vary_microbatches(degrees, self.job, thin=self.hardware)
+
+
+class WholeGroup(NamedTuple):
+    """All layouts of the thinned list with the same degrees, or with the same degrees and micro-batch: nobody has asked yet which of
+    them the rules refuse."""
+
+    thinned: ThinnedList
     degrees: Layout
-    model: ModelSpec
-    job: Job
-    hardware: Hardware
+    sized: Layout | None = None
+    """The degrees with their micro-batch; None for layouts of every micro-batch."""
 
-    def _sizes(self) -> Iterator[tuple[Layout, tuple[Split, ...]]]:
-        """Yield each micro-batch with the words of the data axis."""
-        plain = candidates.splits(self.degrees)
-        splits = tuple(split_of(one) for split in plain for one in candidates.reductions(split, self.hardware))
-        for sized in candidates.vary_microbatches(self.degrees, self.job, thin=self.hardware):
-            yield sized, splits_with(sized, splits)
+    def parts(self) -> Iterator[CandidateGroup]:
+        """Yield their groups that differ only in the words of the data axis."""
+        for sized in (self.sized,) if self.sized else self.thinned.sizes(self.degrees):
+            splits = self.thinned.splits(self.degrees, sized.microbatch)
+            yield from (CandidateGroup(sized, words, splits) for words in self.thinned.variants(sized))
 
-    @cached_property
+    @property
     def num_layouts(self) -> int:
         """The number of them."""
-        return sum(candidates.num_variants(sized, self.model) * len(splits) for sized, splits in self._sizes())
+        return sum(part.num_layouts for part in self.parts())
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of them."""
-        for sized, splits in self._sizes():
-            for words in candidates.variants(sized, self.model):
-                yield from CandidateGroup(sized, words, splits).layouts()
-
-
-def splits_with(sized: Layout, splits: tuple[Split, ...]) -> tuple[Split, ...]:
-    """Return the words of the data axis that say something with a micro-batch: a single one leaves nothing to accumulate."""
-    return splits if sized.microbatch else tuple(split for split in splits if split.accumulate == "sharded")
+        return itertools.chain.from_iterable(part.layouts() for part in self.parts())

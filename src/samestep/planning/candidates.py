@@ -228,12 +228,6 @@ def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
     return tuple({**words, **chunk, "recompute": recompute} for words, chunk, recompute in every)
 
 
-def num_variants(split: Layout, model: ModelSpec) -> int:
-    """Return the number of `variants`, without listing them."""
-    schedules = sum(1 for _ in _schedules(split, model))
-    return schedules * len(loss_chunks(split, model)) * len(mlp_chunks(split, model)) * len(recomputations(model))
-
-
 def chunk_words(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
     """Return the words of chunks of the thinned list, the first without any."""
     every = itertools.product(loss_chunks(split, model), mlp_chunks(split, model))

@@ -41,7 +41,7 @@ from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
-from samestep.planning.candidate_groups import CandidateGroup, DegreesGroup, Split, split_of, splits_with
+from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup, split_of
 from samestep.planning.other_numerics import Saving
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
@@ -62,13 +62,6 @@ class Rejection:
     reason: str
 
 
-class _Family(NamedTuple):
-    """Groups of the same degrees and the same micro-batch."""
-
-    sized: Layout
-    groups: tuple[CandidateGroup, ...]
-
-
 class _Schedule(NamedTuple):
     """Groups of a family that have the same schedule."""
 
@@ -85,20 +78,20 @@ class _Chain(NamedTuple):
     """What its stages hold in any split."""
 
 
-_Open = DegreesGroup | _Family | _Schedule | _Chain | Layout
+_Open = WholeGroup | _Schedule | _Chain | Layout
 """Entries of the search's queue, which is ordered by bounds."""
 
 
-def _schedule_of(group: CandidateGroup) -> tuple[str, int]:
-    return group.words["schedule"], group.words.get("virtual_stages", 1)
+def _schedule_of(words: Mapping[str, Any]) -> Schedule:
+    return words["schedule"], words.get("virtual_stages", 1)
 
 
 def _chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
     return group.words["loss_chunk"], group.words["mlp_chunk"]
 
 
-def _groups_of(what: _Open) -> tuple[CandidateGroup | DegreesGroup, ...]:
-    if isinstance(what, DegreesGroup):
+def _groups_of(what: _Open) -> tuple[CandidateGroup | WholeGroup, ...]:
+    if isinstance(what, WholeGroup):
         return (what,)
     return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
 
@@ -106,7 +99,7 @@ def _groups_of(what: _Open) -> tuple[CandidateGroup | DegreesGroup, ...]:
 class Fallen(NamedTuple):
     """Groups of layouts that fell out by one rule, and why."""
 
-    groups: tuple[CandidateGroup | DegreesGroup, ...]
+    groups: tuple[CandidateGroup | WholeGroup, ...]
     rule: str
     reason: str
     needed_bytes: float = 0.0
@@ -171,8 +164,11 @@ class Plan:
         return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.layouts())
 
 
-_Refusals = Mapping[tuple[str, int], Mapping[str | None, list[Split]]]
-"""Splits for each schedule and number of virtual stages, by the reason for which they are refused; None for legal ones."""
+Schedule = tuple[str, int]
+"""A schedule and its number of virtual stages."""
+_Rules = Mapping[tuple[Schedule, bool], Mapping[str | None, tuple[Split, ...]]]
+"""Splits for each schedule, and for whether the micro-batch is a rank's whole share, by the reason for which they are refused; None for
+legal ones."""
 
 
 class _Search:
@@ -184,6 +180,8 @@ class _Search:
         self.prices = Prices(model, job, hardware)
         self.bounds, self.needs = Bounds(self.prices), Needs(self.prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+        self.thinned = ThinnedList(model, job, hardware)
+        self._known_rules: dict[Layout, _Rules] = {}
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self._too_large: dict[tuple[Layout, object], tuple[str, float]] = {}
@@ -212,52 +210,55 @@ class _Search:
         for plain in candidates.splits(degrees):
             reason = refusal_of(self.builder.step(plain))
             if reason is None:
-                chunks = candidates.chunk_words(degrees, self.model)
-                bound_s = self.bounds.degrees_s([self.builder.step(degrees.but(**words)) for words in chunks])
-                self._put(bound_s, DegreesGroup(degrees, self.model, self.job, self.hardware))
+                bound_s = self.bounds.degrees_s(degrees, self._in_chunks)
+                self._put(bound_s, WholeGroup(self.thinned, degrees))
                 return
             refused.append((plain, reason))
         for plain, reason in refused:
             self._throw_out(plain, "refused", reason)
 
-    def _open_families(self, degrees: Layout, bound_s: float) -> None:
-        """Bound each micro-batch of these degrees."""
-        refusals = self._refusals(degrees)
-        for sized in candidates.vary_microbatches(degrees, self.job, thin=self.hardware):
-            groups = tuple(
-                group
-                for words in candidates.variants(sized, self.model)
-                for group in self._legal(sized, words, refusals)
-            )
-            if groups:
-                self._open_family(_Family(sized, groups), bound_s)
+    def _in_chunks(self, sized: Layout) -> list[StepSpec]:
+        """Return the step with each choice of chunks, the first with none."""
+        return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
 
-    def _refusals(self, degrees: Layout) -> _Refusals:
+    def _open_sized(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch."""
+        group, steps = group._replace(sized=sized), self._in_chunks(sized)
+        if self._fits(self._least_bytes(steps), sized, group):
+            self._put(max(bound_s, self.bounds.least_s(steps)), group)
+
+    def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
+        sized = group.sized or group.degrees
+        rules, is_whole = self._rules(group.degrees), sized.microbatch is None
+        for schedule, words in itertools.groupby(self.thinned.variants(sized), _schedule_of):
+            every = tuple(words)
+            for reason, splits in rules[schedule, is_whole].items():
+                groups = tuple(CandidateGroup(sized, one, splits) for one in every)
+                if reason is None:
+                    self._open_schedule(groups, bound_s)
+                else:
+                    self.fallen.append(Fallen(groups, "refused", reason))
+
+    def _rules(self, degrees: Layout) -> _Rules:
         """Ask the strategies about every split of the data axis and every schedule, since refusals seldom depend on other words."""
-        found: dict[tuple[str, int], dict[str | None, list[Split]]] = {}
-        for plain in candidates.splits(degrees):
-            if reason := refusal_of(self.builder.step(plain)):
-                self._throw_out(plain, "refused", reason)
-                continue
-            for summed in candidates.reductions(plain, self.hardware):
-                split = split_of(summed)
-                for one in candidates.vary_schedules(summed, self.model):
-                    reason = refusal_of(self.builder.step(one)) if one != plain else None
-                    reasons = found.setdefault((one.schedule, one.virtual_stages), {})
-                    reasons.setdefault(reason, []).append(split)
-        return found
+        if degrees not in self._known_rules:
+            self._known_rules[degrees] = self._asked(degrees)
+        return self._known_rules[degrees]
 
-    def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[CandidateGroup]:
-        """Yield the group of splits that are legal with these words."""
-        of_words = refusals.get((words["schedule"], words.get("virtual_stages", 1)), {})
-        for reason, splits in of_words.items():
-            if not (mine := splits_with(sized, tuple(splits))):
-                continue
-            group = CandidateGroup(sized, words, mine)
-            if reason is None:
-                yield group
-            else:
-                self.fallen.append(Fallen((group,), "refused", reason))
+    def _asked(self, degrees: Layout) -> _Rules:
+        found: dict[tuple[Schedule, bool], dict[str | None, list[Split]]] = {}
+        schedules = tuple(candidates.vary_schedules(degrees, self.model))
+        for plain in candidates.splits(degrees):
+            refused = refusal_of(self.builder.step(plain))
+            for split in self.thinned.reductions(plain):
+                for one in schedules:
+                    layout = one.but(**split._asdict())
+                    reason = refused or (refusal_of(self.builder.step(layout)) if layout != plain else None)
+                    for is_whole in (False, True) if split.accumulate == "sharded" else (False,):
+                        reasons = found.setdefault(((one.schedule, one.virtual_stages), is_whole), {})
+                        reasons.setdefault(reason, []).append(split)
+        return {key: {reason: tuple(some) for reason, some in reasons.items()} for key, reasons in found.items()}
 
     def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
         self.fallen.append(Fallen((CandidateGroup.of(layout),), rule, reason, needed_bytes))
@@ -265,12 +266,6 @@ class _Search:
     def _limit_s(self) -> float:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
-
-    def _open_family(self, family: _Family, bound_s: float) -> None:
-        chunks = candidates.chunk_words(family.sized, self.model)
-        steps = [self.builder.step(family.sized.but(**words)) for words in chunks]
-        if self._fits(self._least_bytes(steps), *family.groups):
-            self._put(max(bound_s, self.bounds.least_s(steps)), family)
 
     def _least_bytes(self, steps: Sequence[StepSpec]) -> float:
         """Bound the memory of layouts that differ in chunks, by the first of them that fits, or the least."""
@@ -292,16 +287,16 @@ class _Search:
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
             stages = self.needs.stages(step)
-            if self._fits(self.needs.stages_bytes(step, stages), group):
+            if self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
                 self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:], step, stages))
                 return
 
-    def _fits(self, needed: float, *groups: CandidateGroup) -> bool:
+    def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
         needed += self.hardware.reserved_bytes
         if needed <= self.hardware.room_bytes:
             return True
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
-        self.fallen.append(Fallen(groups, "memory", f"{reason}{_whole_batch(groups[0].sized, self.job)}", needed))
+        self.fallen.append(Fallen((group,), "memory", f"{reason}{_whole_batch(sized, self.job)}", needed))
         return False
 
     def _open_splits(self, chain: _Chain, bound_s: float) -> None:
@@ -332,11 +327,11 @@ class _Search:
 
     def _look(self, bound_s: float, _: int, what: _Open) -> None:
         """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, DegreesGroup):
-            self._open_families(what.degrees, bound_s)
-        elif isinstance(what, _Family):
-            for _words, groups in itertools.groupby(what.groups, _schedule_of):
-                self._open_schedule(tuple(groups), bound_s)
+        if isinstance(what, WholeGroup) and what.sized is None:
+            for sized in self.thinned.sizes(what.degrees):
+                self._open_sized(what, sized, bound_s)
+        elif isinstance(what, WholeGroup):
+            self._open_schedules(what, bound_s)
         elif isinstance(what, _Schedule):
             for _chunk, groups in itertools.groupby(what.groups, _chunk_of):
                 self._open_chain(tuple(groups), bound_s)

@@ -10,6 +10,7 @@ need no program, so that what does not fit is never priced.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,10 +46,10 @@ from samestep.simulation.spans import COMPUTE
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balance_chunks, deferred_gradients, elements_sent_before, starts
 
-MANY_SAMPLES = 2**20
-"""Samples of a micro-batch in which launches and hops count no more, and tiles that are partly filled less than `LAST_TILES`."""
-LAST_TILES = 1e-3
-"""More than the part of the time of such a micro-batch that its last tiles take."""
+ALIGNED = 64
+"""Rows to a multiple of which every product has its full rate."""
+DOWN = 1 - 1e-12
+"""Leaves out what sums of seconds gain by rounding."""
 
 
 class Chunks(NamedTuple):
@@ -121,7 +122,7 @@ class Prices:
         self.model, self.hardware = model, hardware
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
-        self._rising = _with_rising_rates(hardware)
+        self._ideal = without_fixed_costs(hardware)
         self._numbers = sorted(Counter(self.kind_of).items())
         self._known_cuts: dict[tuple[object, ...], _RankLayers] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Mapping[str, int], dict[int, _Uses]]] = {}
@@ -129,6 +130,7 @@ class Prices:
         self._known_ops: dict[tuple[object, ...], float] = {}
         self._like: dict[object, int] = {}
         self._alike: list[_Alike] = []
+        self._known_least: dict[tuple[object, ...], float] = {}
         self._known_samples: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
         self._known_whole: dict[tuple[object, ...], Sizes] = {}
@@ -172,25 +174,58 @@ class Prices:
         """Return the seconds of one layer of each kind."""
         key = self.key(step)
         if key not in self._known_seconds:
-            found = self._priced(step, self.hardware)
+            found = self._priced(step)
             if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
-                found = tuple(map(quicker, found, self._priced(step.but(samples=step.samples + 1), self.hardware)))
+                found = tuple(map(quicker, found, self._priced(step.but(samples=step.samples + 1))))
             self._known_seconds[key] = found
         return self._known_seconds[key]
 
     def sample_seconds(self, step: StepSpec) -> tuple[Seconds, ...]:
-        """Return the least seconds of one layer of each kind that a sample takes in a micro-batch of any size.
+        """Return the least seconds of one layer of each kind that a sample takes in a micro-batch of any size of this job.
 
-        It is what one takes among many, which share launches and hops, and fill tiles; forward and backward alone.
+        It is what one takes in the largest micro-batch on a machine without fixed costs: there the seconds of a sample never rise with
+        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone.
         """
         key = step.layout.cuts
         if key not in self._known_samples:
-            many = step.but(samples=MANY_SAMPLES, layout=step.layout.but(recompute="none", schedule=DEFAULT))
-            part = (1 - LAST_TILES) / MANY_SAMPLES
+            count, many = len(self.few.layers), self._many(step)
+            step = step.but(samples=many, layout=step.layout.but(recompute="none", schedule=DEFAULT))
+            axes, parts = self._of_compute(step)
+            groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
+            sums = [0.0] * (len(_Sum) * count)
+            for like, uses in parts.items():
+                axis = self._alike[like].op.axis
+                op_s = self._least_op_s(like, None if axis is None else groups[axis], many, step) / many
+                for place, number in uses.items():
+                    sums[place] += number * op_s
+            backward = _Sum.BACKWARD * count
             self._known_samples[key] = tuple(
-                Seconds(part * one.forward_s, part * one.backward_s) for one in self._priced(many, self._rising)
+                Seconds(sums[layer] * DOWN, sums[backward + layer] * DOWN) for layer in range(count)
             )
         return self._known_samples[key]
+
+    def _many(self, step: StepSpec) -> int:
+        """Return a number of samples that no micro-batch exceeds, whose tokens fill tiles and chunks, and are shared by experts without rest."""
+        products = [one for layer in self.cut(step).step.model.layers for one in layer.products]
+        whole = math.lcm(ALIGNED, *(one.groups for one in products), *(one.chunk_rows or 1 for one in products))
+        return -(-step.global_batch // whole) * whole
+
+    def _least_op_s(self, like: int, group: GroupShape | None, many: int, step: StepSpec) -> float:
+        """Return the least seconds of an op with so many samples."""
+        op, flops, size_bytes, program = self._alike[like]
+        key = like, group, many
+        if key in self._known_least:
+            return self._known_least[key]
+        flops, size_bytes = min(op.flops, flops) * many, min(op.size_bytes, size_bytes) * many
+        if group is None:
+            program = replace(program, step=step.cut_like(program.step))
+            took_s = seconds(op.but(flops=flops), program, self._ideal)
+        else:
+            took_s = collective_s(op.kind, size_bytes, group, self._ideal)
+            if op.beside and self.hardware.overlap:  # the least of what is left beside products of any length
+                took_s *= 1 - 1 / self.hardware.contention
+        self._known_least[key] = took_s
+        return took_s
 
     def sample_s(self, step: StepSpec) -> float:
         """Return the least seconds of all layers, forward and backward, that a sample takes in a micro-batch of any size."""
@@ -203,31 +238,31 @@ class Prices:
         took_s = head.forward_s + head.backward_s + head.weight_s
         return max(0.0, took_s - step.microbatch_samples * (least.forward_s + least.backward_s))
 
-    def _priced(self, step: StepSpec, hardware: Hardware) -> tuple[Seconds, ...]:
+    def _priced(self, step: StepSpec) -> tuple[Seconds, ...]:
         axes, parts = self._of_compute(step)
         more, count = step.microbatch_samples - 1, len(self.few.layers)
         sums = [0.0] * (len(_Sum) * count)
-        groups = {axis: group_of(axis, size, step, hardware) for axis, size in axes.items()}
+        groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
         alike = more, step.splits_backward, step.layout.recompute
         for like, uses in parts.items():
             op = self._alike[like].op
             key = (like, None if op.axis is None else groups[op.axis], alike)
             op_s = self._known_ops.get(key)
             if op_s is None:
-                op_s = self._known_ops[key] = self._op_s(like, key[1], more, step, hardware)
+                op_s = self._known_ops[key] = self._op_s(like, key[1], more, step)
             for place, number in uses.items():
                 sums[place] += number * op_s
         fields = (sums[one * count : (one + 1) * count] for one in _Sum)
         return tuple(map(Seconds, *fields))
 
-    def _op_s(self, like: int, group: GroupShape | None, more: int, step: StepSpec, hardware: Hardware) -> float:
+    def _op_s(self, like: int, group: GroupShape | None, more: int, step: StepSpec) -> float:
         """Return the seconds of an op with `more` samples than one."""
         op, flops, size_bytes, program = self._alike[like]
         step = step.cut_like(program.step)
         if group is None:
-            return seconds(op.but(flops=op.flops + more * flops), replace(program, step=step), hardware)
-        alone_s = collective_s(op.kind, op.size_bytes + more * size_bytes, group, hardware)
-        return exposed_s(op, alone_s, step, hardware)
+            return seconds(op.but(flops=op.flops + more * flops), replace(program, step=step), self.hardware)
+        alone_s = collective_s(op.kind, op.size_bytes + more * size_bytes, group, self.hardware)
+        return exposed_s(op, alone_s, step, self.hardware)
 
     def _of_compute(self, step: StepSpec) -> tuple[Mapping[str, int], dict[int, _Uses]]:
         """Return the axes of the model, and the ops that run in the queue of compute: those that are alike, by their number."""
@@ -397,13 +432,22 @@ class Prices:
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
 
 
-def _with_rising_rates(hardware: Hardware) -> Hardware:
-    """Return the hardware as if no product had a lower rate than a smaller one."""
+def without_fixed_costs(hardware: Hardware) -> Hardware:
+    """Return the hardware without the costs that an op has however small it is, and as if work could be cut anywhere.
+
+    No op takes longer on it. Without units a product of m x k x n takes 2 m k n / rate, which whole tiles and whole waves of them exceed,
+    and attention the keys of its tiles / rate; links have no hops; and no product has a lower rate than a smaller one.
+    """
     rising: dict[str, dict[int, float]] = {}
     for dtype, rates in hardware.efficiency_by_shortest_side.items():
         sides = sorted(rates)
         rising[dtype] = dict(zip(sides, itertools.accumulate((rates[side] for side in sides), max), strict=True))
-    return replace(hardware, efficiency_by_shortest_side=rising) if rising else hardware
+    intra, inter = (
+        replace(link, latency_s=0.0, collective_s=0.0, ll128_latency_s=None) for link in (hardware.intra, hardware.inter)
+    )
+    return replace(
+        hardware, intra=intra, inter=inter, num_units=0, kernel_s=0.0, kernel_launch_s=0.0, efficiency_by_shortest_side=rising
+    )  # fmt: skip
 
 
 def _least_sent(layers: Sequence[LayerSpec], model: ModelSpec) -> int:

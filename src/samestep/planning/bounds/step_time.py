@@ -20,9 +20,10 @@ reductions come first. The step's scalars and the update follow.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from samestep.layout import Layout
 from samestep.planning.bounds.body_seconds import BodyBounds, least_reduced_bytes
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes
@@ -81,13 +82,24 @@ class Bounds:
         self.prices, self.hardware = prices, prices.hardware
         self.bodies = BodyBounds(prices)
         self._known_times: dict[tuple[object, ...], _Times] = {}
+        self._known_samples: dict[tuple[object, ...], tuple[float, StepSpec]] = {}
 
-    def degrees_s(self, steps: Sequence[StepSpec]) -> float:
-        """Bound the step time, in seconds, of all layouts with these degrees; `steps` as in `schedule_s`."""
-        step = steps[0]
-        sample_s = min(map(self.prices.sample_s, _unlike(steps)))
-        updated = self.prices.whole_sizes(step).trained / step.layout.dp_cp_size / step.layout.pp
-        return step.rank_samples * sample_s / step.layout.pp + self._update_s(step, updated, 0.0)
+    def degrees_s(self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]]) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees.
+
+        Args:
+            degrees: they, with an unsplit data axis.
+            steps: returns the steps of a layout with each choice of chunks, the first with none.
+        """
+        key = degrees.cuts
+        if key not in self._known_samples:
+            some = _unlike(steps(degrees))
+            self._known_samples[key] = min(map(self.prices.sample_s, some)), some[0]
+        sample_s, step = self._known_samples[key]
+        samples = -(-step.global_batch // degrees.dp)
+        step = step.but(layout=degrees)
+        updated = self.prices.whole_sizes(step).trained / degrees.dp_cp_size / degrees.pp
+        return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
     def least_s(self, steps: Sequence[StepSpec]) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch; `steps` as in `schedule_s`.
