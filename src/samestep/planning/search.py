@@ -78,7 +78,13 @@ class _Chain(NamedTuple):
     """What its stages hold in any split."""
 
 
-_Open = WholeGroup | _Schedule | _Chain | Layout
+class _LongRing(NamedTuple):
+    """All layouts of degrees that are bounded by those with a shorter ring."""
+
+    groups: tuple[WholeGroup]
+
+
+_Open = WholeGroup | _LongRing | _Schedule | _Chain | Layout
 """Entries of the search's queue, which is ordered by bounds."""
 
 
@@ -210,8 +216,10 @@ class _Search:
         for plain in candidates.splits(degrees):
             reason = refusal_of(self.builder.step(plain))
             if reason is None:
-                bound_s = self.bounds.degrees_s(degrees, self._in_chunks)
-                self._put(bound_s, WholeGroup(self.thinned, degrees))
+                shorter = candidates.shortest_ring(degrees, self.model, self.hardware.devices_per_node)
+                group = WholeGroup(self.thinned, degrees)
+                bound_s = self.bounds.degrees_s(degrees, self._in_chunks, shorter)
+                self._put(bound_s, group if shorter is degrees else _LongRing((group,)))
                 return
             refused.append((plain, reason))
         for plain, reason in refused:
@@ -327,7 +335,10 @@ class _Search:
 
     def _look(self, bound_s: float, _: int, what: _Open) -> None:
         """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, WholeGroup) and what.sized is None:
+        if isinstance(what, _LongRing):
+            (group,) = what.groups
+            self._put(max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks)), group)
+        elif isinstance(what, WholeGroup) and what.sized is None:
             for sized in self.thinned.sizes(what.degrees):
                 self._open_sized(what, sized, bound_s)
         elif isinstance(what, WholeGroup):

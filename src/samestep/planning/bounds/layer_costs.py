@@ -283,14 +283,21 @@ class Prices:
         found: dict[int, Counter[int]] = {}
         for body, ops, of_two in bodies:
             layer = 0
+            numbers: dict[tuple[int, int], int | None] = {}  # hops around a ring are the same op again and again
             behind: dict[int, list[int]] = {}  # what follows the last gradients of each layer
             for op, twice in zip(ops, of_two, strict=True):
                 layer = layer if op.layer is None else op.layer
-                # An axis of a strategy behind the pipeline is not known yet.
-                if queue_of(op, self.hardware) not in (COMPUTE, "") or not (op.axis is None or op.axis in program.axes):
+                like = numbers.get(key := (id(op), layer), -1)
+                if like == -1:
+                    # An axis of a strategy behind the pipeline is not known yet.
+                    is_mine = op.axis is None or op.axis in program.axes
+                    is_mine = is_mine and queue_of(op, self.hardware) in (COMPUTE, "")
+                    like = numbers[key] = self._number_of(op, twice, layer, bare) if is_mine else None
+                    if like is not None:
+                        found.setdefault(like, Counter())
+                if like is None:
                     continue
-                like = self._number_of(op, twice, layer, bare)
-                uses = found.setdefault(like, Counter())
+                uses = found[like]
                 uses[_SUMS[body] * count + layer] += 1
                 if op.axis is not None and body in _SENT:
                     uses[_SENT[body] * count + layer] += 1

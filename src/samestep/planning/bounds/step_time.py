@@ -84,21 +84,27 @@ class Bounds:
         self._known_times: dict[tuple[object, ...], _Times] = {}
         self._known_samples: dict[tuple[object, ...], tuple[float, StepSpec]] = {}
 
-    def degrees_s(self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]]) -> float:
+    def degrees_s(
+        self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], shorter: Layout | None = None
+    ) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees.
 
         Args:
             degrees: they, with an unsplit data axis.
             steps: returns the steps of a layout with each choice of chunks, the first with none.
+            shorter: degrees with a shorter ring, by which the others are bounded: the ranks of a longer ring share the compute of a sample,
+                and each passes on as many keys and values, so together they take no less for it.
         """
-        key = degrees.cuts
+        priced = shorter or degrees
+        key = priced.cuts
         if key not in self._known_samples:
-            some = _unlike(steps(degrees))
+            some = _unlike(steps(priced))
             self._known_samples[key] = min(map(self.prices.sample_s, some)), some[0]
         sample_s, step = self._known_samples[key]
+        sample_s *= priced.cp / degrees.cp
         samples = -(-step.global_batch // degrees.dp)
         step = step.but(layout=degrees)
-        updated = self.prices.whole_sizes(step).trained / degrees.dp_cp_size / degrees.pp
+        updated = self.prices.whole_sizes(step.but(layout=priced)).trained / degrees.dp_cp_size / degrees.pp
         return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
     def least_s(self, steps: Sequence[StepSpec]) -> float:
