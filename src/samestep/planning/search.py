@@ -186,6 +186,7 @@ class _Search:
         self.prices = Prices(model, job, hardware)
         self.bounds, self.needs = Bounds(self.prices), Needs(self.prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+        self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
         self.thinned = ThinnedList(model, job, hardware)
         self._known_rules: dict[Layout, _Rules] = {}
         self.best: list[Prediction] = []
@@ -257,12 +258,18 @@ class _Search:
     def _asked(self, degrees: Layout) -> _Rules:
         found: dict[tuple[Schedule, bool], dict[str | None, list[Split]]] = {}
         schedules = tuple(candidates.vary_schedules(degrees, self.model))
+        allowed: set[tuple[object, ...]] = set()
         for plain in candidates.splits(degrees):
             refused = refusal_of(self.builder.step(plain))
             for split in self.thinned.reductions(plain):
                 for one in schedules:
-                    layout = one.but(**split._asdict())
-                    reason = refused or (refusal_of(self.builder.step(layout)) if layout != plain else None)
+                    # Where one split of a kind is allowed, the others are taken to be: each layout is asked about before it is played.
+                    kind = one.schedule, one.virtual_stages, split.zero, split.accumulate, split.reduce
+                    reason = refused
+                    if refused is None and kind not in allowed:
+                        reason = refusal_of(self.builder.step(one.but(**split._asdict())))
+                        if reason is None:
+                            allowed.add(kind)
                     for is_whole in (False, True) if split.accumulate == "sharded" else (False,):
                         reasons = found.setdefault(((one.schedule, one.virtual_stages), is_whole), {})
                         reasons.setdefault(reason, []).append(split)
@@ -277,10 +284,10 @@ class _Search:
 
     def _least_bytes(self, steps: Sequence[StepSpec]) -> float:
         """Bound the memory of layouts that differ in chunks, by the first of them that fits, or the least."""
-        room, least = self.hardware.room_bytes - self.hardware.reserved_bytes, float("inf")
+        least = float("inf")
         for step in steps:
             least = min(least, self.needs.least_bytes(step))
-            if least <= room:
+            if least <= self._room_bytes:
                 break
         return least
 
@@ -300,35 +307,41 @@ class _Search:
                 return
 
     def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
-        needed += self.hardware.reserved_bytes
-        if needed <= self.hardware.room_bytes:
+        if needed <= self._room_bytes:
             return True
+        needed += self.hardware.reserved_bytes
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
         self.fallen.append(Fallen((group,), "memory", f"{reason}{_whole_batch(sized, self.job)}", needed))
         return False
 
     def _open_splits(self, chain: _Chain, bound_s: float) -> None:
         """Bound each layout of a chain's first group whose states leave room."""
-        for layout in chain.groups[0].layouts():
-            if self._leaves_room(self.needs.split_need(chain.step, chain.stages, layout), layout):
+        group, too_large = chain.groups[0], list[tuple[Split, Need]]()
+        for split, layout in zip(group.splits, group.layouts(), strict=True):
+            need = self.needs.split_need(chain.step, chain.stages, layout)
+            if need.total <= self._room_bytes:
                 self._open_layout(layout, bound_s)
+            else:
+                too_large.append((split, need))
+        if too_large:
+            least = min((need for _, need in too_large), key=lambda need: need.total)
+            self._too_large_by(least, group._replace(splits=tuple(split for split, _ in too_large)))
 
     def _open_layout(self, layout: Layout, bound_s: float) -> None:
         step = self.builder.step(layout)
-        if not self._leaves_room(self.needs.need(step), layout):
+        if (need := self.needs.need(step)).total > self._room_bytes:
+            self._too_large_by(need, CandidateGroup.of(layout))
             return
         if reason := refusal_of(step):
             self._throw_out(layout, "refused", reason)
             return
         self._put(max(bound_s, self.bounds.step_s(step)), layout)
 
-    def _leaves_room(self, need: Need, layout: Layout) -> bool:
+    def _too_large_by(self, need: Need, group: CandidateGroup) -> None:
+        """Throw out layouts of which each needs so much or more."""
         needed = need.total + self.hardware.reserved_bytes
-        if needed <= self.hardware.room_bytes:
-            return True
-        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(layout, self.job)}"
-        self._throw_out(layout, "memory", reason, needed)
-        return False
+        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(group.sized, self.job)}"
+        self.fallen.append(Fallen((group,), "memory", reason, needed))
 
     def _put(self, bound_s: float, what: _Open) -> None:
         heapq.heappush(self._open, (bound_s, next(self._number), what))
