@@ -67,6 +67,7 @@ class ThinnedList:
         self.model, self.job, self.hardware = model, job, hardware
         self._known_splits: dict[tuple[object, ...], tuple[Split, ...]] = {}
         self._known_variants: dict[tuple[object, ...], tuple[Mapping[str, Any], ...]] = {}
+        self._known_numbers: dict[tuple[object, ...], int] = {}
 
     def splits(self, degrees: Layout, microbatch: int | None) -> tuple[Split, ...]:
         """Return the words of the data axis: with a single micro-batch there is nothing to accumulate."""
@@ -86,6 +87,15 @@ class ThinnedList:
         if key not in self._known_variants:
             self._known_variants[key] = candidates.variants(sized, self.model)
         return self._known_variants[key]
+
+    def num_layouts(self, degrees: Layout, sized: Layout | None) -> int:
+        """Return the number of layouts with these degrees, or with these degrees and this micro-batch."""
+        if sized is None:
+            return sum(self.num_layouts(degrees, one) for one in self.sizes(degrees))
+        key = sized.dp, sized.cp, sized.ep, sized.tp, sized.pp, sized.microbatch
+        if key not in self._known_numbers:
+            self._known_numbers[key] = len(self.splits(degrees, sized.microbatch)) * len(self.variants(sized))
+        return self._known_numbers[key]
 
     def sizes(self, degrees: Layout) -> Iterator[Layout]:
         """Yield each micro-batch of these degrees."""
@@ -110,7 +120,7 @@ class WholeGroup(NamedTuple):
     @property
     def num_layouts(self) -> int:
         """The number of them."""
-        return sum(part.num_layouts for part in self.parts())
+        return self.thinned.num_layouts(self.degrees, self.sized)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of them."""

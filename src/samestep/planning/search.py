@@ -23,6 +23,7 @@ import heapq
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -41,7 +42,7 @@ from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
-from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup, split_of
+from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
 from samestep.planning.other_numerics import Saving
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
@@ -162,7 +163,15 @@ class Plan:
     @cached_property
     def considered(self) -> int:
         """The number of layouts that were looked at, by themselves or in a group."""
-        return len(self.best) + sum(one.num_layouts for one in self.fallen)
+        return len(self.best) + self.counts.total()
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """The numbers of layouts that fell out, by rule."""
+        found: Counter[str] = Counter()
+        for one in self.fallen:
+            found[one.rule] += one.num_layouts
+        return found
 
     @cached_property
     def rejections(self) -> tuple[Rejection, ...]:

@@ -450,7 +450,8 @@ def without_fixed_costs(hardware: Hardware) -> Hardware:
         sides = sorted(rates)
         rising[dtype] = dict(zip(sides, itertools.accumulate((rates[side] for side in sides), max), strict=True))
     intra, inter = (
-        replace(link, latency_s=0.0, collective_s=0.0, ll128_latency_s=None) for link in (hardware.intra, hardware.inter)
+        replace(link, latency_s=0.0, collective_s=0.0, ll128_latency_s=None)
+        for link in (hardware.intra, hardware.inter)
     )
     return replace(
         hardware, intra=intra, inter=inter, num_units=0, kernel_s=0.0, kernel_launch_s=0.0, efficiency_by_shortest_side=rising
