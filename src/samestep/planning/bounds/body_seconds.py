@@ -50,6 +50,7 @@ class BodyBounds:
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.hardware = prices, prices.hardware
+        self._known_traffic: dict[tuple[object, ...], UnitTraffic] = {}
 
     def sent_s(self, kind: OpKind, size_bytes: float, axis: str, ranks: int, step: StepSpec) -> float:
         """Return the seconds of a collective over `ranks` ranks of an axis."""
@@ -159,6 +160,14 @@ class BodyBounds:
 
     def part(self, step: StepSpec, kind: int, number: int, axis: str) -> UnitTraffic:
         """Return the communication of layers of one kind over one of the axes along which units are sharded."""
+        layout = step.layout
+        key = layout.cuts, layout.dp_replicate, layout.dp_shard, layout.zero, layout.pp, kind, axis
+        if key not in self._known_traffic:
+            self._known_traffic[key] = self._part(step, kind, axis)
+        found = self._known_traffic[key]
+        return found if number == 1 else found._replace(number=number)
+
+    def _part(self, step: StepSpec, kind: int, axis: str) -> UnitTraffic:
         one = self.prices.units(step)[kind]
         gathered, scattered = (
             (one.expert_gathered, one.expert_scattered) if axis == "dp_expert" else (one.gathered, one.scattered)
@@ -166,7 +175,7 @@ class BodyBounds:
         ranks = step.ranks.size(axis)
         gather_s = self.sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
         scatter_s = self.sent_s(OpKind.REDUCE_SCATTER, scattered * least_reduced_bytes(step), axis, ranks, step)
-        return UnitTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
+        return UnitTraffic(kind, 1, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def slowed_s(self, sent_s: float, exposed_s: float) -> float:
         """Return the seconds that `sent_s` seconds of communication over one axis add to compute.
