@@ -2,13 +2,15 @@
 
     python benchmarks/planning.py [--json FILE] [--only WORD]
 
-An aim is for an idle machine of today; the line of a plain loop says how fast this one is: about 0.4 s on such a machine.
+An aim is for an idle machine of today; the line of a plain loop says how fast this one is: about 0.4 s on such a machine. The megabytes are
+the most that the process has held so far: with --only they are those of one row.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +69,7 @@ ROWS: dict[str, tuple[Callable[[], Callable[[], object]], float]] = {
     "plan llama3-70b, 512 devices": (lambda: plan("llama3-70b", 512, 8192, 1024), 2.0),
     "plan gpt3-175b, 512 devices": (lambda: plan("gpt3-175b", 512, 2048, 1536), 2.0),
     "plan mixtral-8x7b, 512 devices": (lambda: plan("mixtral-8x7b", 512, 4096, 1024), 2.0),
+    "plan deepseek-v3, 4096 devices": (lambda: plan("deepseek-v3", 4096, 4096, 15360), 5.0),
     "plan llama3-70b, 4096 devices": (lambda: plan("llama3-70b", 4096, 8192, 2048), 10.0),
     "plan gpt3-175b, 4096 devices": (lambda: plan("gpt3-175b", 4096, 2048, 1536), 10.0),
 }
@@ -78,16 +81,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--only", default="", metavar="WORD", help="rows that have this word")
     words = parser.parse_args(arguments)
-    record = {}
+    record: dict[str, dict[str, float]] = {}
     for name, (make, aim_s) in ROWS.items():
         if words.only not in name:
             continue
         work = make()
         began = time.process_time()
-        work()
+        found = work()
         took_s = time.process_time() - began
-        record[name] = {"seconds": took_s, "aim": aim_s}
-        print(f"{name:<52} {took_s:7.2f} s   aim {aim_s:g} s   {'' if took_s <= aim_s else 'NO'}", flush=True)
+        megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        record[name] = {"seconds": took_s, "aim": aim_s, "megabytes": megabytes}
+        layouts = ""
+        if isinstance(found, search.Plan):
+            record[name] |= {"layouts": found.considered, "played": found.played}
+            layouts = f"   {found.considered:,} layouts, {found.played} played"
+        late = "" if took_s <= aim_s else "   NO"
+        print(f"{name:<52} {took_s:7.2f} s   aim {aim_s:g} s   {megabytes:,.0f} MB{layouts}{late}", flush=True)
     if words.json:
         words.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from samestep.hardware import Hardware, load
 from samestep.job import Job
-from samestep.layout import Layout, Recompute
+from samestep.layout import Accumulate, Layout, Recompute
+from samestep.models.decoder import Decoder
+from samestep.models.decoder_spec import spec
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
 from samestep.optimizer_tables import OptimizerTable
@@ -28,7 +30,7 @@ from samestep.planning.search import Plan, plan
 from samestep.program.step import StepSpec
 from samestep.simulation.prediction import Prediction, intervals, predict
 from samestep.strategies import ProgramBuilder, refusal_of
-from tests.laws.models import LAW, MACHINES, MODELS, blocks, job_of, predictions
+from tests.laws.models import LAW, MACHINES, MODELS, blocks, job_of, machine, predictions
 
 COSTLY = blocks(4, 256, 256, forward_flops=10**9, saved_elements=10**6, input_elements=10**4)
 
@@ -81,6 +83,17 @@ def test_where_memory_is_short_the_best_is_the_best_of_what_fits(part: float) ->
         assert "comes nearest" in found.nearest
 
 
+_DEGREES = ("tp", "sequence_parallel", "cp", "exchange", "pp", "ep", "offload")
+"""The words of a layout that its degrees have."""
+
+
+def _in_chunks(model: ModelSpec, given: Job, layout: Layout, hardware: Hardware) -> list[StepSpec]:
+    """Return the step of a layout with each choice of chunks."""
+    plain = replace(layout, loss_chunk=None, mlp_chunk=None)
+    words = candidates.chunk_words(plain, model)
+    return [StepSpec.of(model, given, replace(plain, **one), hardware.devices_per_node) for one in words]
+
+
 @LAW
 @given(
     st.sampled_from(sorted(MODELS)),
@@ -104,16 +117,123 @@ def test_a_bound_is_never_above_what_it_bounds(
     assume(refusal_of(StepSpec.of(model, given_job, layout, hardware.devices_per_node)) is None)
     played = predict(model, given_job, layout, hardware)
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-    least_bytes, least_s = needs.least_bytes(step), bounds.least_s(step)
+    least_bytes, least_s = needs.least_bytes(step), bounds.least_s(_in_chunks(model, given_job, layout, hardware))
+    degrees = Layout().but(**{name: getattr(layout, name) for name in _DEGREES}, dp_replicate=layout.dp)
+    shorter = candidates.shortest_ring(degrees, model, hardware.devices_per_node)
+    degrees_s = max(
+        bounds.degrees_s(degrees, lambda one: _in_chunks(model, given_job, one, hardware), one)
+        for one in (degrees, shorter)
+    )
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
     group_bytes, split_need = needs.group_bytes(group), needs.split_need(group, needs.stages(group), layout).total
-    chunked = [group.but(layout=replace(base, loss_chunk=one)) for one in candidates.loss_chunks(base, model)]
+    chunked = _in_chunks(model, given_job, base, hardware)
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]
     group_s = max(bounds.group_s(replace(group, layout=replace(base, recompute=one))) for one in policies)
-    assert max(least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step)) <= played.step_s * (1 + 1e-9)
+    assert max(degrees_s, least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step)) <= played.step_s * (
+        1 + 1e-9
+    )
     assert max(least_bytes, group_bytes, split_need, needs.need(step).total) <= played.peak.total * (1 + 1e-9)
+
+
+_RENTED = {
+    name: preset(name, length)
+    for name, length in (("gpt3-175b", 2048), ("llama3-8b", 8192), ("mixtral-8x7b", 4096), ("deepseek-v3", 4096))
+}
+
+
+def _drawn_machine(data: st.DataObject) -> Hardware:
+    """Return a machine with or without tiles, the rates of whose products may fall again for longer sides."""
+    hardware = data.draw(st.sampled_from([load("h100x8"), load("a100-80x8"), *MACHINES.values()]))
+    parts = st.floats(0.05, 1.0)
+    sides = data.draw(st.sampled_from([{}, *({dtype: {16: 0.3, 100: 0.9, 300: 0.6}} for dtype in ("bf16", "float32"))]))
+    link = replace(hardware.inter, latency_s=10 ** data.draw(st.floats(-7, -4)), collective_s=data.draw(parts) * 1e-4)
+    return replace(
+        hardware, inter=link, efficiency_by_shortest_side=sides, num_units=data.draw(st.sampled_from([0, 5, 132])),
+        kernel_s=data.draw(parts) * 1e-5, contention=data.draw(st.sampled_from([1.0, 1.1, 1.4])), overlap=data.draw(st.booleans()),
+    )  # fmt: skip
+
+
+def _drawn_model(data: st.DataObject) -> ModelSpec:
+    if data.draw(st.booleans()):
+        return data.draw(st.sampled_from([*_RENTED.values(), *MODELS.values()]))
+    shape = Decoder(
+        layers=data.draw(st.sampled_from([2, 5])), hidden=data.draw(st.sampled_from([48, 64, 264])), heads=4,
+        vocab=data.draw(st.sampled_from([333, 512])), sequence=data.draw(st.sampled_from([24, 64, 96])),
+        experts=data.draw(st.sampled_from([0, 6, 8])),
+    )  # fmt: skip
+    return spec(replace(shape, top_k=2) if shape.experts else shape, "drawn")
+
+
+@LAW
+@given(st.data())
+def test_no_sample_takes_less_than_the_least_of_a_sample_in_any_micro_batch(data: st.DataObject) -> None:
+    model, hardware = _drawn_model(data), _drawn_machine(data)
+    given_job = job_of(data.draw(st.integers(1, 200)), data.draw(st.sampled_from(["float32", "bf16"])))
+    every = [one for one in candidates.degrees(16, model, thin=hardware) if one.tp <= hardware.devices_per_node]
+    degrees = data.draw(st.sampled_from(every))
+    assume(refusal_of(StepSpec.of(model, given_job, degrees, hardware.devices_per_node)) is None)
+    prices = Prices(model, given_job, hardware)
+    for step in _in_chunks(model, given_job, degrees, hardware):
+        least = prices.sample_seconds(step)
+        samples = data.draw(st.integers(1, given_job.train.global_batch))
+        for one, took in zip(least, prices.seconds(step.but(samples=samples)), strict=True):
+            assert samples * one.forward_s <= took.forward_s * (1 + 1e-9)
+            assert samples * one.backward_s <= took.backward_s * (1 + 1e-9)
+        assert prices.sample_s(step) > 0
+
+
+@LAW
+@given(st.data())
+def test_ranks_of_a_longer_ring_together_take_no_less_for_a_sample(data: st.DataObject) -> None:
+    model, hardware = _drawn_model(data), _drawn_machine(data)
+    given_job = job_of(64, data.draw(st.sampled_from(["float32", "bf16"])))
+    every = [one for one in candidates.degrees(64, model, thin=hardware) if one.tp <= hardware.devices_per_node]
+    rings = [
+        (one, shorter)
+        for one in every
+        if (shorter := candidates.shortest_ring(one, model, hardware.devices_per_node)) is not one
+    ]
+    assume(rings)
+    longer, shorter = data.draw(st.sampled_from(rings))
+    prices = Prices(model, given_job, hardware)
+    steps = [StepSpec.of(model, given_job, one, hardware.devices_per_node) for one in (longer, shorter)]
+    assume(all(refusal_of(step) is None for step in steps))
+    long_s, short_s = map(prices.sample_s, steps)
+    assert short_s * shorter.cp <= long_s * longer.cp * (1 + 1e-9)
+    assert (shorter.pp, shorter.tp, shorter.ep, shorter.world_size) == (
+        longer.pp,
+        longer.tp,
+        longer.ep,
+        longer.world_size,
+    )
+
+
+@LAW
+@given(st.data())
+def test_a_bound_of_sharded_experts_is_never_above_what_it_bounds(data: st.DataObject) -> None:
+    """Gathers and scatters that alternate with compute are most of such a step, on machines where any of them may be the slowest."""
+    shape = Decoder(layers=data.draw(st.sampled_from([2, 5, 8])), hidden=64, heads=4, vocab=512, sequence=64, experts=8)
+    model = spec(replace(shape, top_k=2), "experts")
+    hardware = machine(
+        bytes_per_s=10 ** data.draw(st.floats(7, 11)), latency_s=10 ** data.draw(st.floats(-7, -4)),
+        memory_bytes_per_s=10 ** data.draw(st.floats(9, 12)), devices_per_node=data.draw(st.sampled_from([2, 4, 8])),
+    )  # fmt: skip
+    hardware = replace(hardware, contention=data.draw(st.sampled_from([1.0, 1.3])))
+    pp, ep = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 2, 4]))
+    chunks = data.draw(st.sampled_from([1, 2])) if pp > 1 and shape.layers >= 4 else 1
+    layout = Layout(
+        dp_replicate=data.draw(st.sampled_from([1, 2])), dp_shard=8, zero=data.draw(st.sampled_from([2, 3])), ep=ep, pp=pp,
+        tp=data.draw(st.sampled_from([1, 2])), microbatch=data.draw(st.sampled_from([1, 2])),
+        schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks,
+        accumulate=data.draw(st.sampled_from(get_args(Accumulate))), recompute=data.draw(st.sampled_from(get_args(Recompute))),
+    )  # fmt: skip
+    given_job = job_of(data.draw(st.sampled_from([16, 40, 64])), data.draw(st.sampled_from(["float32", "bf16"])))
+    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
+    assume(refusal_of(step) is None)
+    played_s = predict(model, given_job, layout, hardware).step_s
+    assert Bounds(Prices(model, given_job, hardware)).step_s(step) <= played_s * (1 + 1e-9)
 
 
 def test_a_split_is_bounded_without_weights_in_the_hosts_memory() -> None:
@@ -224,6 +344,8 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
         "dp=256 pp=2 ep=8 schedule=interleaved virtual_stages=2 zero=1 microbatch=1",
         "dp_replicate=16 dp_shard=8 pp=4 ep=8 schedule=interleaved virtual_stages=2 zero=2 microbatch=1",
         "dp=128 pp=4 ep=8 schedule=zero-bubble zero=1 microbatch=1",
+        "dp=512 ep=8 zero=3 microbatch=1",
+        "dp=512 ep=4 zero=3 microbatch=1 recompute=selective",
     ],
 )
 def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
@@ -233,6 +355,22 @@ def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
     assert 0.95 * played.step_s < bounds.step_s(step) <= played.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "closeness"),
+    [
+        ("dp=256 pp=16 ep=64 zero=3 microbatch=1 recompute=full", 0.98),
+        ("dp_replicate=8 dp_shard=64 pp=8 ep=8 zero=3 microbatch=1 recompute=full", 0.92),
+    ],
+)
+def test_bounds_of_sharded_experts_know_what_no_earlier_unit_prefetches(words: str, closeness: float) -> None:
+    """A layer's experts are two units, and what waits for the second one is up to half of the step."""
+    model, layout, hardware = preset("deepseek-v3", 4096), Layout.parse(words), load("h100x8")
+    given_job = Job(data={"sequence_length": 4096}, train={"global_batch": 15360}, numerics={"precision": "bf16"})
+    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
+    bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
+    assert closeness * played.step_s < bounds.step_s(step) <= played.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])

@@ -42,7 +42,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.step import MOST_MICROBATCHES
 from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import sequence
-from samestep.strategies.context import divisors_by_heads, exchange_of
+from samestep.strategies.context import attention_ranks, divisors_by_heads, exchange_of
 from samestep.strategies.pipeline import num_starts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -133,6 +133,18 @@ def ring_of(split: Layout, model: ModelSpec) -> tuple[Layout, ...]:
     if exchange_of(model, split) == "heads":
         return (split.but(exchange="ring"),)
     return (split.but(exchange="hybrid"),) if split.exchange == "auto" and divisors_by_heads(model, split) else ()
+
+
+def shortest_ring(degrees: Layout, model: ModelSpec, ranks_per_node: int) -> Layout:
+    """Return the degrees with the fewest ranks of a sequence that still pass keys and values around a ring of such groups of ranks; they
+    themselves where there is no ring."""
+    groups = attention_ranks(model, degrees, ranks_per_node)
+    for cp in _divisors(degrees.cp)[1:-1] if groups.ring > 1 else ():
+        one = degrees.but(cp=cp, dp_replicate=degrees.dp_replicate * degrees.cp // cp)
+        of_one = attention_ranks(model, one, ranks_per_node)
+        if of_one.ring > 1 and of_one.heads == groups.heads:
+            return one
+    return degrees
 
 
 def splits(degrees: Layout) -> Iterator[Layout]:

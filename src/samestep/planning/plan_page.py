@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from html import escape
 
 from samestep.output.page import charts
@@ -23,7 +22,7 @@ _RULES = {
 
 def page_of(found: Plan, *, small: bool = False) -> Page:
     """Return the page of a plan; a small one has neither boxes to zoom into nor a record."""
-    record = None if small else ranking.as_short_record(found, _fallen_record(found))
+    record = None if small else ranking.as_record(found)
     if not found.best:
         return Page(
             verb="plan",
@@ -107,33 +106,17 @@ def _row(one: Prediction, found: Plan, scale: tuple[float, float]) -> tuple[str,
 
 def _fallen(found: Plan) -> Section:
     """Return how many layouts fell out by each rule, and an example of each reason."""
-    counted = _counted(found)
+    counted = found.counts
     most = max(counted.values(), default=1)
     rows = "".join(
         charts.stacked(_RULES[rule][0], [(rule, _RULES[rule][1], number)], most, Quantity(number, f"{number:,}"))
         for rule, number in counted.most_common()
     )
     shown = "".join(
-        f"<li><code>{escape(str(next(one.group.layouts())))}</code><small>{escape(one.reason)}</small></li>"
+        f"<li><code>{escape(str(next(one.layouts())))}</code><small>{escape(one.reason)}</small></li>"
         for one in ranking.examples(found.fallen)
     )
     body = f'<ul class="bars">{rows}</ul><ul class="reasons">{shown}</ul>'
     return Section(
         "Why the others fell out", body, "Layouts by the rule that ended them, and one example of each reason."
     )
-
-
-def _counted(found: Plan) -> Counter[str]:
-    rules: Counter[str] = Counter()
-    for one in found.fallen:
-        rules[one.rule] += len(one.group.splits)
-    return rules
-
-
-def _fallen_record(found: Plan) -> dict[str, object]:
-    """Return the numbers of layouts that fell out, and examples: all of them would be a hundred thousand lines."""
-    shown = [
-        {"layout": str(next(one.group.layouts())), "rule": one.rule, "reason": one.reason}
-        for one in ranking.examples(found.fallen)
-    ]
-    return {"counts": dict(_counted(found)), "examples": shown}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from samestep.errors import LayoutError
@@ -45,9 +44,7 @@ def as_text(found: Plan) -> str:
     else:
         lines.append(found.nearest)
     lines += _describe_kept_free(found.hardware)
-    rules: Counter[str] = Counter()
-    for one in found.fallen:
-        rules[one.rule] += len(one.group.splits)
+    rules = found.counts
     counts = ", ".join(f"{count} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
     lines.append(
         f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
@@ -58,7 +55,7 @@ def as_text(found: Plan) -> str:
         )
     lines.append(f"model: {found.labels['model']}; figures of {found.hardware.name}: {found.labels['hardware']}")
     lines.append(describe_accuracy())
-    lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
+    lines += [f'  "{next(one.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
 
 
@@ -119,12 +116,16 @@ _NUMBERS = dict.fromkeys(map(ord, "0123456789."))
 
 
 def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
-    """Return one for each kind of reason, with its numbers left out of account."""
-    kinds: dict[str, Fallen] = {}
+    """Return one for each of the first kinds of reason."""
+    return [of_kind[0] for of_kind in _by_kind(fallen) if of_kind[0].rule != "slower"][:8]
+
+
+def _by_kind(fallen: Sequence[Fallen]) -> list[list[Fallen]]:
+    """Divide them by rule and reason, with its numbers left out of account."""
+    kinds: dict[tuple[str, str], list[Fallen]] = {}
     for one in fallen:
-        if one.rule != "slower":
-            kinds.setdefault(one.reason.partition(":")[0].translate(_NUMBERS), one)
-    return list(kinds.values())[:8]
+        kinds.setdefault((one.rule, one.reason.partition(":")[0].translate(_NUMBERS)), []).append(one)
+    return list(kinds.values())
 
 
 def _cells(one: Prediction) -> tuple[str, ...]:
@@ -141,13 +142,16 @@ def _cells(one: Prediction) -> tuple[str, ...]:
 
 
 def as_record(found: Plan) -> dict[str, object]:
-    """Return plain data for JSON."""
-    rejections = [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections]
-    return as_short_record(found, rejections)
-
-
-def as_short_record(found: Plan, rejections: object) -> dict[str, object]:
-    """Return plain data for JSON with what is given of the layouts that fell out: a plan may have a hundred thousand of them."""
+    """Return plain data for JSON; of the layouts that fell out, which may be millions, the number for each kind of reason and an example."""
+    reasons = [
+        {
+            "rule": first.rule,
+            "count": sum(one.num_layouts for one in (first, *more)),
+            "layout": str(next(first.layouts())),
+            "reason": first.reason,
+        }
+        for first, *more in _by_kind(found.fallen)
+    ]
     record: dict[str, object] = {
         "devices": found.devices,
         "hardware": found.hardware.name,
@@ -155,7 +159,7 @@ def as_short_record(found: Plan, rejections: object) -> dict[str, object]:
         "seconds": found.seconds,
         "best": [one.to_record() for one in found.best],
         "safe": found.safe.to_record() if found.safe else None,
-        "rejections": rejections,
+        "rejections": {"counts": dict(found.counts), "reasons": reasons},
         "nearest": found.nearest,
         "labels": dict(found.labels),
     }

@@ -3,10 +3,12 @@
 Three tiers, so that tens of thousands of layouts take a second or two:
 
     rules       the strategies' own refusals, once for each combination of degrees and schedule
-    bounds      least memory (`planning/bounds/least_memory.py`) and least step time (`planning/bounds/step_time.py`), both in closed form:
-                first for all layouts with these degrees and this micro-batch, then for all ways to split the data axis, then for each
-                by its states alone, then for each
+    bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
+                first the time of all layouts with these degrees, then both for each micro-batch, then for all ways to split the data
+                axis, then for each by its states alone, then for each
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
+
+A part is bounded, and its rules are asked, only once the bound of the whole is the least that is left; most degrees stay closed.
 
 so the best layouts are found, unless the search ends after `MOST_PLAYED` played layouts; then it says so.
 Every layout that is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. `planning/ranking.py` prints the result.
@@ -21,6 +23,7 @@ import heapq
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -39,7 +42,7 @@ from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
-from samestep.planning.candidate_groups import CandidateGroup, Split, split_of
+from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
 from samestep.planning.other_numerics import Saving
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
@@ -60,13 +63,6 @@ class Rejection:
     reason: str
 
 
-class _Family(NamedTuple):
-    """Groups of the same degrees and the same micro-batch."""
-
-    sized: Layout
-    groups: tuple[CandidateGroup, ...]
-
-
 class _Schedule(NamedTuple):
     """Groups of a family that have the same schedule."""
 
@@ -83,30 +79,48 @@ class _Chain(NamedTuple):
     """What its stages hold in any split."""
 
 
-_Open = _Family | _Schedule | _Chain | Layout
+class _LongRing(NamedTuple):
+    """All layouts of degrees that are bounded by those with a shorter ring."""
+
+    groups: tuple[WholeGroup]
+
+
+_Open = WholeGroup | _LongRing | _Schedule | _Chain | Layout
 """Entries of the search's queue, which is ordered by bounds."""
 
 
-def _schedule_of(group: CandidateGroup) -> tuple[str, int]:
-    return group.words["schedule"], group.words.get("virtual_stages", 1)
+def _schedule_of(words: Mapping[str, Any]) -> Schedule:
+    return words["schedule"], words.get("virtual_stages", 1)
 
 
 def _chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
     return group.words["loss_chunk"], group.words["mlp_chunk"]
 
 
-def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
+def _groups_of(what: _Open) -> tuple[CandidateGroup | WholeGroup, ...]:
+    if isinstance(what, WholeGroup):
+        return (what,)
     return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
 
 
 class Fallen(NamedTuple):
-    """A group of layouts that fell out by one rule, and why."""
+    """Groups of layouts that fell out by one rule, and why."""
 
-    group: CandidateGroup
+    groups: tuple[CandidateGroup | WholeGroup, ...]
     rule: str
     reason: str
     needed_bytes: float = 0.0
     """Least known bytes of a layout that does not fit; 0 for others."""
+
+    @property
+    def num_layouts(self) -> int:
+        """The number of these layouts."""
+        return sum(group.num_layouts for group in self.groups)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield each of these layouts."""
+        for group in self.groups:
+            yield from group.layouts()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +129,9 @@ class Plan:
 
     best: tuple[Prediction, ...]
     fallen: tuple[Fallen, ...]
-    """Layouts that fell out, in groups that differ only in the data axis."""
-    considered: int
-    """Layouts that were looked at."""
+    """Layouts that fell out, in groups."""
+    played: int
+    """Layouts that were played on the clock."""
     seconds: float
     devices: int
     hardware: Hardware
@@ -147,13 +161,29 @@ class Plan:
         return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
 
     @cached_property
+    def considered(self) -> int:
+        """The number of layouts that were looked at, by themselves or in a group."""
+        return len(self.best) + self.counts.total()
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """The numbers of layouts that fell out, by rule."""
+        found: Counter[str] = Counter()
+        for one in self.fallen:
+            found[one.rule] += one.num_layouts
+        return found
+
+    @cached_property
     def rejections(self) -> tuple[Rejection, ...]:
         """Every layout that fell out."""
-        return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
+        return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.layouts())
 
 
-_Refusals = Mapping[tuple[str, int], Mapping[str | None, list[Split]]]
-"""Splits for each schedule and number of virtual stages, by the reason for which they are refused; None for legal ones."""
+Schedule = tuple[str, int]
+"""A schedule and its number of virtual stages."""
+_Rules = Mapping[tuple[Schedule, bool], Mapping[str | None, tuple[Split, ...]]]
+"""Splits for each schedule, and for whether the micro-batch is a rank's whole share, by the reason for which they are refused; None for
+legal ones."""
 
 
 class _Search:
@@ -165,13 +195,16 @@ class _Search:
         self.prices = Prices(model, job, hardware)
         self.bounds, self.needs = Bounds(self.prices), Needs(self.prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+        self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
+        self.thinned = ThinnedList(model, job, hardware)
+        self._known_rules: dict[Layout, _Rules] = {}
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self._too_large: dict[tuple[Layout, object], tuple[str, float]] = {}
         """The reason and the bytes of layouts of which a stage without a head does not fit, by their other words."""
         self._whole_losses: dict[tuple[Layout, bool], float] = {}
         """Seconds of a step of layouts that fit without chunks of the loss, by whether they cut it by vocabulary."""
-        self.considered = self.played = 0
+        self.played = 0
         self._open: list[tuple[float, int, _Open]] = []
         self._number = itertools.count()
 
@@ -179,65 +212,93 @@ class _Search:
         """Search every layout of so many devices."""
         for degrees in candidates.degrees(devices, self.model, thin=self.hardware):
             if degrees.tp > self.hardware.devices_per_node:
-                self.considered += 1
                 reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
                 self._throw_out(degrees, "refused", reason)
-                continue
-            degrees = degrees.but(offload=offload)
-            refusals = self._refusals(degrees)
-            for sized in candidates.vary_microbatches(degrees, self.job, thin=self.hardware) if refusals else ():
-                groups = tuple(
-                    group
-                    for words in candidates.variants(sized, self.model)
-                    for group in self._legal(sized, words, refusals)
-                )
-                if groups:
-                    self._open_family(_Family(sized, groups))
+            else:
+                self._open_degrees(degrees.but(offload=offload))
         while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
             self._look(*heapq.heappop(self._open))
         self._close()
 
-    def _refusals(self, degrees: Layout) -> _Refusals:
-        """Ask the strategies about every split of the data axis and every schedule, since refusals seldom depend on other words."""
-        found: dict[tuple[str, int], dict[str | None, list[Split]]] = {}
+    def _open_degrees(self, degrees: Layout) -> None:
+        """Bound degrees that some split of the data axis may have."""
+        refused: list[tuple[Layout, str]] = []
         for plain in candidates.splits(degrees):
-            if reason := refusal_of(self.builder.step(plain)):
-                self.considered += 1
-                self._throw_out(plain, "refused", reason)
-                continue
-            for summed in candidates.reductions(plain, self.hardware):
-                split = split_of(summed)
-                for one in candidates.vary_schedules(summed, self.model):
-                    reason = refusal_of(self.builder.step(one)) if one != plain else None
-                    reasons = found.setdefault((one.schedule, one.virtual_stages), {})
-                    reasons.setdefault(reason, []).append(split)
-        return found
-
-    def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[CandidateGroup]:
-        """Yield the group of splits that are legal with these words."""
-        of_words = refusals.get((words["schedule"], words.get("virtual_stages", 1)), {})
-        for reason, splits in of_words.items():
-            # With a single micro-batch there is nothing to accumulate.
-            mine = tuple(split for split in splits if sized.microbatch or split.accumulate == "sharded")
-            self.considered += len(mine)
-            group = CandidateGroup(sized, words, mine)
+            reason = refusal_of(self.builder.step(plain))
             if reason is None:
-                yield group
-            else:
-                self.fallen.append(Fallen(group, "refused", reason))
+                shorter = candidates.shortest_ring(degrees, self.model, self.hardware.devices_per_node)
+                group = WholeGroup(self.thinned, degrees)
+                bound_s = self.bounds.degrees_s(degrees, self._in_chunks, shorter)
+                self._put(bound_s, group if shorter is degrees else _LongRing((group,)))
+                return
+            refused.append((plain, reason))
+        for plain, reason in refused:
+            self._throw_out(plain, "refused", reason)
+
+    def _in_chunks(self, sized: Layout) -> list[StepSpec]:
+        """Return the step with each choice of chunks, the first with none."""
+        return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
+
+    def _open_sized(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch."""
+        group, steps = group._replace(sized=sized), self._in_chunks(sized)
+        if self._fits(self._least_bytes(steps), sized, group):
+            self._put(max(bound_s, self.bounds.least_s(steps)), group)
+
+    def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
+        sized = group.sized or group.degrees
+        rules, is_whole = self._rules(group.degrees), sized.microbatch is None
+        for schedule, words in itertools.groupby(self.thinned.variants(sized), _schedule_of):
+            every = tuple(words)
+            for reason, splits in rules[schedule, is_whole].items():
+                groups = tuple(CandidateGroup(sized, one, splits) for one in every)
+                if reason is None:
+                    self._open_schedule(groups, bound_s)
+                else:
+                    self.fallen.append(Fallen(groups, "refused", reason))
+
+    def _rules(self, degrees: Layout) -> _Rules:
+        """Ask the strategies about every split of the data axis and every schedule, since refusals seldom depend on other words."""
+        if degrees not in self._known_rules:
+            self._known_rules[degrees] = self._asked(degrees)
+        return self._known_rules[degrees]
+
+    def _asked(self, degrees: Layout) -> _Rules:
+        found: dict[tuple[Schedule, bool], dict[str | None, list[Split]]] = {}
+        schedules = tuple(candidates.vary_schedules(degrees, self.model))
+        allowed: set[tuple[object, ...]] = set()
+        for plain in candidates.splits(degrees):
+            refused = refusal_of(self.builder.step(plain))
+            for split in self.thinned.reductions(plain):
+                for one in schedules:
+                    # Where one split of a kind is allowed, the others are taken to be: each layout is asked about before it is played.
+                    kind = one.schedule, one.virtual_stages, split.zero, split.accumulate, split.reduce
+                    reason = refused
+                    if refused is None and kind not in allowed:
+                        reason = refusal_of(self.builder.step(one.but(**split._asdict())))
+                        if reason is None:
+                            allowed.add(kind)
+                    for is_whole in (False, True) if split.accumulate == "sharded" else (False,):
+                        reasons = found.setdefault(((one.schedule, one.virtual_stages), is_whole), {})
+                        reasons.setdefault(reason, []).append(split)
+        return {key: {reason: tuple(some) for reason, some in reasons.items()} for key, reasons in found.items()}
 
     def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
-        self.fallen.append(Fallen(CandidateGroup.of(layout), rule, reason, needed_bytes))
+        self.fallen.append(Fallen((CandidateGroup.of(layout),), rule, reason, needed_bytes))
 
     def _limit_s(self) -> float:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _open_family(self, family: _Family) -> None:
-        chunks = candidates.chunk_words(family.sized, self.model)
-        steps = [self.builder.step(family.sized.but(**words)) for words in chunks]
-        if self._fits(min(map(self.needs.least_bytes, steps)), *family.groups):
-            self._put(min(map(self.bounds.least_s, steps)), family)
+    def _least_bytes(self, steps: Sequence[StepSpec]) -> float:
+        """Bound the memory of layouts that differ in chunks, by the first of them that fits, or the least."""
+        least = float("inf")
+        for step in steps:
+            least = min(least, self.needs.least_bytes(step))
+            if least <= self._room_bytes:
+                break
+        return least
 
     def _open_schedule(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
         if groups[0].sized.pp > 1:  # without stages a family has one schedule, and its bound
@@ -250,51 +311,60 @@ class _Search:
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
             stages = self.needs.stages(step)
-            if self._fits(self.needs.stages_bytes(step, stages), group):
+            if self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
                 self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:], step, stages))
                 return
 
-    def _fits(self, needed: float, *groups: CandidateGroup) -> bool:
-        needed += self.hardware.reserved_bytes
-        if needed <= self.hardware.room_bytes:
+    def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
+        if needed <= self._room_bytes:
             return True
+        needed += self.hardware.reserved_bytes
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
-        self.fallen += [
-            Fallen(group, "memory", f"{reason}{_whole_batch(group.sized, self.job)}", needed) for group in groups
-        ]
+        self.fallen.append(Fallen((group,), "memory", f"{reason}{_whole_batch(sized, self.job)}", needed))
         return False
 
     def _open_splits(self, chain: _Chain, bound_s: float) -> None:
         """Bound each layout of a chain's first group whose states leave room."""
-        for layout in chain.groups[0].layouts():
-            if self._leaves_room(self.needs.split_need(chain.step, chain.stages, layout), layout):
+        group, too_large = chain.groups[0], list[tuple[Split, Need]]()
+        for split, layout in zip(group.splits, group.layouts(), strict=True):
+            need = self.needs.split_need(chain.step, chain.stages, layout)
+            if need.total <= self._room_bytes:
                 self._open_layout(layout, bound_s)
+            else:
+                too_large.append((split, need))
+        if too_large:
+            least = min((need for _, need in too_large), key=lambda need: need.total)
+            self._too_large_by(least, group._replace(splits=tuple(split for split, _ in too_large)))
 
     def _open_layout(self, layout: Layout, bound_s: float) -> None:
         step = self.builder.step(layout)
-        if not self._leaves_room(self.needs.need(step), layout):
+        if (need := self.needs.need(step)).total > self._room_bytes:
+            self._too_large_by(need, CandidateGroup.of(layout))
             return
         if reason := refusal_of(step):
             self._throw_out(layout, "refused", reason)
             return
         self._put(max(bound_s, self.bounds.step_s(step)), layout)
 
-    def _leaves_room(self, need: Need, layout: Layout) -> bool:
+    def _too_large_by(self, need: Need, group: CandidateGroup) -> None:
+        """Throw out layouts of which each needs so much or more."""
         needed = need.total + self.hardware.reserved_bytes
-        if needed <= self.hardware.room_bytes:
-            return True
-        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(layout, self.job)}"
-        self._throw_out(layout, "memory", reason, needed)
-        return False
+        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(group.sized, self.job)}"
+        self.fallen.append(Fallen((group,), "memory", reason, needed))
 
     def _put(self, bound_s: float, what: _Open) -> None:
         heapq.heappush(self._open, (bound_s, next(self._number), what))
 
     def _look(self, bound_s: float, _: int, what: _Open) -> None:
         """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, _Family):
-            for _words, groups in itertools.groupby(what.groups, _schedule_of):
-                self._open_schedule(tuple(groups), bound_s)
+        if isinstance(what, _LongRing):
+            (group,) = what.groups
+            self._put(max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks)), group)
+        elif isinstance(what, WholeGroup) and what.sized is None:
+            for sized in self.thinned.sizes(what.degrees):
+                self._open_sized(what, sized, bound_s)
+        elif isinstance(what, WholeGroup):
+            self._open_schedules(what, bound_s)
         elif isinstance(what, _Schedule):
             for _chunk, groups in itertools.groupby(what.groups, _chunk_of):
                 self._open_chain(tuple(groups), bound_s)
@@ -343,7 +413,7 @@ class _Search:
         for bound_s, _, what in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
-            self.fallen += [Fallen(group, rule, reason) for group in _groups_of(what)]
+            self.fallen.append(Fallen(_groups_of(what), rule, reason))
 
 
 def plan(
@@ -381,7 +451,7 @@ def plan(
     return Plan(
         best=tuple(search.best),
         fallen=tuple(search.fallen),
-        considered=search.considered,
+        played=search.played,
         seconds=time.perf_counter() - began,
         devices=devices,
         hardware=hardware,
@@ -454,4 +524,4 @@ def _nearest(fallen: Sequence[Fallen]) -> str:
     if not too_large:
         return "no layout of these devices is legal"
     near = min(too_large, key=lambda one: one.needed_bytes)
-    return f'nothing fits; "{next(near.group.layouts())}" comes nearest: {near.reason}'
+    return f'nothing fits; "{next(near.layouts())}" comes nearest: {near.reason}'

@@ -24,6 +24,7 @@ more data axis (`Layout`).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -431,14 +432,15 @@ def _shifts(
         place=key.place,
     ).sized(numel)
     if not backward:
-        yield from (passed.but(beside=beside) for _ in range(degree - 1))
+        yield from itertools.repeat(passed.but(beside=beside), degree - 1)
     elif output.takes_gradient:
         dtype = sum_dtype(step.compute_dtype)
-        of_them = passed.but(owner=f"{owner}{OF_GRADIENTS}", dtype=dtype, beside=beside).sized(numel)
+        passed = passed.but(beside=beside)
+        of_them = passed.but(owner=f"{owner}{OF_GRADIENTS}", dtype=dtype).sized(numel)
         takes_gradient = key.takes_gradient or value.takes_gradient
         for hop in range(degree):
             if hop < degree - 1:
-                yield passed.but(beside=beside)
+                yield passed
             if hop and takes_gradient:
                 yield of_them
 

@@ -9,9 +9,12 @@ need no program, so that what does not fit is never priced.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import NamedTuple
 
 from samestep.hardware import Hardware
@@ -34,14 +37,19 @@ from samestep.planning.candidates import recomputations
 from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.schedules import TaskKind
+from samestep.schedules import DEFAULT, TaskKind
 from samestep.simulation.clock import queue_of
-from samestep.simulation.collectives import collective_s, group_of
+from samestep.simulation.collectives import GroupShape, collective_s, group_of
 from samestep.simulation.cost import exposed_s, seconds
 from samestep.simulation.layer_memory import saved_bytes
 from samestep.simulation.spans import COMPUTE
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balance_chunks, deferred_gradients, elements_sent_before, starts
+
+ALIGNED = 64
+"""Rows to a multiple of which every product has its full rate."""
+DOWN = 1 - 1e-12
+"""Leaves out what sums of seconds gain by rounding."""
 
 
 class Chunks(NamedTuple):
@@ -74,17 +82,37 @@ class _RankLayers(NamedTuple):
     """FLOPs of the forward of each kind, by which the layers are divided into runs."""
 
 
-class _PricedOp(NamedTuple):
-    """An op for one sample, with the FLOPs and bytes that each further sample adds."""
+class _Alike(NamedTuple):
+    """Ops that take as long, in this cut of the layers and in others: blocks differ only at their boundaries, and chunks of the loss
+    change the head alone."""
 
-    body: TaskKind
-    layer: int
     op: Op
+    """One of them, for one sample."""
     flops: int
+    """FLOPs that each further sample adds."""
     size_bytes: int
-    like: int
-    """Number of all ops that are alike, in this cut of the layers and in others, which take as long: blocks differ only at their
-    boundaries, and chunks of the loss change the head alone."""
+    """Bytes that each further sample adds."""
+    program: Program
+    """The program of one sample that has it, without its bodies."""
+
+
+_Uses = Mapping[int, int]
+"""The number of ops that are alike, for each sum to which their seconds are added: `_Sum`, times the layers, plus the layer."""
+
+
+class _Sum(IntEnum):
+    """What the seconds of ops are added up to: fields of `Seconds`."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    WEIGHT = 2
+    BEHIND = 3
+    SENT_FORWARD = 4
+    SENT_BACKWARD = 5
+
+
+_SUMS = {TaskKind.FORWARD: _Sum.FORWARD, TaskKind.BACKWARD: _Sum.BACKWARD, TaskKind.WEIGHT: _Sum.WEIGHT}
+_SENT = {TaskKind.FORWARD: _Sum.SENT_FORWARD, TaskKind.BACKWARD: _Sum.SENT_BACKWARD}
 
 
 class Prices:
@@ -94,12 +122,16 @@ class Prices:
         self.model, self.hardware = model, hardware
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
+        self._ideal = without_fixed_costs(hardware)
         self._numbers = sorted(Counter(self.kind_of).items())
         self._known_cuts: dict[tuple[object, ...], _RankLayers] = {}
-        self._known_parts: dict[tuple[object, ...], tuple[Program, list[_PricedOp]]] = {}
+        self._known_parts: dict[tuple[object, ...], tuple[Mapping[str, int], dict[int, _Uses]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_ops: dict[tuple[object, ...], float] = {}
         self._like: dict[object, int] = {}
+        self._alike: list[_Alike] = []
+        self._known_least: dict[tuple[object, ...], float] = {}
+        self._known_samples: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
         self._known_whole: dict[tuple[object, ...], Sizes] = {}
         self._known_runs: dict[tuple[object, ...], Chunks] = {}
@@ -148,37 +180,92 @@ class Prices:
             self._known_seconds[key] = found
         return self._known_seconds[key]
 
-    def _priced(self, step: StepSpec) -> tuple[Seconds, ...]:
-        program, parts = self._of_compute(step)
-        step = step.cut_like(program.step)
-        program, more, count = replace(program, step=step), step.microbatch_samples - 1, len(self.few.layers)
-        took_s = {kind: [0.0] * count for kind in TaskKind}
-        sent_s = {kind: [0.0] * count for kind in TaskKind}
-        behind_s = [0.0] * count
-        groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in program.axes.items()}
-        alike = more, step.splits_backward, step.layout.recompute
-        for body, layer, op, flops, size_bytes, like in parts:
-            group = None if op.axis is None else groups[op.axis]
-            known = self._known_ops.get(key := (like, group, alike))
-            if known is not None:
-                op_s = known
-            elif group is not None:
-                size = op.size_bytes + more * size_bytes
-                op_s = exposed_s(op, collective_s(op.kind, size, group, self.hardware), step, self.hardware)
-            else:
-                op_s = seconds(op.but(flops=op.flops + more * flops), program, self.hardware)
-            self._known_ops[key] = op_s
-            took_s[body][layer] += op_s
-            if op.axis is not None:
-                sent_s[body][layer] += op_s
-            if body is TaskKind.BACKWARD:
-                behind_s[layer] = 0.0 if op.kind is OpKind.BACKWARD else behind_s[layer] + op_s
-        forward, backward, weight = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
-        sent = sent_s[forward], sent_s[backward]
-        return tuple(map(Seconds, took_s[forward], took_s[backward], took_s[weight], behind_s, *sent))
+    def sample_seconds(self, step: StepSpec) -> tuple[Seconds, ...]:
+        """Return the least seconds of one layer of each kind that a sample takes in a micro-batch of any size of this job.
 
-    def _of_compute(self, step: StepSpec) -> tuple[Program, list[_PricedOp]]:
-        """Return the program of micro-batches of one sample, and its ops that run in the queue of compute."""
+        It is what one takes in the largest micro-batch on a machine without fixed costs: there the seconds of a sample never rise with
+        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone.
+        """
+        key = step.layout.cuts
+        if key not in self._known_samples:
+            count, many = len(self.few.layers), self._many(step)
+            step = step.but(samples=many, layout=step.layout.but(recompute="none", schedule=DEFAULT))
+            axes, parts = self._of_compute(step)
+            groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
+            sums = [0.0] * (len(_Sum) * count)
+            for like, uses in parts.items():
+                axis = self._alike[like].op.axis
+                op_s = self._least_op_s(like, None if axis is None else groups[axis], many, step) / many
+                for place, number in uses.items():
+                    sums[place] += number * op_s
+            backward = _Sum.BACKWARD * count
+            self._known_samples[key] = tuple(
+                Seconds(sums[layer] * DOWN, sums[backward + layer] * DOWN) for layer in range(count)
+            )
+        return self._known_samples[key]
+
+    def _many(self, step: StepSpec) -> int:
+        """Return a number of samples that no micro-batch exceeds, whose tokens fill tiles and chunks, and are shared by experts without rest."""
+        products = [one for layer in self.cut(step).step.model.layers for one in layer.products]
+        whole = math.lcm(ALIGNED, *(one.groups for one in products), *(one.chunk_rows or 1 for one in products))
+        return -(-step.global_batch // whole) * whole
+
+    def _least_op_s(self, like: int, group: GroupShape | None, many: int, step: StepSpec) -> float:
+        """Return the least seconds of an op with so many samples."""
+        op, flops, size_bytes, program = self._alike[like]
+        key = like, group, many
+        if key in self._known_least:
+            return self._known_least[key]
+        flops, size_bytes = min(op.flops, flops) * many, min(op.size_bytes, size_bytes) * many
+        if group is None:
+            program = replace(program, step=step.cut_like(program.step))
+            took_s = seconds(op.but(flops=flops), program, self._ideal)
+        else:
+            took_s = collective_s(op.kind, size_bytes, group, self._ideal)
+            if op.beside and self.hardware.overlap:  # the least of what is left beside products of any length
+                took_s *= 1 - 1 / self.hardware.contention
+        self._known_least[key] = took_s
+        return took_s
+
+    def sample_s(self, step: StepSpec) -> float:
+        """Return the least seconds of all layers, forward and backward, that a sample takes in a micro-batch of any size."""
+        whole = self._whole(self.sample_seconds(step))
+        return whole.forward_s + whole.backward_s
+
+    def saved_by_chunks_s(self, step: StepSpec) -> float:
+        """Return the most seconds by which chunks of the loss can make a micro-batch quicker, in which the head has other tiles."""
+        head, least = self.seconds(step)[-1], self.sample_seconds(step)[-1]
+        took_s = head.forward_s + head.backward_s + head.weight_s
+        return max(0.0, took_s - step.microbatch_samples * (least.forward_s + least.backward_s))
+
+    def _priced(self, step: StepSpec) -> tuple[Seconds, ...]:
+        axes, parts = self._of_compute(step)
+        more, count = step.microbatch_samples - 1, len(self.few.layers)
+        sums = [0.0] * (len(_Sum) * count)
+        groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
+        alike = more, step.splits_backward, step.layout.recompute
+        for like, uses in parts.items():
+            op = self._alike[like].op
+            key = (like, None if op.axis is None else groups[op.axis], alike)
+            op_s = self._known_ops.get(key)
+            if op_s is None:
+                op_s = self._known_ops[key] = self._op_s(like, key[1], more, step)
+            for place, number in uses.items():
+                sums[place] += number * op_s
+        fields = (sums[one * count : (one + 1) * count] for one in _Sum)
+        return tuple(map(Seconds, *fields))
+
+    def _op_s(self, like: int, group: GroupShape | None, more: int, step: StepSpec) -> float:
+        """Return the seconds of an op with `more` samples than one."""
+        op, flops, size_bytes, program = self._alike[like]
+        step = step.cut_like(program.step)
+        if group is None:
+            return seconds(op.but(flops=op.flops + more * flops), replace(program, step=step), self.hardware)
+        alone_s = collective_s(op.kind, op.size_bytes + more * size_bytes, group, self.hardware)
+        return exposed_s(op, alone_s, step, self.hardware)
+
+    def _of_compute(self, step: StepSpec) -> tuple[Mapping[str, int], dict[int, _Uses]]:
+        """Return the axes of the model, and the ops that run in the queue of compute: those that are alike, by their number."""
         layout = step.layout
         key = (layout.cuts, layout.recompute, step.splits_backward)
         if key not in self._known_parts:
@@ -188,24 +275,53 @@ class Prices:
             if step.splits_backward:
                 apart, of_two = (tuple(deferred_gradients(each.bodies[backward], each.step)) for each in (one, two))
                 bodies.append((TaskKind.WEIGHT, apart, of_two))
-            self._known_parts[key] = (one, list(self._parts(one, bodies)))
+            self._known_parts[key] = one.axes, self._parts(one, bodies)
         return self._known_parts[key]
 
-    def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> Iterator[_PricedOp]:
+    def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> dict[int, _Uses]:
+        bare, count = replace(program, bodies={}), len(self.few.layers)
+        found: dict[int, Counter[int]] = {}
         for body, ops, of_two in bodies:
             layer = 0
+            numbers: dict[tuple[int, int], int | None] = {}  # hops around a ring are the same op again and again
+            behind: dict[int, list[int]] = {}  # what follows the last gradients of each layer
             for op, twice in zip(ops, of_two, strict=True):
                 layer = layer if op.layer is None else op.layer
-                # An axis of a strategy behind the pipeline is not known yet.
-                if queue_of(op, self.hardware) not in (COMPUTE, "") or not (op.axis is None or op.axis in program.axes):
+                like = numbers.get(key := (id(op), layer), -1)
+                if like == -1:
+                    # An axis of a strategy behind the pipeline is not known yet.
+                    is_mine = op.axis is None or op.axis in program.axes
+                    is_mine = is_mine and queue_of(op, self.hardware) in (COMPUTE, "")
+                    like = numbers[key] = self._number_of(op, twice, layer, bare) if is_mine else None
+                    if like is not None:
+                        found.setdefault(like, Counter())
+                if like is None:
                     continue
-                flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
-                spec = program.step.model.layers[layer]
-                reads = spec.backward_reads_weights, spec.has_backward
-                work = (spec.products, spec.moved_elements, spec.kernels, *reads)
-                what = (work, op.layer is None) if op.axis is None else (op.axis, op.beside)
-                named = (op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what)
-                yield _PricedOp(body, layer, op, flops, size_bytes, self._like.setdefault(named, len(self._like)))
+                uses = found[like]
+                uses[_SUMS[body] * count + layer] += 1
+                if op.axis is not None and body in _SENT:
+                    uses[_SENT[body] * count + layer] += 1
+                if op.kind is OpKind.BACKWARD:
+                    behind[layer] = []
+                else:
+                    behind.setdefault(layer, []).append(like)
+            for of_layer, followers in behind.items() if body is TaskKind.BACKWARD else ():
+                for like in followers:
+                    found[like][_Sum.BEHIND * count + of_layer] += 1
+        return {like: dict(uses) for like, uses in found.items()}
+
+    def _number_of(self, op: Op, twice: Op, layer: int, program: Program) -> int:
+        """Return the number of the ops that are alike to one of a layer, given it for one sample and for two."""
+        flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
+        spec = program.step.model.layers[layer]
+        reads = spec.backward_reads_weights, spec.has_backward
+        work = (spec.products, spec.moved_elements, spec.kernels, *reads)
+        what = (work, op.layer is None) if op.axis is None else (op.axis, op.beside)
+        named = (op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what)
+        number = self._like.setdefault(named, len(self._like))
+        if number == len(self._alike):
+            self._alike.append(_Alike(op, flops, size_bytes, program))
+        return number
 
     def sizes(self, step: StepSpec) -> tuple[Sizes, ...]:
         """Return the sizes of one layer of each kind."""
@@ -321,6 +437,25 @@ class Prices:
     def sent_bytes(self, step: StepSpec) -> int:
         """Return the least number of bytes of a micro-batch that are sent between two stages."""
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+
+
+def without_fixed_costs(hardware: Hardware) -> Hardware:
+    """Return the hardware without the costs that an op has however small it is, and as if work could be cut anywhere.
+
+    No op takes longer on it. Without units a product of m x k x n takes 2 m k n / rate, which whole tiles and whole waves of them exceed,
+    and attention the keys of its tiles / rate; links have no hops; and no product has a lower rate than a smaller one.
+    """
+    rising: dict[str, dict[int, float]] = {}
+    for dtype, rates in hardware.efficiency_by_shortest_side.items():
+        sides = sorted(rates)
+        rising[dtype] = dict(zip(sides, itertools.accumulate((rates[side] for side in sides), max), strict=True))
+    intra, inter = (
+        replace(link, latency_s=0.0, collective_s=0.0, ll128_latency_s=None)
+        for link in (hardware.intra, hardware.inter)
+    )
+    return replace(
+        hardware, intra=intra, inter=inter, num_units=0, kernel_s=0.0, kernel_launch_s=0.0, efficiency_by_shortest_side=rising
+    )  # fmt: skip
 
 
 def _least_sent(layers: Sequence[LayerSpec], model: ModelSpec) -> int:

@@ -92,6 +92,16 @@ def after_last_backward(
     return tuple(after)[::-1]
 
 
+@functools.lru_cache(maxsize=2**12)
+def forwards_after_backwards(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> int:
+    """Return how many forwards of a stage follow a backward at once."""
+    if num_stages == 1:
+        return microbatches - 1
+    kinds = [action.kind for action in _order(schedule, stage, num_stages, microbatches, chunks)]
+    turn = TaskKind.BACKWARD, TaskKind.FORWARD
+    return sum(pair == turn for pair in itertools.pairwise(kinds))
+
+
 @functools.lru_cache(maxsize=2**10)
 def _order(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> schedules.Order:
     return schedules.order(schedule, stage, num_stages, microbatches, chunks)

@@ -6,6 +6,7 @@ the closer it is, the fewer layouts are played. Layers of one kind cost the same
 
 Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before the first forwards of the stages before it:
 
+    T >= n c / p, c the least seconds of a sample         for all layouts with these degrees, of n samples a rank
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    for all layouts with these degrees and this micro-batch
     T >= m c_i + c_1 + ... + c_(i-1)                      for one schedule; with several runs a stage, their first ones
 
@@ -19,9 +20,11 @@ reductions come first. The step's scalars and the update follow.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from samestep.layout import Layout
+from samestep.planning.bounds.body_seconds import BodyBounds, least_reduced_bytes
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes
 from samestep.planning.bounds.pipeline_order import after_last_backward
@@ -29,20 +32,7 @@ from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT
-from samestep.simulation.collectives import collective_s, group_of
 from samestep.simulation.cost import UPDATE_PASSES
-
-
-class _Bodies(NamedTuple):
-    """Seconds of the bodies of a run of layers, with the gathers that they wait for."""
-
-    first_s: float
-    """The forward of the first micro-batch."""
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    last_s: float
-    """The body that completes the gradients: the last micro-batch's backward, or where that is split its weight-gradient task."""
 
 
 class _Times(NamedTuple):
@@ -85,63 +75,74 @@ class _DataTraffic(NamedTuple):
     """The part of `reduced_s` that is issued between the last backwards, and so slows those that follow."""
 
 
-class _LayerTraffic(NamedTuple):
-    """Communication of layers of one kind over an axis along which their weights are sharded: seconds of one layer."""
-
-    kind: int
-    number: int
-    gather_s: float
-    scatter_s: float
-    reads: bool
-    """Whether their backward reads the weights, so that they are gathered again for it."""
-
-
 class Bounds:
     """Lower bounds of the step times of layouts of one model, job and machine; shared parts are computed once."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.hardware = prices, prices.hardware
+        self.bodies = BodyBounds(prices)
         self._known_times: dict[tuple[object, ...], _Times] = {}
+        self._known_samples: dict[tuple[object, ...], tuple[float, StepSpec]] = {}
 
-    def _sent_s(self, kind: OpKind, size_bytes: float, axis: str, ranks: int, step: StepSpec) -> float:
-        if ranks == 1 or size_bytes <= 0:
-            return 0.0
-        group = group_of(axis, ranks, step, self.hardware)
-        return collective_s(kind, int(size_bytes), group, self.hardware)
+    def degrees_s(
+        self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], shorter: Layout | None = None
+    ) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees.
 
-    def least_s(self, step: StepSpec) -> float:
-        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch.
+        Args:
+            degrees: they, with an unsplit data axis.
+            steps: returns the steps of a layout with each choice of chunks, the first with none.
+            shorter: degrees with a shorter ring, by which the others are bounded: the ranks of a longer ring share the compute of a sample,
+                and each passes on as many keys and values, so together they take no less for it.
+        """
+        priced = shorter or degrees
+        key = priced.cuts
+        if key not in self._known_samples:
+            some = _unlike(steps(priced))
+            self._known_samples[key] = min(map(self.prices.sample_s, some)), some[0]
+        sample_s, step = self._known_samples[key]
+        sample_s *= priced.cp / degrees.cp
+        samples = -(-step.global_batch // degrees.dp)
+        step = step.but(layout=degrees)
+        updated = self.prices.whole_sizes(step.but(layout=priced)).trained / degrees.dp_cp_size / degrees.pp
+        return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
+
+    def least_s(self, steps: Sequence[StepSpec]) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch; `steps` as in `schedule_s`.
 
         Computed for no recompute and no split backward, since neither saves time.
         """
+        return min(map(self._least_s, _unlike(steps)))
+
+    def _least_s(self, step: StepSpec) -> float:
         step = smallest(step)
         if step.layout.recompute != "none" or step.splits_backward:
             step = step.but(layout=step.layout.but(recompute="none", schedule=DEFAULT))
-        pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
-        more = self.prices.whole_seconds(larger) if rest else whole
-        busy_s = rest * (more.forward_s + more.backward_s)
-        busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
+        pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
+        sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
+        busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
         trained = self.prices.whole_sizes(step).trained
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
 
+    def _least_microbatch_s(self, step: StepSpec) -> float:
+        """Return the least seconds of a micro-batch, with chunks of the loss or without."""
+        whole = self.prices.whole_seconds(step)
+        return whole.forward_s + whole.backward_s - self.prices.saved_by_chunks_s(step)
+
     def schedule_s(self, steps: Sequence[StepSpec]) -> float:
-        """Bound the step time, in seconds, of all layouts that differ only in the data axis, recompute and the chunks of the loss.
+        """Bound the step time, in seconds, of all layouts that differ only in the data axis, recompute and chunks.
 
         Args:
-            steps: one of them with each chunk of the loss, the first with none. A chunk of which no layer is quicker has the first's bound.
+            steps: one of them with each choice of chunks, the first with none.
         """
-        plain, *chunked = (smallest(step.but(layout=step.layout.but(recompute="none"))) for step in steps)
-        bounded = [plain, *(step for step in chunked if self._may_be_quicker(step, plain))]
-        return min(max(self._times(step).ends_s) for step in bounded)
+        plain = (smallest(step.but(layout=step.layout.but(recompute="none"))) for step in _unlike(steps))
+        return min(max(self._times(step).ends_s) - self._saved_by_chunks_s(step) for step in plain)
 
-    def _may_be_quicker(self, step: StepSpec, other: StepSpec) -> bool:
-        """Return whether a layer takes less time in one of two steps of the same schedule, or a stage has others."""
-        twins = (step, other), (larger_twin(step)[0], larger_twin(other)[0])
-        return self.prices.runs(step).counts != self.prices.runs(other).counts or any(
-            mine.forward_s < its.forward_s or mine.backward_s < its.backward_s or mine.weight_s < its.weight_s
-            for one, another in twins
-            for mine, its in zip(self.prices.seconds(one), self.prices.seconds(another), strict=True)
-        )
+    def _saved_by_chunks_s(self, step: StepSpec) -> float:
+        """Return the most seconds by which chunks of the loss can make a step quicker."""
+        larger, rest = larger_twin(step)
+        more_s = rest * self.prices.saved_by_chunks_s(larger) if rest else 0.0
+        return more_s + (step.num_microbatches - rest) * self.prices.saved_by_chunks_s(step)
 
     def group_s(self, step: StepSpec) -> float:
         """Bound the step time, in seconds, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
@@ -165,7 +166,7 @@ class Bounds:
             first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
             end_s, begun_s = times.ends_s[stage], times.last_s[stage::pp]
             if self.hardware.overlap:
-                slowed_s = begun_s[-1] + sends.left_s + self._slowed_s(sends.overlapped_s, sends.exposed_s)
+                slowed_s = begun_s[-1] + sends.left_s + self.bodies.slowed_s(sends.overlapped_s, sends.exposed_s)
                 summed_s = _reduced_s(begun_s, sends.of_runs)
                 met_s = max(met_s, first_s + end_s + sends.after_s, summed_s, sends.all_s, slowed_s)
             elif pp == 1:
@@ -178,7 +179,7 @@ class Bounds:
         return met_s + self._scalars_s(step) + last_s
 
     def _scalars_s(self, step: StepSpec) -> float:
-        return self._sent_s(
+        return self.bodies.sent_s(
             OpKind.ALL_REDUCE, BYTES_OF["float64"] * step.num_scalars, "world", step.layout.world_size, step
         )
 
@@ -208,8 +209,8 @@ class Bounds:
     def _new_times(self, step: StepSpec) -> _Times:
         layout = step.layout
         m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
-        small, (larger, rest) = self._bodies(step), larger_twin(step)
-        large = self._bodies(larger) if rest else small
+        small, (larger, rest) = self.bodies.of_runs(step), larger_twin(step)
+        large = self.bodies.of_runs(larger) if rest else small
         first = max(1, rest)
         busy = {
             (one, more): (
@@ -230,6 +231,7 @@ class Bounds:
             runs = range(stage, pp * chunks, pp)
             forward_s = sum(of_run[run][0] for run in runs) + (begins_s[stage] if stage else waited_s)
             end_s, last = forward_s + sum(of_run[run][1] for run in runs), small[stage]
+            end_s += self.bodies.turns_s(step, runs)
             # Deferred weight gradients that follow that gradient.
             left = after_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
             left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
@@ -240,89 +242,19 @@ class Bounds:
             last_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
         return _Times(tuple(last_s), tuple(ends_s))
 
-    def _gathers(self, step: StepSpec) -> bool:
-        """Return whether each layer's weights are gathered while others compute (zero=2 and 3)."""
-        return step.zero >= 2 and self.hardware.overlap
-
     def _waits(self, step: StepSpec) -> bool:
         """Return whether a forward may wait for an all_gather of weights that overlaps with it (zero >= 1)."""
         return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.sharing.trains_apart)
 
     def _first_forward_s(self, step: StepSpec) -> float:
         """Bound the end of the first forward of the first run under zero=1: its gathers, and then its last layer."""
-        if not self._waits(step) or self._gathers(step):
+        if not self._waits(step) or self.bodies.gathers(step):
             return 0.0
         kinds, seconds = self.prices.runs(step).kinds[0], self.prices.seconds(step)
         blocks = [kind for kind in kinds if self.prices.few.layers[kind].is_block]
         gathers_s = self._gathers_s(step, self.prices.run_sizes(step)[0])
         after_s = (seconds[kinds[-1]].forward_s, seconds[blocks[-1]].forward_s if blocks else 0.0)
         return max(map(sum, zip(gathers_s, after_s, strict=True)))
-
-    def _bodies(self, step: StepSpec) -> tuple[_Bodies, ...]:
-        """Bound the seconds of the bodies of each run; under zero=2 and 3 they wait for gathers."""
-        counts, gathers = self.prices.runs(step).counts, self._gathers(step)
-        known: dict[object, _Bodies] = {}
-        for run, cost in zip(counts, self.prices.run_seconds(step), strict=True):
-            if run not in known:
-                known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
-        return tuple(known[run] for run in counts)
-
-    def _plain(self, step: StepSpec, cost: Seconds) -> _Bodies:
-        forward_s, backward_s, weight_s = cost.forward_s, cost.backward_s, cost.weight_s
-        return _Bodies(forward_s, forward_s, backward_s, weight_s, weight_s if step.splits_backward else backward_s)
-
-    # -- sharded weights -----------------------------------------------------------------------------------------------
-
-    def _gathering(self, step: StepSpec, run: tuple[tuple[int, int], ...], cost: Seconds) -> _Bodies:
-        """Bound bodies that gather and scatter one layer at a time, one layer ahead, in the stream of the data axis and in that
-        of expert-sharded weights.
-
-        A forward lasts as long as the gathers of all blocks but the first two, and the compute of a block before and after them.
-        A backward lasts as long as the scatters of all blocks but the last two and the gathers of all but the first two, which
-        alternate in one stream; each overlaps only with compute that was issued later.
-        """
-        kinds = self.prices.seconds(step)
-        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
-        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.prices.few.layers[kind].is_block)
-        forward_s, backward_s, last_s = cost.forward_s, cost.backward_s, cost.backward_s
-        for axis in SHARD_AXES:
-            parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
-            if not parts or sum(part.number for part in parts) <= 2:
-                continue
-            gather_s, scatter_s = max(part.gather_s for part in parts), max(part.scatter_s for part in parts)
-            gathered_s = sum(part.number * part.gather_s for part in parts) - 2 * gather_s
-            mine = [kinds[part.kind] for part in parts]
-            forward_s = max(forward_s, gathered_s + 2 * min(kinds[kind].forward_s for kind, _ in blocks))
-            if step.zero == 3 and all(part.scatter_s and part.reads for part in parts):
-                turns_s = gathered_s + sum(part.number * part.scatter_s for part in parts) - 2 * scatter_s
-                around_s = min(one.backward_s - one.behind_s for one in mine) + min(one.backward_s for one in mine)
-                slowed_s = cost.backward_s + self._slowed_s(turns_s, cost.sent_backward_s)
-                last_s = max(last_s, turns_s + around_s + others_s, slowed_s)
-                kept_s = cost.backward_s + self._slowed_s(gathered_s, cost.sent_backward_s)
-                backward_s = max(backward_s, gathered_s + min(one.backward_s for one in mine), kept_s)
-        plain_s = forward_s if step.zero == 3 else cost.forward_s
-        if step.layout.accumulate == "sharded":
-            backward_s = last_s
-        return _Bodies(forward_s, plain_s, backward_s, cost.weight_s, last_s)
-
-    def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> _LayerTraffic:
-        """Return the communication of layers of one kind over one of the axes along which units are sharded."""
-        one = self.prices.units(step)[kind]
-        gathered, scattered = (
-            (one.expert_gathered, one.expert_scattered) if axis == "dp_expert" else (one.gathered, one.scattered)
-        )
-        ranks = step.ranks.size(axis)
-        gather_s = self._sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
-        scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * _least_reduced_bytes(step), axis, ranks, step)
-        return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
-
-    def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
-        """Return the seconds that `sent_s` seconds of communication over one axis add to compute.
-
-        Each second of it slows the compute that overlaps with it, or overlaps with none and is waited for. Only the `exposed_s`
-        seconds of communication in compute's own queue are not slowed.
-        """
-        return (1 - 1 / self.hardware.contention) * max(0.0, sent_s - exposed_s)
 
     # -- the data axes -------------------------------------------------------------------------------------------------
 
@@ -389,7 +321,7 @@ class Bounds:
 
     def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
         """Return the seconds of reductions in each stream: of weights that every rank has, of expert-sharded ones, of shards."""
-        layout, sent = step.layout, _least_reduced_bytes(step)
+        layout, sent = step.layout, least_reduced_bytes(step)
         of_experts = mine.expert_trained
         whole, own = mine.trained - of_experts, mine.block_trained - of_experts
         replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
@@ -424,7 +356,7 @@ class Bounds:
         full = _full_numel(step, step.ranks.size(axis) if of_experts else step.layout.num_shards)
         alone = of_experts and cut.least_of_experts >= full
         count = max(1, int(numel / (cut.largest if alone else full + cut.largest)))
-        return count * self._sent_s(kind, size / count, axis, ranks, step)
+        return count * self.bodies.sent_s(kind, size / count, axis, ranks, step)
 
     def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> _DataTraffic:
         layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
@@ -434,12 +366,12 @@ class Bounds:
             gathers_s = scatters_s = 0.0
             for run in runs.counts[stage :: layout.pp]:
                 for kind, number in run:
-                    part = self._part(step, kind, number, axis)
+                    part = self.bodies.part(step, kind, number, axis)
                     again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
                     gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
                     scatters_s += number * part.scatter_s * scattered
             all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
-        first = self._part(step, runs.kinds[stage][0], 1, "dp_shard")
+        first = self.bodies.part(step, runs.kinds[stage][0], 1, "dp_shard")
         reduced_s = sum(
             number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
             for run in runs.counts[stage :: layout.pp]
@@ -449,15 +381,15 @@ class Bounds:
             step, self.prices.units(step)[first.kind].scattered / layout.num_shards
         )
         busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
-        busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
+        busy_s += self.bodies.slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
         if self.hardware.overlap:
             all_s = max(all_s, first.gather_s + busy_s)
         return _DataTraffic(first.gather_s, reduced_s, after_s, all_s, update_s, overlapped_s=reduced_s)
 
     def _replicated_s(self, step: StepSpec, numel: float) -> float:
         """Return the seconds of the all_reduce of `numel` elements of gradients over the replicas."""
-        size = numel * _least_reduced_bytes(step)
-        return self._sent_s(OpKind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
+        size = numel * least_reduced_bytes(step)
+        return self.bodies.sent_s(OpKind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
     def _updated(step: StepSpec, mine: Sizes) -> float:
@@ -478,6 +410,21 @@ def _reduced_s(begun_s: Sequence[float], of_runs: Sequence[_Reductions]) -> floa
     return max(ends_s)
 
 
+def _unlike(steps: Sequence[StepSpec]) -> list[StepSpec]:
+    """Return the first of steps that differ in chunks, and those that may be much quicker than it: chunks of the loss are where they
+    spare a gather of logits, and so may be chunks of MLPs."""
+    first = steps[0]
+    return [
+        first,
+        *(
+            step
+            for step in steps[1:]
+            if step.cuts_loss != first.cuts_loss
+            or (step.layout.mlp_chunk is not None and step.layout.loss_chunk is None)
+        ),
+    ]
+
+
 def _reduces_after_sends(step: StepSpec) -> bool:
     """Return whether all runs but the first reduce their gradients only after what their last backward sends."""
     return step.zero < 2 and not step.splits_backward
@@ -486,8 +433,3 @@ def _reduces_after_sends(step: StepSpec) -> bool:
 def _full_numel(step: StepSpec, num_shards: int) -> int:
     """Return the number of gradient elements at which a bucket that is divided among `num_shards` ranks is closed."""
     return bucket_bytes(num_shards if step.zero else 1) // BYTES_OF[step.master_dtype]
-
-
-def _least_reduced_bytes(step: StepSpec) -> int:
-    """Return the fewest bytes that an element of a gradient is sent as over any data axis; 0 where codecs share it with others."""
-    return BYTES_OF[step.master_dtype] if step.contributions is None else 0
