@@ -16,7 +16,7 @@ from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.simulation import clock, cost, memory
-from samestep.strategies import programs_of
+from samestep.strategies import ProgramBuilder
 
 UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 """What a row that makes no sense may end in."""
@@ -50,11 +50,15 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     """
     job = Job(train={"global_batch": case.global_batch}, numerics={"precision": case.precision})
     layout = Layout.of({**case.words, "recompute": recompute})
-    per_node = min(case.machine.devices_per_node, layout.world_size)
-    programs = programs_of(case.model, job, layout, per_node)
+    programs = _builder_of(case, job, min(case.machine.devices_per_node, layout.world_size)).programs(layout)
+
+    known: dict[int, Op] = {}  # bodies and stages share ops, and still do
 
     def rewrite(_: BodyKey, ops: Ops) -> Ops:
-        return tuple(_in_its_numerics(op, case) for op in ops)
+        for op in ops:
+            if id(op) not in known:
+                known[id(op)] = _in_its_numerics(op, case)
+        return tuple(known[id(op)] for op in ops)
 
     if case.products or case.chunks > 1 or case.sent_rows < 1:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
@@ -63,6 +67,21 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     if case.is_lean:
         programs = tuple(replace(program, step=_without_masters(program.step)) for program in programs)
     return programs
+
+
+_BUILDERS: dict[tuple[int, str, int], ProgramBuilder] = {}
+"""Builders of the latest models, by the model's identity, the precision and the ranks of a node."""
+_MOST_BUILDERS = 16
+
+
+def _builder_of(case: Case, job: Job, per_node: int) -> ProgramBuilder:
+    """Return the builder of a case's programs, which shares what it can with those of cases before."""
+    key = id(case.model), case.precision, per_node
+    if key not in _BUILDERS:
+        while len(_BUILDERS) >= _MOST_BUILDERS:
+            del _BUILDERS[next(iter(_BUILDERS))]
+        _BUILDERS[key] = ProgramBuilder(case.model, job, per_node)  # which keeps the model, so that no other one has its identity
+    return _BUILDERS[key].of_batch(job)
 
 
 def _repeating_half(program: Program, case: Case) -> Program:
@@ -94,25 +113,44 @@ def _without_masters(step: StepSpec) -> StepSpec:
 
 def _in_its_numerics(op: Op, case: Case) -> Op:
     if op.axis is None and op.flops and case.products:
-        return replace(op, dtype=case.products)
+        return op.but(dtype=case.products)
     if op.axis == "ep" and op.kind is OpKind.ALL_TO_ALL:
-        return replace(op, size_bytes=round(op.size_bytes * case.sent_rows))
-    return replace(op, size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
+        return op.but(size_bytes=round(op.size_bytes * case.sent_rows))
+    return op.but(size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
+
+
+def _choices(case: Case) -> list[tuple[str, Case]]:
+    """Return the ways to recompute and the cases with a micro-batch that the row leaves open, the least work first."""
+    recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
+    sized = [
+        replace(case, words={**case.words, "microbatch": size}) if size else case for size in case.microbatches or (0,)
+    ]
+    return [(recomputes[0], tried) for tried in sized] + [(recompute, sized[-1]) for recompute in recomputes[1:]]
+
+
+def written(case: Case) -> tuple[tuple[Program, ...], TimedStep]:
+    """Write the step of a case, and those that the clock plays; of a long step whose memory nobody measured, shorter ones alone."""
+    choices = _choices(case)
+    if len(choices) == 1 and not case.is_lean and not (case.memory_bytes or case.out_of_memory):
+        recompute, said = choices[0]
+        layout = Layout.of({**said.words, "recompute": recompute})
+        samples = -(-case.global_batch // layout.dp)
+        if short := _from_shorter(said, layout, -(-samples // (layout.microbatch or samples))):
+            return short.longer, short
+    programs = chosen_programs(case)
+    return programs, timed(case, programs)
 
 
 def chosen_programs(case: Case) -> tuple[Program, ...]:
     """Write the step with the row's recompute and micro-batch; what it does not name, as is least work and fits."""
-    recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
-    choices = [(recomputes[0], size) for size in case.microbatches or (0,)]
-    choices += [(recompute, choices[-1][1]) for recompute in recomputes[1:]]
+    choices = _choices(case)
     programs: tuple[Program, ...] = ()
-    for recompute, size in choices:
-        tried = replace(case, words={**case.words, "microbatch": size}) if size else case
+    for recompute, tried in choices:
         programs = programs_for(tried, recompute)
         if len(choices) == 1 or _fits(case, _peak(case, programs) / FILLED):
             return programs
     # Some other way was found as well: by one device the host's memory, by many the least memory.
-    return programs if programs[0].step.layout.world_size > 1 else programs_for(case, recomputes[0])
+    return programs if programs[0].step.layout.world_size > 1 else programs_for(case, choices[0][0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +171,7 @@ class TimedStep:
         if key not in self.scores:
             steps = [programs for programs in (self.programs, self.longer) if programs]
             self.scores[key] = tuple(clock.Score(programs, machine) for programs in steps)
-        short_s, *longer_s = (score.play(machine).step_s for score in self.scores[key])
+        short_s, *longer_s = (score.step_s(machine) for score in self.scores[key])
         return longer_s[0] + self.more * (longer_s[0] - short_s) if longer_s else short_s
 
 
@@ -147,11 +185,16 @@ def timed(case: Case, programs: tuple[Program, ...]) -> TimedStep:
         if not _fits(case, memory.during_step(programs[0], case.states_per_param).total / FILLED):
             programs = (replace(programs[0], step=step.but(layout=layout.but(offload=True))),)
         return TimedStep(programs)
-    count, short = step.num_microbatches, FULL_ROUNDS * max(layout.pp, LEAST_ROUND)
+    return _from_shorter(case, layout, step.num_microbatches) or TimedStep(programs)
+
+
+def _from_shorter(case: Case, layout: Layout, count: int) -> TimedStep | None:
+    """Return the two shorter steps from which the time of one of so many micro-batches follows; None of one that is short itself."""
+    short = FULL_ROUNDS * max(layout.pp, LEAST_ROUND)
     long = short + max(layout.pp, LEAST_ROUND)
     each = layout.dp * (layout.microbatch or 0)
     if count < 2 * long or not each or case.global_batch % each:
-        return TimedStep(programs)
+        return None
     words = {**case.words, "microbatch": layout.microbatch or 0}
     first, second = (
         programs_for(replace(case, words=words, global_batch=each * number), layout.recompute)
@@ -218,9 +261,9 @@ def _predicted(case: Case) -> tuple[str, float, int]:
         case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s),
     )  # fmt: skip
     if key not in _KNOWN:
-        programs = chosen_programs(case)
+        programs, step = written(case)
         held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
-        predicted_s = timed(case, programs).step_s(case.machine) if case.step_s else 0.0
+        predicted_s = step.step_s(case.machine) if case.step_s else 0.0
         _KNOWN[key] = str(programs[0].step.layout), predicted_s, held
     return _KNOWN[key]
 

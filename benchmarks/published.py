@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from published_experts import sent_rows, with_experts
@@ -172,6 +173,7 @@ def case_of(row: Row) -> Case:
             machine, host_step_s=machine.host_step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.kernel_launch_s
         )
     tokens_of_step = global_batch * tokens
+    model = _interned(model)
     return Case(
         id=row.get("id") or "",
         source=row.get("source") or row.get("file") or "",
@@ -196,6 +198,12 @@ def case_of(row: Row) -> Case:
         repeats_half=_is_titan(row),
         is_lean=recipe is not None,
     )
+
+
+@lru_cache(maxsize=64)
+def _interned(model: ModelSpec) -> ModelSpec:
+    """Return the first of equal models, of which much is computed once and kept by the model's identity."""
+    return model
 
 
 _COUNTS = (
