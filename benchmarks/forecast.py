@@ -80,7 +80,9 @@ def _builder_of(case: Case, job: Job, per_node: int) -> ProgramBuilder:
     if key not in _BUILDERS:
         while len(_BUILDERS) >= _MOST_BUILDERS:
             del _BUILDERS[next(iter(_BUILDERS))]
-        _BUILDERS[key] = ProgramBuilder(case.model, job, per_node)  # which keeps the model, so that no other one has its identity
+        _BUILDERS[key] = ProgramBuilder(
+            case.model, job, per_node
+        )  # which keeps the model, so that no other one has its identity
     return _BUILDERS[key].of_batch(job)
 
 

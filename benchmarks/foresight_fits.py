@@ -152,11 +152,7 @@ def _prepared(source: str, row: Row) -> Prepared | None:
     """Return a row with its programs; None if it cannot be predicted."""
     try:
         case = case_of(row)
-        return (
-            Prepared(source, case, SHIPPED[case.machine.name], written(case)[1])
-            if case.step_s
-            else None
-        )
+        return Prepared(source, case, SHIPPED[case.machine.name], written(case)[1]) if case.step_s else None
     except UNREADABLE:
         return None
 

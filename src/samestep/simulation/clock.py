@@ -143,8 +143,9 @@ class _Pending(NamedTuple):
     name: int
     run: int
     """Index of the span that waits for its times; of no use where spans are not kept."""
-    label: str
-    """Name of the op and label of its task."""
+    op: Op
+    task: str
+    """Label of the op's task."""
 
 
 class _Contention:
@@ -199,8 +200,6 @@ class _PlayedStage:
     ) -> None:
         self.index, self.at, self.done = index, "", False
         self.runs: list[LineSpan] = []
-        self.end_s = 0.0
-        """Second at which the last op ends of those whose times are known."""
         self._keeps_runs = keeps_runs
         self._program = program
         self._rendezvous, self._count = rendezvous, count
@@ -213,6 +212,11 @@ class _PlayedStage:
         self._pending: list[_Pending] = []
         self._played = 0
         self._steps = self._play(lines.priced(program, hardware))
+
+    @property
+    def end_s(self) -> float:
+        """Second at which the last op ends of those whose times are known: each queue runs its ops in order."""
+        return max(self._free, default=0.0)
 
     def advance(self) -> bool:
         """Play until the program ends or another stage has to come first; return whether anything was played."""
@@ -241,13 +245,10 @@ class _PlayedStage:
                 self._played += 1
                 if shared is not None and shared.kind is not OpKind.SEND:
                     times = self._times(shared, task, start_s, took_s)
-                    said = f"{shared.name} of task {label}"
-                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1, said))
+                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label))
                     self._settle(pending[-1])
                     continue
-                free[queue] = end_s = start_s + took_s
-                if end_s > self.end_s:
-                    self.end_s = end_s
+                free[queue] = start_s + took_s
                 for name, place in awaited:
                     ended[name] = start_s + ends_s[place]
                 if shared is not None:
@@ -260,7 +261,7 @@ class _PlayedStage:
         """Yield False until the ends of these ops are known."""
         for one in pending:
             while not self._settle(one):
-                self.at = one.label
+                self.at = f"{one.op.name} of task {one.task}"
                 yield False
 
     def _settle(self, one: _Pending) -> bool:
@@ -273,7 +274,6 @@ class _PlayedStage:
         if self._keeps_runs:
             run = self.runs[one.run]
             self.runs[one.run] = LineSpan(run.stage, run.task, start_s, end_s, run.line, (end_s - start_s,))
-        self.end_s = max(self.end_s, end_s)
         self._ended[one.name] = self._free[one.queue] = end_s
         self._played += 1
         return True
