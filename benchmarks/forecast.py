@@ -15,8 +15,8 @@ from samestep.layout import Layout
 from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.simulation import clock, cost, memory
-from samestep.strategies import programs_of
+from samestep.simulation import clock, cost, memory, reserved_memory
+from samestep.strategies import ProgramBuilder
 
 UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 """What a row that makes no sense may end in."""
@@ -37,6 +37,8 @@ class Outcome:
     measured_s: float = 0.0
     predicted_bytes: int = 0
     measured_bytes: float = 0.0
+    figure: str = ""
+    """Which memory was measured, and is predicted."""
     fits: bool = True
     """Predicted: with what no tensor can have."""
     out_of_memory: bool = False
@@ -50,11 +52,15 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     """
     job = Job(train={"global_batch": case.global_batch}, numerics={"precision": case.precision})
     layout = Layout.of({**case.words, "recompute": recompute})
-    per_node = min(case.machine.devices_per_node, layout.world_size)
-    programs = programs_of(case.model, job, layout, per_node)
+    programs = _builder_of(case, job, min(case.machine.devices_per_node, layout.world_size)).programs(layout)
+
+    known: dict[int, Op] = {}  # bodies and stages share ops, and still do
 
     def rewrite(_: BodyKey, ops: Ops) -> Ops:
-        return tuple(_in_its_numerics(op, case) for op in ops)
+        for op in ops:
+            if id(op) not in known:
+                known[id(op)] = _in_its_numerics(op, case)
+        return tuple(known[id(op)] for op in ops)
 
     if case.products or case.chunks > 1 or case.sent_rows < 1:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
@@ -63,6 +69,23 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     if case.is_lean:
         programs = tuple(replace(program, step=_without_masters(program.step)) for program in programs)
     return programs
+
+
+_BUILDERS: dict[tuple[int, str, int], ProgramBuilder] = {}
+"""Builders of the latest models, by the model's identity, the precision and the ranks of a node."""
+_MOST_BUILDERS = 16
+
+
+def _builder_of(case: Case, job: Job, per_node: int) -> ProgramBuilder:
+    """Return the builder of a case's programs, which shares what it can with those of cases before."""
+    key = id(case.model), case.precision, per_node
+    if key not in _BUILDERS:
+        while len(_BUILDERS) >= _MOST_BUILDERS:
+            del _BUILDERS[next(iter(_BUILDERS))]
+        _BUILDERS[key] = ProgramBuilder(
+            case.model, job, per_node
+        )  # which keeps the model, so that no other one has its identity
+    return _BUILDERS[key].of_batch(job)
 
 
 def _repeating_half(program: Program, case: Case) -> Program:
@@ -94,25 +117,44 @@ def _without_masters(step: StepSpec) -> StepSpec:
 
 def _in_its_numerics(op: Op, case: Case) -> Op:
     if op.axis is None and op.flops and case.products:
-        return replace(op, dtype=case.products)
+        return op.but(dtype=case.products)
     if op.axis == "ep" and op.kind is OpKind.ALL_TO_ALL:
-        return replace(op, size_bytes=round(op.size_bytes * case.sent_rows))
-    return replace(op, size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
+        return op.but(size_bytes=round(op.size_bytes * case.sent_rows))
+    return op.but(size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
+
+
+def _choices(case: Case) -> list[tuple[str, Case]]:
+    """Return the ways to recompute and the cases with a micro-batch that the row leaves open, the least work first."""
+    recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
+    sized = [
+        replace(case, words={**case.words, "microbatch": size}) if size else case for size in case.microbatches or (0,)
+    ]
+    return [(recomputes[0], tried) for tried in sized] + [(recompute, sized[-1]) for recompute in recomputes[1:]]
+
+
+def written(case: Case) -> tuple[tuple[Program, ...], TimedStep]:
+    """Write the step of a case, and those that the clock plays; of a long step whose memory nobody measured, shorter ones alone."""
+    choices = _choices(case)
+    if len(choices) == 1 and not case.is_lean and not (case.memory_bytes or case.out_of_memory):
+        recompute, said = choices[0]
+        layout = Layout.of({**said.words, "recompute": recompute})
+        samples = -(-case.global_batch // layout.dp)
+        if short := _from_shorter(said, layout, -(-samples // (layout.microbatch or samples))):
+            return short.longer, short
+    programs = chosen_programs(case)
+    return programs, timed(case, programs)
 
 
 def chosen_programs(case: Case) -> tuple[Program, ...]:
     """Write the step with the row's recompute and micro-batch; what it does not name, as is least work and fits."""
-    recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
-    choices = [(recomputes[0], size) for size in case.microbatches or (0,)]
-    choices += [(recompute, choices[-1][1]) for recompute in recomputes[1:]]
+    choices = _choices(case)
     programs: tuple[Program, ...] = ()
-    for recompute, size in choices:
-        tried = replace(case, words={**case.words, "microbatch": size}) if size else case
+    for recompute, tried in choices:
         programs = programs_for(tried, recompute)
         if len(choices) == 1 or _fits(case, _peak(case, programs) / FILLED):
             return programs
     # Some other way was found as well: by one device the host's memory, by many the least memory.
-    return programs if programs[0].step.layout.world_size > 1 else programs_for(case, recomputes[0])
+    return programs if programs[0].step.layout.world_size > 1 else programs_for(case, choices[0][0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +175,7 @@ class TimedStep:
         if key not in self.scores:
             steps = [programs for programs in (self.programs, self.longer) if programs]
             self.scores[key] = tuple(clock.Score(programs, machine) for programs in steps)
-        short_s, *longer_s = (score.play(machine).step_s for score in self.scores[key])
+        short_s, *longer_s = (score.step_s(machine) for score in self.scores[key])
         return longer_s[0] + self.more * (longer_s[0] - short_s) if longer_s else short_s
 
 
@@ -147,11 +189,16 @@ def timed(case: Case, programs: tuple[Program, ...]) -> TimedStep:
         if not _fits(case, memory.during_step(programs[0], case.states_per_param).total / FILLED):
             programs = (replace(programs[0], step=step.but(layout=layout.but(offload=True))),)
         return TimedStep(programs)
-    count, short = step.num_microbatches, FULL_ROUNDS * max(layout.pp, LEAST_ROUND)
+    return _from_shorter(case, layout, step.num_microbatches) or TimedStep(programs)
+
+
+def _from_shorter(case: Case, layout: Layout, count: int) -> TimedStep | None:
+    """Return the two shorter steps from which the time of one of so many micro-batches follows; None of one that is short itself."""
+    short = FULL_ROUNDS * max(layout.pp, LEAST_ROUND)
     long = short + max(layout.pp, LEAST_ROUND)
     each = layout.dp * (layout.microbatch or 0)
     if count < 2 * long or not each or case.global_batch % each:
-        return TimedStep(programs)
+        return None
     words = {**case.words, "microbatch": layout.microbatch or 0}
     first, second = (
         programs_for(replace(case, words=words, global_batch=each * number), layout.recompute)
@@ -169,10 +216,25 @@ WORKSPACE_BYTES = 128 * 2**20
 
 
 def _peak(case: Case, programs: Sequence[Program]) -> int:
-    """Bytes of the fullest stage, the first or the last; or of the one that was measured."""
-    ends = (programs[0], programs[-1]) if case.stage is None and len(programs) > 1 else (programs[case.stage or 0],)
-    held = max(_held(case, program) for program in map(_shortened, ends))
-    return held + WORKSPACE_BYTES * (case.machine.num_units > 0)
+    """Bytes of tensors of the fullest stage, or of the one that was measured."""
+    return _fullest(case, programs)[0]
+
+
+def _fullest(case: Case, programs: Sequence[Program]) -> tuple[int, Program]:
+    """Return the bytes of tensors of the fullest stage, or of the one that was measured, and its program."""
+    stages = programs if case.stage is None else (programs[case.stage],)
+    held, program = max(((_held(case, _shortened(one)), one) for one in stages), key=lambda found: found[0])
+    return held + WORKSPACE_BYTES * (case.machine.num_units > 0), program
+
+
+def _figure(case: Case, programs: Sequence[Program]) -> tuple[int, int]:
+    """Return the bytes of the figure that was measured, and those of tensors."""
+    allocated, program = _fullest(case, programs)
+    if case.memory_figure != "reserved" or case.is_lean:
+        return allocated, allocated
+    expandable = "titan" in case.source.lower() or "torchao" in case.source.lower()  # whose scripts set it
+    found = reserved_memory.reserved_bytes(program, case.states_per_param, expandable=expandable)
+    return found.reserved + WORKSPACE_BYTES * (case.machine.num_units > 0), allocated
 
 
 def _held(case: Case, program: Program) -> int:
@@ -206,21 +268,21 @@ def _fits(case: Case, peak: float) -> bool:
     return peak + case.machine.reserved_bytes <= case.machine.memory_bytes
 
 
-_KNOWN: dict[tuple[object, ...], tuple[str, float, int]] = {}
+_KNOWN: dict[tuple[object, ...], tuple[str, float, tuple[int, int]]] = {}
 """Layout, seconds and bytes of configurations that were predicted: many rows of a source have the same."""
 
 
-def _predicted(case: Case) -> tuple[str, float, int]:
-    """Return the layout of a case, and its predicted seconds and bytes; zero where none was measured."""
+def _predicted(case: Case) -> tuple[str, float, tuple[int, int]]:
+    """Return the layout of a case, its predicted seconds, and the bytes of what was measured and of tensors; zero where none was measured."""
     key = (
         case.model, case.machine, *case.words.items(), case.recompute, case.microbatches, case.sent_rows, case.chunks,
         case.precision, case.products, case.global_batch, case.stage, case.states_per_param, case.repeats_half,
-        case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s),
+        case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s), case.memory_figure, case.source,
     )  # fmt: skip
     if key not in _KNOWN:
-        programs = chosen_programs(case)
-        held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
-        predicted_s = timed(case, programs).step_s(case.machine) if case.step_s else 0.0
+        programs, step = written(case)
+        held = _figure(case, programs) if case.memory_bytes or case.out_of_memory else (0, 0)
+        predicted_s = step.step_s(case.machine) if case.step_s else 0.0
         _KNOWN[key] = str(programs[0].step.layout), predicted_s, held
     return _KNOWN[key]
 
@@ -230,7 +292,7 @@ def predict(row: Row) -> Outcome:
     source = row.get("source") or row["file"]
     try:
         case = case_of(row)
-        layout, predicted_s, held = _predicted(case)
+        layout, predicted_s, (held, allocated) = _predicted(case)
     except (SkippedError, InputError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
     except UNREADABLE as error:
@@ -245,7 +307,8 @@ def predict(row: Row) -> Outcome:
         measured_s=case.step_s or 0.0,
         predicted_bytes=held,
         measured_bytes=case.memory_bytes or 0.0,
-        fits=_fits(case, held),
+        figure=case.memory_figure if held else "",
+        fits=_fits(case, allocated),
         out_of_memory=case.out_of_memory,
         reason="" if case.step_s or held else "nothing was measured",
     )

@@ -46,7 +46,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from cells import Row, whole
-from forecast import UNREADABLE, TimedStep, chosen_programs, rounded, timed
+from forecast import UNREADABLE, TimedStep, rounded, written
 from published import Case, case_of, is_timed
 from published_machines import SHIPPED, machine_of
 
@@ -152,11 +152,7 @@ def _prepared(source: str, row: Row) -> Prepared | None:
     """Return a row with its programs; None if it cannot be predicted."""
     try:
         case = case_of(row)
-        return (
-            Prepared(source, case, SHIPPED[case.machine.name], timed(case, chosen_programs(case)))
-            if case.step_s
-            else None
-        )
+        return Prepared(source, case, SHIPPED[case.machine.name], written(case)[1]) if case.step_s else None
     except UNREADABLE:
         return None
 

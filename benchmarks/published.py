@@ -13,7 +13,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
-| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
+| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; MaxText: none where the micro-batch is not printed; else the least that fits, and full where nothing does |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
@@ -35,10 +35,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from published_experts import sent_rows, with_experts
 from published_machines import is_by_engine, is_late, machine_of
+from published_memory import is_titan, memory_figure
 from published_models import decoder_of, recipe_of
 
 from samestep.hardware import Hardware
@@ -104,6 +106,8 @@ class Case:
     global_batch: int
     step_s: float | None
     memory_bytes: float | None
+    memory_figure: str
+    """Which memory was measured: a word of `FIGURES`."""
     out_of_memory: bool
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
@@ -156,7 +160,7 @@ def case_of(row: Row) -> Case:
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
-    if _is_titan(row):
+    if is_titan(row):
         model = replace(model, layers=tuple(map(_without_every_second, model.layers)))
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
@@ -172,6 +176,7 @@ def case_of(row: Row) -> Case:
             machine, host_step_s=machine.host_step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.kernel_launch_s
         )
     tokens_of_step = global_batch * tokens
+    model = _interned(model)
     return Case(
         id=row.get("id") or "",
         source=row.get("source") or row.get("file") or "",
@@ -190,12 +195,19 @@ def case_of(row: Row) -> Case:
             row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision, bool(printed_batch)
         ),
         memory_bytes=_memory_bytes(row, is_said=_says_microbatch(row, per_rank, dp)),
+        memory_figure=memory_figure(row),
         out_of_memory=_failed(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
-        repeats_half=_is_titan(row),
+        repeats_half=is_titan(row),
         is_lean=recipe is not None,
     )
+
+
+@lru_cache(maxsize=64)
+def _interned(model: ModelSpec) -> ModelSpec:
+    """Return the first of equal models, of which much is computed once and kept by the model's identity."""
+    return model
 
 
 _COUNTS = (
@@ -239,9 +251,7 @@ def _memory_bytes(row: Row, *, is_said: bool) -> float | None:
     size = number(row, "metric_memory_gib")
     if not is_said and not is_timed(row) and not _failed(row):
         raise SkippedError("its memory alone was measured, and its micro-batch is not printed")
-    if (
-        not size or not is_said or "nvidia-smi" in joined(row, "notes")
-    ):  # which counts what the allocator keeps for later too
+    if not size or not is_said or "nvidia-smi" in joined(row, "notes"):  # which counts contexts and libraries too
         return None
     return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 
@@ -359,10 +369,6 @@ def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: i
     return said in _YES or (not said and (is_late(machine) or decoder.experts > 0))
 
 
-def _is_titan(row: Row) -> bool:
-    return re.search(r"titan|torchao", joined(row, "source"), re.IGNORECASE) is not None
-
-
 def _without_every_second(layer: LayerSpec) -> LayerSpec:
     """Keep under selective recompute what torchtitan keeps: every second product (its policy counts calls of mm)."""
     dropped = repeated(layer)
@@ -449,6 +455,10 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
         return "none"  # the host keeps what would be computed again
     if not text and "FSDP2" in (row.get("schedule") or ""):
         return "selective"  # torchtitan's own default
+    if not text and "maxtext" in joined(row, "source", "notes", "url_or_repo_path").lower():
+        return (
+            "" if whole(row, "micro_batch") else "none"
+        )  # its own default repeats all, its configurations what does not fit
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):
         return "none" if is_late(machine) or model.num_params < BILLION else "full"
     if "full" in text or (re.search(_REPEATED, text) and not re.search(_KEPT, text)):

@@ -193,6 +193,46 @@ def test_a_finetuning_recipe_keeps_what_fits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "notes", "figure"),
+    [
+        ("own", "peak reserved memory; eager", "reserved"),
+        ("torchtitan", "", "reserved"),
+        ("own", "max allocated", "allocated"),
+        ("own", "max is 30 GB", "not said"),
+    ],
+)
+def test_memory_is_held_against_the_figure_that_was_measured(source: str, notes: str, figure: str) -> None:
+    cells = {"n_layers": 8, "hidden": 2048, "heads": 16, "seq_len": 1024, "zero_stage": 3, "dp_shard": 8}
+    found = forecast.predict(row(**cells, source=source, notes=notes, metric_memory_gib=10, recompute="none"))
+    assert found.figure == figure
+    plain = forecast.predict(row(**cells, notes="max allocated", metric_memory_gib=10, recompute="none"))
+    assert (found.predicted_bytes > plain.predicted_bytes) == (figure == "reserved")
+    assert found.predicted_bytes >= plain.predicted_bytes
+
+
+def test_memory_is_that_of_the_fullest_stage_though_it_is_an_inner_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = published.case_of(row(pp=4, n_gpus=4, metric_memory_gib=10))
+    programs = forecast.chosen_programs(case)
+    monkeypatch.setattr(forecast, "_held", lambda _, program: (5, 7, 9, 6)[program.step.stage])
+    assert forecast._fullest(case, programs) == (9 + forecast.WORKSPACE_BYTES, programs[2])
+
+
+@pytest.mark.parametrize("name", ["MaxText config README", "Google tpu-recipes"])
+@pytest.mark.parametrize("model", ["Llama2-70B", "Llama3.1-8B"])
+def test_a_printed_microbatch_that_fits_in_no_other_way_is_recomputed_on_tpus(name: str, model: str) -> None:
+    """XLA's libraries are no Megatron-LM, which recomputes nothing from Hopper on: what a chip cannot hold was not held."""
+    cells = {
+        "model": model, "source": name, "url_or_repo_path": "training/README-MaxText.md", "gpu": "TPU v6e (Trillium)",
+        "n_gpus": 256, "n_layers": None, "hidden": None, "heads": None, "seq_len": 8192, "global_batch": 768,
+        "recompute": None,
+    }  # fmt: skip
+    assert "recompute=full" in forecast.predict(row(**cells, micro_batch=3)).layout
+    assert "recompute" not in forecast.predict(row(**cells, micro_batch=None)).layout
+    small = {"model": "GPT", "n_layers": 4, "hidden": 256, "heads": 4, "seq_len": 128}
+    assert "recompute" not in forecast.predict(row(**{**cells, **small}, micro_batch=3)).layout
+
+
+@pytest.mark.parametrize(
     "column", ["heads", "tp", "pp", "micro_batch", "global_batch", "recompute", "seq_len", "n_gpus"]
 )
 def test_a_missing_cell_has_a_default(column: str) -> None:

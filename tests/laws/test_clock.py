@@ -12,19 +12,22 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
 from samestep.hardware import Hardware, Link, load, profiles
+from samestep.job import Job
 from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.program.between_steps import amid_steps
 from samestep.program.ops import UPDATE_BODY, Op, OpKind
+from samestep.program.step import StepSpec
 from samestep.simulation.clock import Score, play
 from samestep.simulation.cost import price_key, seconds
 from samestep.simulation.spans import COMPUTE, Span
 from samestep.simulation.timeline import LETTERS, Timeline
+from samestep.strategies import ProgramBuilder, programs_of, refusal_of
 from tests.laws.models import LAW, Case, blocks, case, cases, data_cases, machine
 
 SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)
@@ -425,9 +428,27 @@ def test_a_score_is_played_at_other_speeds_as_if_it_were_new(case: Case, c: floa
     score = Score(case.programs, SLOW)
     other = replace(load("h100x8"), name="other", contention=c, kernel_launch_s=1e-4)
     for hardware in (SLOW, other, load("a100-80x8")):
-        assert score.play(hardware).spans == play(case.programs, hardware).spans
+        played = score.play(hardware)
+        assert played.spans == play(case.programs, hardware).spans
+        assert score.step_s(hardware) == played.step_s
         for program in case.programs:
             times = {
                 (op.name, id(op)): (price_key(op, program), seconds(op, program, hardware)) for _, op in program.ops()
             }
             assert len({key for key, _ in times.values()}) == len({*times.values()})
+
+
+@LAW
+@given(cases(), st.integers(1, 40))
+def test_a_builder_for_another_global_batch_writes_the_programs_of_a_new_one(case: Case, batch: int) -> None:
+    """What builders share does not depend on how many micro-batches a step has."""
+    job = Job(train={"global_batch": batch}, numerics={"precision": case.job.numerics.precision})
+    step = case.program.step
+    assume(refusal_of(StepSpec.of(case.model, job, case.layout, step.ranks_per_node)) is None)
+    first = ProgramBuilder(case.model, case.job, step.ranks_per_node)
+    assert first.programs(case.layout) == case.programs
+    other = first.of_batch(job).programs(case.layout)
+    fresh = programs_of(case.model, job, case.layout, step.ranks_per_node)
+    assert other == fresh
+    prices = [[seconds(op, program, SLOW) for _, op in program.ops()] for program in other]
+    assert prices == [[seconds(op, program, SLOW) for _, op in program.ops()] for program in fresh]

@@ -12,7 +12,7 @@ from samestep.output.text_table import align_columns
 from samestep.planning.nearest_layout import nearest
 from samestep.planning.search import MOST_PLAYED, Fallen, Plan
 from samestep.simulation.bound_by import binds
-from samestep.simulation.memory import memory_summary
+from samestep.simulation.memory import allocator_summary, memory_summary
 from samestep.simulation.prediction import Prediction, intervals, predict
 
 _HEAD = ("layout", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s", "")
@@ -34,6 +34,7 @@ def as_text(found: Plan) -> str:
         head = tuple(title.format(found.best[0].unit) for title in _HEAD)
         lines.append(align_columns([head, *rows], left=(0, len(head) - 1)))
         lines.append(_fits(found))
+        lines += allocator_summary(found.best[0].peak, found.best[0].reserved_bytes, found.hardware)
         lines.append(f"the best is bound by {binds(found.best[0])}")
         lines += cautions(found.best)
         if found.best[0].layout.offload:

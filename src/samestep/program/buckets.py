@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, CodedPart, Matrix, exchange
@@ -160,8 +160,9 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     late = [group for group in groups if chunk_of(group[0]) < 0]
     groups = [group for group in groups if chunk_of(group[0]) >= 0]
     groups.sort(key=lambda group: (-chunk_of(group[0]), -min(param.layer for param in group)))
-    buckets = [_bucket(step, index, group) for index, group in enumerate([*groups, *late])]
-    return tuple(replace(bucket, is_late=index >= len(groups)) for index, bucket in enumerate(buckets))
+    return tuple(
+        _bucket(step, index, group, is_late=index >= len(groups)) for index, group in enumerate([*groups, *late])
+    )
 
 
 def _full_numel(step: StepSpec, param: ParamSpec, *, is_late: bool) -> int:
@@ -188,7 +189,7 @@ def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool
 
 def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
     """Return whether several virtual stages (chunks) of a rank use a weight."""
-    return sum(any(use.layer in layers for use in param.uses) for layers in chunks) > 1
+    return len(param.uses) > 1 and sum(any(use.layer in layers for use in param.uses) for layers in chunks) > 1
 
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
@@ -202,7 +203,7 @@ def _owners(step: StepSpec, param: ParamSpec) -> int:
     return step.holding(param).num_shards if param.is_updated_whole else 1
 
 
-def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
+def _bucket(step: StepSpec, index: int, params: list[ParamSpec], *, is_late: bool) -> Bucket:
     holding = step.holding(params[0])
     block, owners = step.sharing.block_of(params[0]), _owners(step, params[0])
     multiple = math.prod(map(step.ranks.size, holding.data_axes)) * block
@@ -229,6 +230,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         padded_numel=chunk * owners,
         holding=holding,
         part=step.sharing.part_of(params[0].name),
+        is_late=is_late,
     )
 
 

@@ -263,6 +263,17 @@ class StepSpec:
         each = {param.name: self.holding(param).num_copies for param in self.model.params}
         return each, sorted(set(each.values()))
 
+    @cached_property
+    def updated_numel(self) -> tuple[int, int]:
+        """The elements of weights that the ranks of a shard group update, and those of them that have a copy in another dtype."""
+        numel = copied = 0
+        for param in self.model.params:
+            if param.trainable:
+                held = param.numel * (self.layout.num_shards // self.holding(param).num_shards) * self.replicas_each
+                numel += held
+                copied += held * (self.zero < 2 and self.working_dtype(param) != self.master_dtype)
+        return numel, copied
+
     def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> StepSpec:
         """Return the step with `part` applied to every weight of the model and its holding."""
         held = {param.name: part(param, self.holding(param)) for param in self.model.params}

@@ -36,6 +36,7 @@ the times within it do not depend on its start.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -80,9 +81,21 @@ class Score:
         Raises:
             LayoutError: the stages wait for each other forever.
         """
+        return Timeline(tuple(run for stage in self._played(hardware, keeps_runs=True) for run in stage.runs))
+
+    def step_s(self, hardware: Hardware) -> float:
+        """Return the seconds of the step at the speeds of `hardware`: those of its timeline, which is not kept.
+
+        Raises:
+            LayoutError: the stages wait for each other forever.
+        """
+        return max(stage.end_s for stage in self._played(hardware, keeps_runs=False))
+
+    def _played(self, hardware: Hardware, *, keeps_runs: bool) -> list[_PlayedStage]:
+        """Return the stages after they have been played."""
         rendezvous = _StageMeeting()
         stages = [
-            _PlayedStage(index, program, hardware, rendezvous, lines, len(self._programs))
+            _PlayedStage(index, program, hardware, rendezvous, lines, len(self._programs), keeps_runs)
             for index, (program, lines) in enumerate(zip(self._programs, self._lines, strict=True))
         ]
         waiting = list(stages)
@@ -94,7 +107,7 @@ class Score:
             if waiting and not moved:
                 stuck = "; ".join(f"stage {stage.index} at {stage.at}" for stage in waiting)
                 raise LayoutError(f"the stages wait for each other forever: {stuck}")
-        return Timeline(tuple(run for stage in stages for run in stage.runs))
+        return stages
 
 
 @dataclass(slots=True)
@@ -129,7 +142,10 @@ class _Pending(NamedTuple):
     queue: int
     name: int
     run: int
-    """Index of the span that waits for its times."""
+    """Index of the span that waits for its times; of no use where spans are not kept."""
+    op: Op
+    task: str
+    """Label of the op's task."""
 
 
 class _Contention:
@@ -180,9 +196,11 @@ class _PlayedStage:
         rendezvous: _StageMeeting,
         lines: _LinesOfStage,
         count: int,
+        keeps_runs: bool,
     ) -> None:
         self.index, self.at, self.done = index, "", False
         self.runs: list[LineSpan] = []
+        self._keeps_runs = keeps_runs
         self._program = program
         self._rendezvous, self._count = rendezvous, count
         self._contention = hardware.contention
@@ -195,6 +213,11 @@ class _PlayedStage:
         self._played = 0
         self._steps = self._play(lines.priced(program, hardware))
 
+    @property
+    def end_s(self) -> float:
+        """Second at which the last op ends of those whose times are known: each queue runs its ops in order."""
+        return max(self._free, default=0.0)
+
     def advance(self) -> bool:
         """Play until the program ends or another stage has to come first; return whether anything was played."""
         before = self._played
@@ -203,7 +226,7 @@ class _PlayedStage:
 
     def _play(self, parts: Mapping[BodyKey, Sequence[_Segment]]) -> Iterator[bool]:
         """Play the program line by line; yield False as long as the next line waits for another stage."""
-        ended, free, runs, pending = self._ended, self._free, self.runs, self._pending
+        ended, free, runs, pending, keeps_runs = self._ended, self._free, self.runs, self._pending, self._keeps_runs
         contention = _Contention(self._contention)
         for task in self._program.tasks:
             label = f"{task.kind}{task.microbatch}"
@@ -217,11 +240,12 @@ class _PlayedStage:
                 if queue in self._computes and contention.is_beside(start_s):
                     ends_s = contention.slowed(start_s, line)
                     took_s = ends_s[-1]
-                runs.append(LineSpan(self.index, label, start_s, start_s + took_s, line, ends_s))
+                if keeps_runs:
+                    runs.append(LineSpan(self.index, label, start_s, start_s + took_s, line, ends_s))
                 self._played += 1
                 if shared is not None and shared.kind is not OpKind.SEND:
                     times = self._times(shared, task, start_s, took_s)
-                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1))
+                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label))
                     self._settle(pending[-1])
                     continue
                 free[queue] = start_s + took_s
@@ -237,8 +261,7 @@ class _PlayedStage:
         """Yield False until the ends of these ops are known."""
         for one in pending:
             while not self._settle(one):
-                waiting = self.runs[one.run]
-                self.at = f"{waiting.line.ops[0][1]} of task {waiting.task}"
+                self.at = f"{one.op.name} of task {one.task}"
                 yield False
 
     def _settle(self, one: _Pending) -> bool:
@@ -248,8 +271,9 @@ class _PlayedStage:
             return False
         start_s, end_s = found
         self._pending.remove(one)
-        run = self.runs[one.run]
-        self.runs[one.run] = LineSpan(run.stage, run.task, start_s, end_s, run.line, (end_s - start_s,))
+        if self._keeps_runs:
+            run = self.runs[one.run]
+            self.runs[one.run] = LineSpan(run.stage, run.task, start_s, end_s, run.line, (end_s - start_s,))
         self._ended[one.name] = self._free[one.queue] = end_s
         self._played += 1
         return True
@@ -303,6 +327,7 @@ class _UnpricedLine(NamedTuple):
     shared: Op | None
     ops: tuple[tuple[str, str], ...]
     prices: tuple[int, ...]
+    is_of_one_stream: bool
 
 
 class _LinesOfStage:
@@ -369,19 +394,20 @@ class _LinesOfStage:
             ops[0].op if ops[0].shared else None,
             tuple((one.op.stream, one.op.name) for one in ops),
             tuple(one.price for one in ops),
+            len({one.op.stream for one in ops}) == 1,
         )
 
 
 def _at_prices(line: _UnpricedLine, prices: Sequence[float]) -> _Segment:
     """Return a line with its times."""
-    ends_s, busy_s, took_s = list[float](), dict[str, float](), 0.0
-    for (stream, _), price in zip(line.ops, line.prices, strict=True):
-        op_s = prices[price]
-        busy_s[stream] = busy_s.get(stream, 0.0) + op_s
-        took_s += op_s
-        ends_s.append(took_s)
-    times = Line(line.ops, tuple(ends_s), busy_s)
-    return _Segment(line.queue, took_s, line.waits, line.awaited, line.shared, times)
+    ops_s = [prices[price] for price in line.prices]
+    ends_s = tuple(itertools.accumulate(ops_s))
+    busy_s = {line.ops[0][0]: ends_s[-1]}
+    if not line.is_of_one_stream:
+        busy_s = {}
+        for (stream, _), op_s in zip(line.ops, ops_s, strict=True):
+            busy_s[stream] = busy_s.get(stream, 0.0) + op_s
+    return _Segment(line.queue, ends_s[-1], line.waits, line.awaited, line.shared, Line(line.ops, ends_s, busy_s))
 
 
 def _check_waits(program: Program, stage: int) -> None:

@@ -389,7 +389,7 @@ def _update_s(step: StepSpec, hardware: Hardware) -> float:
 
     Under `offload` its gradients go to the host, which updates the masters, and the weights come back.
     """
-    numel, copied = _updated_numel(step)
+    numel, copied = step.updated_numel
     master, shards = BYTES_OF[step.master_dtype], step.layout.num_shards  # one if nothing is sharded
     moved = (UPDATE_PASSES + AVERAGE_PASSES * step.averages_weights) * numel * master
     of_copies = copied * BYTES_OF[step.compute_dtype]
@@ -397,17 +397,6 @@ def _update_s(step: StepSpec, hardware: Hardware) -> float:
         return -(-(moved + of_copies) // shards) / hardware.memory_bytes_per_s / hardware.memory_efficiency
     sent = 2 * numel * master - copied * master + of_copies
     return (sent / hardware.host_bytes_per_s + moved / hardware.host_update_bytes_per_s) / shards
-
-
-def _updated_numel(step: StepSpec) -> tuple[int, int]:
-    """Return the elements of weights that the ranks of a shard group update, and those of them that have a copy in another dtype."""
-    numel = copied = 0
-    for param in step.model.params:
-        if param.trainable:
-            held = param.numel * (step.layout.num_shards // step.holding(param).num_shards) * step.replicas_each
-            numel += held
-            copied += held * (step.zero < 2 and step.working_dtype(param) != step.master_dtype)
-    return numel, copied
 
 
 def _handlings(program: Program) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from samestep.program.ops import COPIES, Op
 from samestep.program.program import Program
-from samestep.simulation.memory import memory_summary
+from samestep.simulation.memory import allocator_summary, memory_summary
 from samestep.simulation.prediction import Prediction
 
 MOST_LINES = 60
@@ -28,6 +28,7 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
             *lines,
             found.timeline.to_text(100),
             f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}{chance}',
+            *allocator_summary(found.peak, found.reserved_bytes, found.hardware),
             _compact(found.to_record()),
         ]
     )

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from samestep.program.ops import BYTES_OF, COPIES, BodyKey, Buffer, Op, OpKind, Ops, Task
 from samestep.program.program import Program
@@ -41,7 +41,7 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
     """
     peak: Peak | None = None
     host = 0
-    for _, one, kept in _followed(program, arriving, keeps_levels=False):
+    for _, one, kept in _followed(program, arriving, LiveBytes):
         here = kept.added_to(one.peak)
         host = max(host, kept.host + one.most_host)
         peak = here if peak is None or here.total > peak.total else peak
@@ -51,9 +51,17 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
 
 def levels_of(program: Program, arriving: dict[str, int]) -> Iterator[tuple[Task, Peak]]:
     """Yield, op after op of a step, its task and what is held at it."""
-    for task, one, kept in _followed(program, arriving, keeps_levels=True):
-        for level in one.levels:
+    for task, one, kept in _followed(program, arriving, _Levels):
+        for level in one.found:
             yield task, kept.added_to(level)
+
+
+def found_by(
+    program: Program, arriving: dict[str, int], follower: Callable[..., LiveBytes]
+) -> Iterator[tuple[Task, list[Any]]]:
+    """Yield, task after task of a step, what a follower of its ops finds."""
+    for task, one, _ in _followed(program, arriving, follower):
+        yield task, one.found
 
 
 class _KeptSoFar(NamedTuple):
@@ -78,32 +86,33 @@ class _Followed(NamedTuple):
     peak: Peak
     kept: _KeptSoFar
     buffers: frozenset[Buffer]
-    levels: tuple[Peak, ...]
+    found: list[Any]
+    """What the follower has kept of it, op after op."""
     most_host: int
 
 
 def _followed(
-    program: Program, arriving: dict[str, int], *, keeps_levels: bool
+    program: Program, arriving: dict[str, int], follower: Callable[..., LiveBytes]
 ) -> Iterator[tuple[Task, _Followed, _KeptSoFar]]:
     """Yield each task with what it does, and the bytes that are kept when it begins."""
-    sizes = _OpSizes.of(program, arriving)
+    sizes = OpSizes.of(program, arriving)
     known: dict[tuple[BodyKey, frozenset[Buffer]], _Followed] = {}
     buffers, kept = frozenset[Buffer](), _KeptSoFar()
     for task in program.tasks:
         key = (task.body, buffers)
         if key not in known:
-            live = _LiveBytes(sizes, buffers, keeps=task.kind is not TaskKind.OUTPUTS, keeps_levels=keeps_levels)
+            live = follower(sizes, buffers, keeps=task.kind is not TaskKind.OUTPUTS)
             live.follow(program.bodies[task.body])
             left = frozenset(live.buffers.values())
             kept_here = _KeptSoFar(live.activations, live.logits, live.host)
-            known[key] = _Followed(live.peak, kept_here, left, tuple(live.levels or ()), live.most_host)
+            known[key] = _Followed(live.peak, kept_here, left, live.found, live.most_host)
         one = known[key]
         yield task, one, kept
         kept, buffers = _KeptSoFar(*map(sum, zip(kept, one.kept, strict=True))), one.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OpSizes:
+class OpSizes:
     """Bytes that the ops of a program keep and work on, by layer and by op."""
 
     saved: list[Saved]
@@ -129,7 +138,7 @@ class _OpSizes:
     """Kind of the op after which a layer's activations are freed."""
 
     @classmethod
-    def of(cls, program: Program, arriving: dict[str, int]) -> _OpSizes:
+    def of(cls, program: Program, arriving: dict[str, int]) -> OpSizes:
         """Find the sizes of a program."""
         step = program.step
         on_host = {
@@ -156,24 +165,24 @@ class _OpSizes:
         )
 
 
-class _LiveBytes:
+class LiveBytes:
     """Bytes alive beyond those at rest, followed op by op through one body.
 
-    Activations and logits count from the start of the body; buffers are those that ops allocate and free.
+    Activations and logits count from the start of the body; buffers are those that ops allocate and free. Every change is one call
+    of `_keep`, `_drop`, `_leave`, `_keep_logits`, `_allocate` or `_free`, and what is held for a moment one of `_look`: a follower that keeps more than the
+    most of it overrides these.
     """
 
-    def __init__(
-        self, sizes: _OpSizes, buffers: frozenset[Buffer], *, keeps: bool = True, keeps_levels: bool = False
-    ) -> None:
+    def __init__(self, sizes: OpSizes, buffers: frozenset[Buffer], *, keeps: bool = True) -> None:
         """Begin with some buffers; `keeps` is whether forwards keep anything for a backward."""
-        self.levels: list[Peak] | None = [] if keeps_levels else None
         self.sizes, self.keeps = sizes, keeps
         self.buffers = {buffer.name: buffer for buffer in buffers}
         self.buffer_bytes = {"gradients": 0, "buffers": 0, "activations": 0}
         for buffer in buffers:
             self.buffer_bytes[buffer.part] += buffer.size_bytes
-        self.activations = self.logits = self.host = self.most_host = 0
+        self.activations = self.logits = self.host = self.most_host = self._whole_input = 0
         self.peak = Peak("", 0, 0, 0, -1)
+        self.found: list[Any] = []
 
     def follow(self, ops: Ops) -> None:
         """Do all ops of the body."""
@@ -182,45 +191,52 @@ class _LiveBytes:
             if op.kind is OpKind.BACKWARD and op.layer is not None and self.sizes.saved[op.layer].loss:
                 # The loss's backward comes before what it brings about: gathers, and gradients of weights.
                 self._look(op, logits=self.sizes.saved[op.layer].loss_working)
-        held = 0
         for op in ops:
-            if op.kind is OpKind.FORWARD and op.layer is not None:
-                change = self.sizes.whole_input.get(op.layer, 0)
-                change = change if change > 0 or held else 0
-                held, self.activations = held + change, self.activations + change
+            if op.kind is OpKind.FORWARD and op.layer in self.sizes.whole_input:
+                self._hold_whole_input(self.sizes.whole_input[op.layer])
             self._free(op.frees_before)
             if op.kind in COPIES:
                 self.host += op.size_bytes * (op.kind is OpKind.OFFLOAD)
                 self.most_host = max(self.most_host, self.host)
-                self._allocate(op.allocates)
+                self._allocate(op.allocates, op)
                 self._look(op)
             elif op.axis is None:
                 self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
             elif op.allocates:
                 if op.kind is OpKind.ALL_GATHER:
-                    self._allocate(op.allocates)
+                    self._allocate(op.allocates, op)
                 self._look(op)
-                self._allocate(op.allocates)
+                self._allocate(op.allocates, op)
             elif op.axis == "pp" and goes_forward and self.keeps and op.kind in self.sizes.kept_boundaries:
-                self.activations += 0 if op.owner in self.sizes.without_gradient else op.size_bytes
+                self._keep(MESSAGES, 0 if op.owner in self.sizes.without_gradient else op.size_bytes)
             self._free(op.frees)
             if op.name in self.sizes.arriving:
-                self._allocate((Buffer(op.name, "gradients", self.sizes.arriving[op.name]),))
-        self.activations -= held
+                self._allocate((Buffer(op.name, "gradients", self.sizes.arriving[op.name]),), op)
+        self._hold_whole_input(0)
         if not goes_forward:
             back = {OpKind.RECV: OpKind.SEND, OpKind.SEND: OpKind.RECV}
             freed = {back[kind] for kind in self.sizes.kept_boundaries}
-            self.activations -= sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed)
+            self._drop(MESSAGES, sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed))
+
+    def _hold_whole_input(self, size_bytes: int) -> None:
+        """Hold the input of all tokens in front of the blocks, or of less than 1 byte no longer."""
+        if size_bytes > 0:
+            self._keep(WHOLE_INPUT, size_bytes)
+            self._whole_input += size_bytes
+        elif self._whole_input:
+            self._drop(WHOLE_INPUT, self._whole_input)
+            self._whole_input = 0
 
     def _compute(self, op: Op, saved: Saved) -> None:
         if op.kind is OpKind.FORWARD and not self.keeps:
             self._look(op, activations=saved.kept + self._unpacked(op))
         elif op.kind is OpKind.FORWARD:
-            self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
+            self._keep(op.layer, saved.kept)
+            self._keep_logits(op.layer, saved.loss)
             self._look(op, logits=saved.loss_made)
             self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.RECOMPUTE:
-            self.activations += saved.whole - saved.kept
+            self._keep(op.layer, saved.whole - saved.kept)
             self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.BACKWARD and op.layer is not None:
             self._backward(op, saved, self.sizes.largest_gradient[op.layer])
@@ -228,15 +244,16 @@ class _LiveBytes:
         else:
             self._look(op)
         if op.kind is self.sizes.last_kind:
-            self.activations -= saved.whole
+            self._drop(op.layer, saved.whole)
 
     def _backward(self, op: Op, saved: Saved, largest_gradient: int) -> None:
-        self.logits -= saved.loss
+        self._keep_logits(op.layer, -saved.loss)
         if self.sizes.unit_gradients:
             # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
             # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
             self._look(op, activations=saved.working + self._unpacked(op), gradients=largest_gradient)
-            self._allocate(op.allocates)
+            self._leave(op.layer)
+            self._allocate(op.allocates, op)
             self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
         else:
             self._look(op, activations=saved.working + self._unpacked(op))
@@ -252,10 +269,23 @@ class _LiveBytes:
         found = Peak(op.name, live["gradients"] + gradients, held, self.logits + logits, live["buffers"], self.host)
         if found.total > self.peak.total:
             self.peak = found
-        if self.levels is not None:
-            self.levels.append(found)
 
-    def _allocate(self, buffers: tuple[Buffer, ...]) -> None:
+    def _keep(self, owner: int | str | None, size_bytes: int) -> None:
+        """Keep activations of a layer, by its index, or others."""
+        self.activations += size_bytes
+
+    def _drop(self, owner: int | str | None, size_bytes: int) -> None:
+        """Free activations that `_keep` has kept."""
+        self.activations -= size_bytes
+
+    def _leave(self, layer: int | None) -> None:
+        """Of a layer's activations all but its boundaries are free from here on, which `_look` is told in a number."""
+
+    def _keep_logits(self, layer: int | None, size_bytes: int) -> None:
+        """Keep what the loss saves; less than 0 bytes are freed."""
+        self.logits += size_bytes
+
+    def _allocate(self, buffers: tuple[Buffer, ...], op: Op) -> None:
         for buffer in buffers:
             self._free((buffer.name,))
             self.buffers[buffer.name] = buffer
@@ -265,6 +295,20 @@ class _LiveBytes:
         for name in names:
             if buffer := self.buffers.pop(name, None):
                 self.buffer_bytes[buffer.part] -= buffer.size_bytes
+
+
+class _Levels(LiveBytes):
+    """Keeps what is held at every op."""
+
+    def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
+        before, self.peak = self.peak, Peak("", 0, 0, 0, -(2**63))
+        super()._look(op, activations=activations, logits=logits, gradients=gradients)
+        self.found.append(self.peak)
+        self.peak = max(before, self.peak, key=lambda peak: peak.total)
+
+
+WHOLE_INPUT, MESSAGES = "whole input", "messages"
+"""Activations that are no layer's: the input of all tokens in front of the blocks, and what stages have sent each other."""
 
 
 def _whole_input(step: StepSpec) -> dict[int, int]:

@@ -113,6 +113,21 @@ def memory_summary(use: MemoryUse, hardware: Hardware) -> str:
     return f"needs {gib(use.total)} GiB of {gib(hardware.room_bytes)} at {use.peak_at}: {most}"
 
 
+def allocator_summary(use: MemoryUse, reserved: int | None, hardware: Hardware) -> list[str]:
+    """Return a line on what tensors have of a device at most and what torch's allocator takes for them; none without an allocator."""
+    if reserved is None:
+        return []
+    allocated, room = use.total - use.overhead, hardware.memory_bytes - use.overhead
+    line = (
+        f"allocated {gib(allocated)} GiB by tensors at most, reserved {gib(reserved)} GiB by torch's allocator"
+        f"{f', and {gib(use.overhead)} GiB of context and libraries' if use.overhead else ''}"
+    )
+    short = allocated <= room < reserved
+    return [
+        line + "; reserved is more than there is, so the allocator gives back and takes again, which takes time" * short
+    ]
+
+
 def classic_bytes_per_param(zero: int, num_shards: int) -> float:
     """Return the ZeRO paper's bytes a parameter: mixed precision, Adam."""
     return (16, 4 + 12 / num_shards, 2 + 14 / num_shards, 16 / num_shards)[zero]
@@ -232,7 +247,7 @@ def _updated_pieces(program: Program, rank: int) -> list[_Updated]:
     return [*(piece for piece in pieces if piece.numel), *owned]
 
 
-def _widened_bytes(program: Program, states_per_param: int, rank: int) -> int:
+def widened_bytes(program: Program, states_per_param: int, rank: int) -> int:
     """Return the working memory of an update, in bytes: joined masters and widened states of some pieces."""
     step = program.step
     if step.layout.offload:
@@ -289,18 +304,22 @@ def _owned_weights(program: Program, rank: int) -> tuple[list[_Updated], int]:
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return the memory that `rank` holds at the op of the step at which it holds most."""
     rest = at_rest(program, states_per_param, rank)
-    widened = _widened_bytes(program, states_per_param, rank)
-    arriving = _arriving(program)
+    widened = widened_bytes(program, states_per_param, rank)
+    arriving = arriving_bytes(program)
     update = Peak(f"{OpKind.UPDATE}:optimizer", sum(arriving.values()), 0, 0, widened)
     peak = peak_of(program, arriving)
     most = max(peak, update, key=lambda peak: peak.total)._replace(host=peak.host)
-    return _held_at(most, rest, sum(arriving.values()), _on_the_way(program))
+    return _held_at(most, rest, sum(arriving.values()), on_the_way_bytes(program))
 
 
 def over_step(program: Program, states_per_param: int = 2, rank: int = 0) -> Iterator[tuple[Task, MemoryUse]]:
     """Yield, op after op of a step, its task and the memory that `rank` holds at it; the most of these is `during_step`."""
-    rest, arriving = at_rest(program, states_per_param, rank), _arriving(program)
-    grown, sent, widened = sum(arriving.values()), _on_the_way(program), _widened_bytes(program, states_per_param, rank)
+    rest, arriving = at_rest(program, states_per_param, rank), arriving_bytes(program)
+    grown, sent, widened = (
+        sum(arriving.values()),
+        on_the_way_bytes(program),
+        widened_bytes(program, states_per_param, rank),
+    )
     last = None
     for task, level in levels_of(program, arriving):
         last = task
@@ -348,7 +367,7 @@ def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0
     return values + step.replicas_each * _state_bytes(program, states_per_param, rank)
 
 
-def _arriving(program: Program) -> dict[str, int]:
+def arriving_bytes(program: Program) -> dict[str, int]:
     """Return the bytes of gradients that a step allocates anew, by the name of the op that brings them.
 
     Those in buckets stay from step to step. Else a layer's come with its backward, a rank's shard of a unit's when it is
@@ -367,7 +386,7 @@ def _arriving(program: Program) -> dict[str, int]:
     }
 
 
-def _on_the_way(program: Program) -> int:
+def on_the_way_bytes(program: Program) -> int:
     """Return the bytes of a stage's next input, received ahead of need, and of the last gradient sent, kept until received."""
     bodies = {task.body for task in program.tasks}
     ahead = sum(is_forward(task.body) for task in program.tasks) > 1

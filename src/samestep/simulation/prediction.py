@@ -18,7 +18,7 @@ from samestep.models.spec import ModelSpec
 from samestep.output.page.page import in_notebook
 from samestep.program.between_steps import hiding
 from samestep.program.program import Program
-from samestep.simulation import clock, memory
+from samestep.simulation import clock, memory, reserved_memory
 from samestep.simulation.cost import dtype_on
 from samestep.simulation.memory import MemoryUse
 from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, WAIT, TimeRow, seconds_of
@@ -83,7 +83,7 @@ PASSES = 3
 (Chowdhery et al. 2022, arXiv:2204.02311)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """The predicted step time and memory of one layout on given hardware."""
 
@@ -162,6 +162,19 @@ class Prediction:
         return max(self.memory, key=lambda use: use.total)
 
     @property
+    def allocated_bytes(self) -> int:
+        """Bytes that tensors have at most of a device of the stage with the highest peak: it without its overhead."""
+        return self.peak.total - self.peak.overhead
+
+    @functools.cached_property
+    def reserved_bytes(self) -> int | None:
+        """Bytes that torch's allocator takes of a device of the stage with the highest peak; None where there is none, on CPUs."""
+        if self.hardware.library == "gloo":
+            return None
+        program = self.programs[self.memory.index(self.peak)]
+        return reserved_memory.reserved_bytes(program, self.states_per_param).reserved
+
+    @property
     def fits(self) -> bool:
         """Whether the peak of every stage is within the memory of a device, without what is kept free of it."""
         return self.peak.total <= self.hardware.room_bytes
@@ -190,6 +203,8 @@ class Prediction:
             "exposed_comm_s": self.exposed_comm_s,
             "parts": [row.to_record() for row in self.parts],
             "memory_bytes": [use.to_record() for use in self.memory],
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes,
             "init_bytes": [memory.during_init(one).total + self.hardware.reserved_bytes for one in self.programs],
             "checkpoint_host_bytes": [memory.saving_host_bytes(one, self.states_per_param) for one in self.programs],
             "peak_bytes_interval": [round(size) for size in intervals()["memory"].of(self.peak.total)],

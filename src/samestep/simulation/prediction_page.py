@@ -8,12 +8,13 @@ from dataclasses import fields
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.output.page.charts import Bar, MemoryCurve, bars, memory
+from samestep.output.page.charts import Bar, MemoryCurve, bars
+from samestep.output.page.charts import memory as memory_chart
 from samestep.output.page.page import Answer, Page, Section, words
 from samestep.output.page.quantities import count, duration, share, size
 from samestep.output.page.timeline_figure import Box, Lane, TimelineFigure, most_groups, some_of
 from samestep.program.ops import OpKind
-from samestep.simulation import bound_by
+from samestep.simulation import bound_by, memory
 from samestep.simulation.memory_curve import memory_over_step
 from samestep.simulation.partition import TRANSFER, WAIT, row_name
 from samestep.simulation.prediction import Prediction, intervals
@@ -91,11 +92,14 @@ def figures_of(found: Prediction, *, small: bool = False) -> Iterator[Section]:
     caption = f"The rows of stage {found.parts[0].stage if found.parts else 0}, which computes longest; they add up to the step."
     yield Section("Where the time goes", bars(parts, found.step_s), caption)
     charts = [
-        memory(predicted_memory(found, stage), found.timeline.step_s) for stage in some_of(stages, [peak], MOST_CHARTS)
+        memory_chart(predicted_memory(found, stage), found.timeline.step_s)
+        for stage in some_of(stages, [peak], MOST_CHARTS)
     ]
     keys = dict.fromkeys(name for use in found.memory for name, held in use.parts().items() if held)
     legend = "".join(f'<span><i class="{name.replace(" ", "-")}"></i>{name}</span>' for name in keys)
     caption = "A rank of each stage over the step, against the capacity of its device (dashed)."
+    kept = memory.allocator_summary(found.peak, found.reserved_bytes, found.hardware)
+    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in kept)])
     yield Section("Memory", f'<div class="grid">{"".join(charts)}</div><p class="legend">{legend}</p>', caption)
 
 

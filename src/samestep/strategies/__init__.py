@@ -158,6 +158,12 @@ class ProgramBuilder:
         self._any_step: StepSpec | None = None
         self._shared: dict[tuple[object, ...], Program] = {}
 
+    def of_batch(self, job: Job) -> ProgramBuilder:
+        """Return the builder of a job that differs in its global batch alone: it shares what has been made for this one."""
+        other = ProgramBuilder(self.model, job, self._ranks_per_node, self._cuts_loss)
+        other._shared = self._shared
+        return other
+
     def step(self, layout: Layout) -> StepSpec:
         """Return the step of a layout, before any strategy."""
         if self._any_step is None:

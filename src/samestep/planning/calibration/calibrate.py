@@ -178,7 +178,7 @@ def _calibrated(
 
 def _played_s(programs: tuple[Program, ...], machine: Hardware) -> float:
     """Return the predicted seconds of a step."""
-    return clock.play(programs, machine).step_s
+    return clock.Score(programs, machine).step_s(machine)
 
 
 def _why_kept(found: Calibration) -> str:
