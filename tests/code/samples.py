@@ -271,7 +271,63 @@ def a_weight_with_a_clamped_gradient(net: Language, x: Tensor) -> Tensor:
     return F.linear(x, weight).tanh()
 
 
-TRIED = [an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each, a_weight_of_signs]
+# -- numbers of all samples at which code looks --------------------------------------------------------
+
+
+def a_branch_near_a_value(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) if x.detach().abs().max() < 1.0 else net.other(x)
+
+
+def a_number_to_branch_on(net: Language, x: Tensor) -> Tensor:
+    size = x.detach().norm(dim=-1).mean().item()
+    return net.mix(x) if size < 1.0 else net.other(x)
+
+
+def a_fixed_point(net: Language, x: Tensor) -> Tensor:
+    z = torch.zeros_like(x)
+    for _ in range(20):
+        z, before = torch.tanh(0.2 * net.mix(z) + x), z
+        if (z - before).detach().norm() < 1e-3:
+            break
+    return z
+
+
+def a_step_size(net: Language, x: Tensor) -> Tensor:
+    size = 1.0
+    while (size * torch.tanh(net.mix(x.detach()))).abs().amax() > 0.1:
+        size /= 2
+    return x + size * torch.tanh(net.mix(x))
+
+
+def a_check_of_values(net: Language, x: Tensor) -> Tensor:
+    assert x.detach().abs().max() < 10.0, "values are near one"
+    assert not torch.isnan(x).any()
+    assert x.detach().sum().isfinite()
+    return net.mix(x).sin()
+
+
+def a_number_that_is_noted(net: Language, x: Tensor) -> Tensor:
+    net.noted = float(x.detach().abs().max())
+    return net.mix(x).sin()
+
+
+def samples_until_all_are_done(net: Language, x: Tensor) -> Tensor:
+    done = torch.zeros(len(x), 1, 1, dtype=torch.bool, device=x.device)
+    for _ in range(8):
+        x = torch.where(done, x, x + 0.5 * torch.tanh(net.mix(x)))
+        done = done | (x.detach().abs().amax((1, 2), keepdim=True) > 1.5)
+        if done.all():
+            break
+    return x
+
+
+ACTING = {
+    a_branch_near_a_value: "max", a_number_to_branch_on: "mean", a_fixed_point: "norm", a_step_size: "amax",
+}  # fmt: skip
+TRIED = [
+    an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each, a_weight_of_signs,
+    a_check_of_values, a_number_that_is_noted, samples_until_all_are_done,
+]  # fmt: skip
 FOUND = [a_count_of_samples]
 MIXING = {
     one_that_mixes: "centred",
@@ -280,7 +336,7 @@ MIXING = {
     a_weight_with_a_normed_gradient: "Function",
     a_weight_with_a_clamped_gradient: "a hook on a gradient",
 }
-PARTS = (*APART, *COUPLED, *TRIED, *FOUND, *MIXING)
+PARTS = (*APART, *COUPLED, *TRIED, *FOUND, *MIXING, *ACTING)
 MODELS |= {f"between {part.__name__}": Code(functools.partial(Language, part)) for part in PARTS}
 LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
 
@@ -301,6 +357,10 @@ REFUSED = [
         for part, words in COUPLED.items()
     ),
     *(Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} .*{words}") for part, words in MIXING.items()),
+    *(
+        Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*{words}\w*, and its code acts on the number")
+        for part, words in ACTING.items()
+    ),
     *(
         Refused(
             row.layout, row.code, r"samples influence each other|deviates", UnprovenError, is_nightly=row.is_nightly

@@ -174,7 +174,7 @@ def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> F
     def placing(rows_of: samples.RowsOf, place: samples.Place) -> Iterator[None]:
         with record_masks(module, samples.NUM_SAMPLES, Placing(rows_of, place, drawn)) as found:
             yield
-        placed.extend(found.masks)
+        placed[:] = placed or found.masks  # of the first forward: further ones ask what code does with other answers
 
     states: tuple[StateSpec, ...] = ()
     if forward.changes.found or spec.kept_after:

@@ -33,10 +33,11 @@ from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.loss_pairs import pair_elements
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
+from samestep.independence.sample_decisions import Decisions, act_on, asks_of_parts
 from samestep.models.analysis import ExpertModules
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import LossTensor
-from samestep.state.snapshot import preserve_function
+from samestep.state.snapshot import preserve_function, preserve_modules
 from samestep.tracing.asked_values import TracedValues
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.called_again import Groups, groups_of, record_calls
@@ -90,15 +91,26 @@ def examine(
     """
     if has_items(sample):
         return Findings(tried=("the forward on several samples, of which each is an item of a list",))
-    watch = _SampleProver(module, keeps_all=keeps_all, takes_gradients=takes_gradients)
-    try:
+
+    def run(watch: _SampleProver) -> tuple[Any, Groups]:
         with (
             around(watch.rows_of, watch.place),
             watch.experts_by_row(module, experts),
             watch.calls_of_batch_norm,
             record_calls(module) as calls,
         ):
-            outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
+            found = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
+        watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(found)])
+        return found, groups_of(calls)
+
+    def run_again(decisions: Decisions) -> None:
+        with preserve_modules(module):
+            run(_SampleProver(module, decisions, keeps_all=keeps_all, takes_gradients=takes_gradients))
+
+    watch = _SampleProver(module, Decisions(), keeps_all=keeps_all, takes_gradients=takes_gradients)
+    try:
+        with preserve_modules(module) if keeps_all else nullcontext():
+            outputs, calls = run(watch)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
@@ -108,6 +120,7 @@ def examine(
     is_within = isinstance(loss, ModelLoss)
     read = set[int]() if is_within else watch.read_by(loss, outputs)
     refusal, tried = watch.mixed_gradient, [*watch.tried, *(["the loss that the forward returns"] if is_within else [])]
+    refusal = refusal or act_on(watch.decisions, run_again)
     if both := watch.batch_norm_views.keys() & watch.otherwise_called:
         refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
     for tensor in tensors_in(outputs):
@@ -127,7 +140,7 @@ def examine(
     if asked is not None and asked.rows and reads is not None:
         reads = tuple(replace(one, is_by_rows=one.of == "outputs" and not one.dtype) for one in reads)
     pairs = watch.pairs_of(loss, outputs) if asked is not None and not is_within else 0
-    return Findings(refusal, listed, watch.batch_norm_views, groups_of(calls), watch.loss_values, reads, pairs)
+    return Findings(refusal, listed, watch.batch_norm_views, calls, watch.loss_values, reads, pairs)
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
@@ -139,8 +152,11 @@ Place = Callable[[Any, tuple[int, int] | None], None]
 class _SampleProver(Prover):
     """A traced forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
 
-    def __init__(self, module: nn.Module, *, keeps_all: bool, takes_gradients: bool) -> None:
+    def __init__(self, module: nn.Module, decisions: Decisions, *, keeps_all: bool, takes_gradients: bool) -> None:
         super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all, takes_gradients=takes_gradients)
+        self.decisions = decisions
+        for tensor in (*module.parameters(), *module.buffers()):
+            decisions.number(self.key(tensor))
         self.values.keeps_constants = True
         self.mixed_gradient = ""
         """Where a custom backward mixes samples, as text."""
@@ -277,4 +293,30 @@ class _SampleProver(Prover):
     ) -> Any:
         if self._read is not None:
             self._read |= {address(tensor) for tensor in operands(*args, *(kwargs or {}).values())}
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.values.keeps_all or not self.is_following:
+            return outcome
+        given = [tensor for tensor in operands(*args, *(kwargs or {}).values()) if tensor.is_meta]
+        if torch.Tag.data_dependent_output not in func.tags:
+            results = [tensor for tensor in operands(outcome) if tensor.is_meta]
+            self.decisions.run(func, args, kwargs or {}, results, self.key)
+        elif len(given) == 1:
+            return self.decisions.answer(self.key(given[0]), outcome)
+        return outcome
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor that code reads, or other ones where it is asked what the code does with these."""
+        found: Tensor = self.decisions.answer(self.key(tensor), super().read(tensor))
+        return found
+
+    def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        super()._carry_on(func, args, kwargs, results)
+        if not self.values.keeps_all:
+            return
+        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        self.decisions.follow(
+            [(self.key(one), one, isinstance(self.known.of(one), Along)) for one in given],
+            [(self.key(one), isinstance(self.known.of(one), Mixed)) for one in results],
+            f"{self.where} by {func.overloadpacket.__name__}, and its code acts on the number for all of them",
+            asks=asks_of_parts(func, args, self.value_of),
+        )
