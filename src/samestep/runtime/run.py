@@ -57,8 +57,8 @@ from samestep.runtime.own_steps.steps_by_hand import StepsByHand
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.processes.process_groups import forget_groups
 from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
