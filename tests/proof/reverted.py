@@ -245,6 +245,7 @@ def _without(patch: Patch, field: str, **fields: Any) -> None:
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
     around(patch, assembly, "examine", sliced)
+    around(patch, stage, "examine", sliced)
 
 
 @reverted("D3", "experts that weigh by themselves", "dp=2 ep=2", Cause.FORWARD, is_refused=True)

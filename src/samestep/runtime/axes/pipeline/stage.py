@@ -30,6 +30,7 @@ from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import disable_compiler, dynamo
 from samestep.datasets.values import has_items, num_samples, rows_of
 from samestep.errors import LayoutError, ModelError
+from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import with_first
 from samestep.job import Job
@@ -427,6 +428,17 @@ def _or_refuse(name: str) -> Iterator[None]:
 
 
 # -- tensors between stages in the run's dtypes ----------------------------------------------------
+
+
+def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
+    """Return the model of a source with what a layout needs to know; what is known already is not traced again.
+
+    Raises:
+        LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
+    """
+    traced = examine(source, job, example, layout)
+    recorded = with_flows(traced, layout, job, example, source.loss)[0].flows
+    return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)
 
 
 def with_flows(
