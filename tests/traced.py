@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.models.spec_json import to_json
@@ -91,7 +92,7 @@ def specs_here() -> Iterator[None]:
     elsewhere = catalog._trace_elsewhere
 
     def trace(job: Job) -> str:
-        if not job.model.source.startswith(("hf:", "samestep.")) or job.model_folder is not None:
+        if not job.model.source.startswith(("hf:", "samestep.")) or model_folder(job) is not None:
             return elsewhere(job)
         return to_json(workload.trace_job(job).spec)
 

@@ -220,20 +220,6 @@ class Layout:
             values.setdefault("zero", 3)
         return cls(**values)
 
-    @classmethod
-    def words(cls) -> tuple[str, ...]:
-        """Return the words of a layout as one begins to write them: `tp=` before a number, else each value."""
-        written = ["dp="]
-        for name, hint in _types_of(cls).items():  # type: ignore[arg-type]
-            choices = {"schedule": tuple(SCHEDULES), "zero": (0, 1, 2, 3)}.get(name, get_args(hint))
-            if hint is bool:
-                written.append(name)
-            elif name in ("schedule", "zero") or all(isinstance(choice, str) for choice in choices or (0,)):
-                written += [f"{name}={choice}" for choice in choices]
-            else:
-                written.append(f"{name}=")
-        return tuple(written)
-
     def __str__(self) -> str:
         """Return the shortest line that parses back to this layout."""
         plain = self.dp_shard == 1 if self.zero == 0 else self.dp_replicate == 1
