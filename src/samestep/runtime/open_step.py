@@ -5,24 +5,22 @@ The host decides on the update once it has read them, or on a GPU the device bef
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from samestep.models.loss_names import LossNames
-from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.step_report import StepReport, peak_memory_bytes, peak_reserved_bytes
-from samestep.runtime.step_scalars import StepNumbers, SummedScalars
+from samestep.runtime.step_report import StepReport
+from samestep.runtime.step_scalars import SummedScalars
 from samestep.state.kept_tensors import KeptTensors
 
 
@@ -133,24 +131,3 @@ class OpenStep:
         if self.state is StepState.OPEN:
             self.state = StepState.HELD_BACK if self.was_held_back else StepState.CLOSED
         return SummedScalars.of(sums, num_unsure, self.names.num_numbers)
-
-    def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, **judged: Any) -> StepReport:
-        """Return what the summed scalars say of the step, with the fields of the report that whoever decided on it has `judged`."""
-        step_s = time.perf_counter() - self.began_s
-        terms, values = self.names.means(summed.reported)
-        return StepReport(
-            step=self.batch.step + 1,
-            loss=numbers.loss,
-            grad_norm=numbers.norm,
-            tokens=int(summed.agreed.count),
-            step_s=step_s,
-            tokens_per_s=summed.agreed.count / step_s,
-            data_wait_s=self.data_wait_s,
-            memory_bytes=peak_memory_bytes(device),
-            reserved_bytes=peak_reserved_bytes(device),
-            stop=summed.flags[StepFlag.STOP] > 0,
-            save=summed.flags[StepFlag.SAVE] > 0,
-            terms=terms,
-            values=values,
-            **judged,
-        )
