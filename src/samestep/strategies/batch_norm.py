@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from samestep.errors import module_name
 from samestep.models.layer_parts import BatchNormCall
 from samestep.models.spec import gradients_within
+from samestep.program.graphs import one_graph
 from samestep.program.ops import BodyKey, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.sample_groups import SampleGroups
@@ -50,8 +51,8 @@ def refusal(step: StepSpec) -> str | None:
         return None
     if step.model.differentiates_at:
         return f"{path} takes statistics over ranks (batch norm), and {gradients_within(step.model)}: one rank works"
-    if step.one_graph:
-        return f"{path} takes statistics over ranks (batch norm), and {step.one_graph}: run.compile = 'none' works"
+    if one_graph(step):
+        return f"{path} takes statistics over ranks (batch norm), and {one_graph(step)}: run.compile = 'none' works"
     return None
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from samestep.errors import module_name
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import gradients_within
+from samestep.program.graphs import one_graph
 from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -49,8 +50,8 @@ def refusal(step: StepSpec) -> str | None:
         )
     if layout.dp > 1 and model.differentiates_at:
         return f"{who} takes values over ranks (samestep.batch_sum), and {gradients_within(model)}: one rank works"
-    if layout.dp > 1 and step.one_graph:
-        return f"{who} takes values over ranks (samestep.batch_sum), and {step.one_graph}: run.compile = 'none' works"
+    if layout.dp > 1 and one_graph(step):
+        return f"{who} takes values over ranks (samestep.batch_sum), and {one_graph(step)}: run.compile = 'none' works"
     return None
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from samestep.building import nf4
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
+from samestep.program.graphs import repeats_in_graphs
 from samestep.program.program import Program
 from samestep.randomness import mode as dropout
 from samestep.randomness import recomputed_draws
@@ -91,13 +92,13 @@ class AppliedAxes:
         norms = batch_norm.shared_samples(model, program, mesh)
         deferred = Deferred(traced, program)
         folded_hooks.fold(model, program)
-        if program.step.repeats_in_graphs:
+        if repeats_in_graphs(program.step):
             recompute.apply(model, program, mesh.device)
         compiled = compile_blocks(traced, program, settings)
         dropout.leave_out(model, compiled.in_graph)
         dropout.track_modules(model)
         dropout.place_samples(model, traced.spec.masks)
-        if not program.step.repeats_in_graphs:
+        if not repeats_in_graphs(program.step):
             recompute.apply(model, program, mesh.device)
         return cls(traced, program, mesh, slicing, norms, compiled, deferred)
 

@@ -52,6 +52,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode, RunTable
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import MaskSpec
+from samestep.program.graphs import repeats_in_graphs
 from samestep.program.program import Program
 from samestep.randomness import graph_draws
 from samestep.randomness.mask_source import MaskSource
@@ -286,7 +287,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         _compile_one(
             blocks.compiler, [(path, uncompiled.get(path)) for path in entry.islands if path not in heads], heads
         )
-    elif step.repeats_in_graphs:
+    elif repeats_in_graphs(step):
         blocks.compiler.why_whole = "it is recomputed"
     blocks.in_graph = entry.in_graph - entry.seen
     _allow_more_graphs(blocks.num_blocks + _CHANGES)
