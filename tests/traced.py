@@ -24,7 +24,7 @@ from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.models.spec_json import to_json
 from samestep.runtime import assembly
-from samestep.runtime.axes.pipeline import stage
+from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.training import workload
 
 _KNOWN: dict[Hashable, TracedModel] = {}
@@ -54,7 +54,7 @@ def prepared(
     key = (key, job.train.loss, job.train.seed)
     if for_any:
         _KNOWN[key] = examine(replace(source, prepared=_KNOWN.get(key)), job, example)
-    found = stage.trace_for_layout(replace(source, prepared=_KNOWN.get(key)), layout, job, example)
+    found = recorded_flows.trace_for_layout(replace(source, prepared=_KNOWN.get(key)), layout, job, example)
     _KNOWN[key] = found
     _asked.add(key)
     return copied(found)
@@ -79,7 +79,7 @@ def families_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workload, "examine", once)
         patch.setattr(assembly, "examine", once)
-        patch.setattr(stage, "examine", once)
+        patch.setattr(recorded_flows, "examine", once)
         yield
 
 

@@ -47,7 +47,7 @@ from samestep.runtime.axes import (
 )
 from samestep.runtime.axes.applied_axes import AppliedAxes, Parallel
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks
-from samestep.runtime.axes.pipeline import stage as pipeline
+from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.objective import Objective
 from samestep.runtime.optimizers.closures import members_that_evaluate
@@ -184,7 +184,7 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     Raises:
         InputError: the model or the optimizer does not fit the layout.
     """
-    traced, flows = pipeline.with_flows(examine(source, job, example, layout), layout, job, example, source.loss)
+    traced, flows = recorded_flows.with_flows(examine(source, job, example, layout), layout, job, example, source.loss)
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")

@@ -102,7 +102,7 @@ class Interpreter:
             self._losses[place] = self._forward(task, microbatches, totals)
         else:
             if kind is TaskKind.WEIGHT:
-                parallel.deferred.add_up(task.microbatch)
+                parallel.stage.weight_gradients(task.microbatch)
             else:
                 self._backward(task, self._losses.pop(place))
             self.trials.check_generators(self.assembly, self.step, "the backward")
@@ -197,9 +197,7 @@ class Interpreter:
             mode.end_forward(model.module)
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
-        parallel = self.assembly.parallel
-        parallel.deferred.microbatch = task.microbatch
         if self.of.into is None or loss is None:
-            parallel.stage.backward(task.microbatch, task.chunk, loss)
+            self.assembly.parallel.stage.backward(task.microbatch, task.chunk, loss)
         else:
             loss.backward(inputs=self.of.into)

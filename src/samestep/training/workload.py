@@ -45,7 +45,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
-from samestep.runtime.axes.pipeline.stage import trace_for_layout
+from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.evaluated_run import Measure
 from samestep.runtime.run import Run

@@ -60,8 +60,6 @@ class Parallel:
     """What forwards ask of samples that other ranks have, such as the statistics of a batch norm."""
     step_parts: tuple[PartOfStep, ...]
     """Those of them that hold something from the beginning of a step to its end."""
-    deferred: Deferred
-    """Weight gradients that a split backward has postponed."""
     pending: Callable[[], AbstractContextManager[None]]
     """Returns the context of a forward whose loss makes the logits, in chunks."""
     checkpoints: AbstractContextManager[None]
@@ -79,6 +77,7 @@ class AppliedAxes:
     batch_norms: SharedSamples
     compiled: CompiledBlocks
     deferred: Deferred
+    """Weight gradients that a split backward postpones."""
 
     @classmethod
     def of(cls, traced: TracedModel, program: Program, mesh: Mesh, settings: RunTable) -> AppliedAxes:
@@ -106,7 +105,7 @@ class AppliedAxes:
         """Return what carries out the program between ranks; the model is filled."""
         traced, program, mesh, norms = self.traced, self.program, self.mesh, self.batch_norms
         other_stages.mark(traced.module)
-        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows)
+        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred)
         keeps_calls = traced.analysis.recomputes_calls and isinstance(stage, pipeline.Stage)
         repeated = (
             functools.partial(precision.recompute_contexts, program),
@@ -126,7 +125,6 @@ class AppliedAxes:
             ),
             slicing=self.slicing,
             batch_norms=norms,
-            deferred=self.deferred,
             pending=chunked_loss.pending_of(traced.module, program, mesh, self.compiled.run),
             checkpoints=recompute.in_our_modes(
                 functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),
