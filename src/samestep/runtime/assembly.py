@@ -36,7 +36,6 @@ from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.randomness.dropout_state import DropoutState
-from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
     batch_norm,
     exchanging_calls,
@@ -92,8 +91,6 @@ class PreparedModel:
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
     replaced: ReplacedWeights
     dropout: DropoutState
-    mask_part: MaskSlice | None
-    """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
     remarks: tuple[str, ...] = ()
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
@@ -228,10 +225,9 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
 
 def _prepare_model(decided: _Decided, axes: AppliedAxes, store: WeightStore) -> PreparedModel:
     """Return the filled module and the facts that a run needs about it."""
-    traced, program, spec, model, mesh = decided.traced, decided.program, decided.spec, axes.traced.module, axes.mesh
+    traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
     written = [state.full_name for state in traced.analysis.states if state.kind == "weight"]
     running = batch_norm.running_buffers(model, spec)
-    tp, cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     return PreparedModel(
         module=model,
         spec=spec,
@@ -241,12 +237,9 @@ def _prepare_model(decided: _Decided, axes: AppliedAxes, store: WeightStore) -> 
         running_buffers=[*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)],
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, written, program),
-        dropout=DropoutState.of(traced.analysis.has_dropout, spec),
-        mask_part=MaskSlice.of(
-            spec, tp, cp, cuts_sequence=program.step.layout.sequence_parallel, cp_heads=axes.slicing.heads
-        ),
+        dropout=axes.dropout_state(decided.job.run),
         given=dict(traced.blueprint.given),
-        gathered=traced.analysis.gathered if mesh.size("tp") > 1 else {},
+        gathered=traced.analysis.gathered if program.step.layout.tp > 1 else {},
     )
 
 

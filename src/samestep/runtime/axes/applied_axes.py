@@ -19,6 +19,8 @@ from samestep.program.graphs import repeats_in_graphs
 from samestep.program.program import Program
 from samestep.randomness import mode as dropout
 from samestep.randomness import recomputed_draws
+from samestep.randomness.dropout_state import Dropout, DropoutState
+from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
     batch_norm,
     chunked_loss,
@@ -100,6 +102,19 @@ class AppliedAxes:
         if not repeats_in_graphs(program.step):
             recompute.apply(model, program, mesh.device)
         return cls(traced, program, mesh, slicing, norms, compiled, deferred)
+
+    def dropout_state(self, settings: RunTable) -> DropoutState:
+        """Return the state of the model's dropout before the first step: active if the trace drew masks or a probability is above 0."""
+        spec, mesh, layout = self.traced.spec, self.mesh, self.program.step.layout
+        tp, cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
+        is_active = spec.masks or self.traced.analysis.has_dropout
+        return DropoutState(
+            Dropout.ACTIVE if is_active else Dropout.UNKNOWN,
+            self.traced.module,
+            MaskSlice.of(spec, tp, cp, cuts_sequence=layout.sequence_parallel, cp_heads=self.slicing.heads),
+            may_go_by_name=layout.pp == layout.cp == 1 and not self.compiled.num_blocks,
+            allows_random="random" in settings.allow,
+        )
 
     def parallel(self, flows: Flows | None) -> Parallel:
         """Return what carries out the program between ranks; the model is filled."""
