@@ -211,7 +211,7 @@ class DeviceDeciders(Deciders):
             return decide(sums, numerator, self._own.job.optimizer.clip_norm, used.expected_flags())
 
         updater, may_decide = self._own.current.weights.updater, self._device_may_decide
-        is_usual = not host_reads and self.num_updates > 0 and not self._own.replicas.are_apart
+        is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
             return DeviceDecides(updater, follow)
         sends = is_usual and updater.offload.is_apart(self._device)

@@ -46,7 +46,7 @@ from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.local_replicas import Replicas
+from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.held_bytes import held_bytes
@@ -97,7 +97,8 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         self._kernels = chosen_kernels.of_job(job, place.device)
         self.receivers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
-        self._own = HeldAssembly(source, layout, job, place, averages)
+        held = HeldAssembly if job.numerics.exchange_every == 1 else LocalReplicas
+        self._own = held(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights, shared=shared)
         self._parts = StepsInParts(self._stepper, self._own)
@@ -107,6 +108,9 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         self._state = RunState(self, self._own)
         self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
+        if self._own.are_apart:
+            self._after_step.append(lambda step: self._own.exchange(step + 1))
+            self._after_step.append(lambda _: self._stepper.guards.note_replicas())
 
     def __repr__(self) -> str:
         """Return the layout and the number of steps, as a notebook shows them."""
@@ -134,9 +138,9 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         return self._stepper.guards.spikes
 
     @property
-    def replicas(self) -> Replicas:
+    def replicas(self) -> HeldAssembly:
         """The models that this rank trains, whose first is the run's: a list of one, unless the job trains several replicas independently."""
-        return self._own.replicas
+        return self._own.prepared()
 
     @property
     def is_prepared(self) -> bool:
@@ -180,9 +184,6 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
         self._stepper.guards.begin(self._own.current)
-        if self.replicas.are_apart:
-            self._after_step.append(lambda step: self.replicas.exchange(step + 1))
-            self._after_step.append(lambda _: self._stepper.guards.note_replicas())
         self._state.begin()
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:

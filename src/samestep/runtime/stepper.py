@@ -112,7 +112,7 @@ class Stepper:
     @functools.cached_property
     def used(self) -> UsedWeights:
         """The agreement of the ranks on the weights that steps use."""
-        parallel, number = self.held.parallel, self._own.replicas.number
+        parallel, number = self.held.parallel, self._own.number
         return UsedWeights.of(parallel.program, parallel.mesh, self.held.model.spec, number)
 
     # -- inside a step -----------------------------------------------------------------------------
@@ -142,9 +142,7 @@ class Stepper:
         self._deciders.begin_step(weights.updater)
         numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
-            own = [
-                self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.replicas.each())
-            ]
+            own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
             # Agree: one all_reduce, whose sums the host does not wait for.
             host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
@@ -172,8 +170,8 @@ class Stepper:
         note = self.note_of(numbers, opened.batch) or self.guards.spikes.judge(numbers.loss)
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
-        are_apart = self._own.replicas.are_apart
-        for number, assembly in self._own.replicas.each():
+        are_apart = self._own.are_apart
+        for number, assembly in self._own.each():
             updater = assembly.weights.updater
             if opened.state is StepState.HELD_BACK:
                 updater.unused = self.used.unused(number)
@@ -213,7 +211,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         opened.running_buffers.restore()
-        for _, assembly in self._own.replicas.each():
+        for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
         before, self.progress = self.progress, Progress.REPEATING
         again = self.open(opened.batch, opened.of)
@@ -334,7 +332,7 @@ class Stepper:
             StepFlag.UNUSED_CHANGED: self.used.has_changed,
             StepFlag.RECORD: join.record_requested(),
         }
-        sums = torch.cat([self._own.replicas.sums(own), flag_slots(flags, self.place.device)])
+        sums = torch.cat([self._own.sums(own), flag_slots(flags, self.place.device)])
         if self.place.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])
