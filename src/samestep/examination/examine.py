@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from samestep.building.families import facts_of
@@ -26,7 +25,7 @@ from samestep.building.loss_result import Loss as Loss
 from samestep.building.model import JobModel, give_labels
 from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
-from samestep.building.several_models import Models
+from samestep.building.training_modules import refuse_scripts, set_training
 from samestep.datasets import blame_samples
 from samestep.errors import ModelError, failures_of
 from samestep.examination import plan_search
@@ -212,31 +211,9 @@ def build_blueprint(source: Source, job: Job) -> Blueprint:
     named = isinstance(source.model, JobModel)
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
         plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
-    for path, part in plan.module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others: the module "
-                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it'
-            )
+    refuse_scripts(plan.module)
     without_own_groups(plan.module)
     if isinstance(source.loss, ModelLoss):
         give_labels(plan.module)
     set_training(plan.module)
     return plan
-
-
-def set_training(model: nn.Module) -> None:
-    """Let a model train as a loop's `model.train()` does; in one that trains already, a part in evaluation mode is intended.
-
-    A class that keeps a part in evaluation mode, as one with frozen batch norms does, says so in a `train` of its own.
-    """
-    if isinstance(model, Models):
-        for one in model.trained():
-            set_training(one)
-        return
-    modes = {part: part.training for part in model.modules()}
-    is_loaded_for_inference = not model.training
-    if is_loaded_for_inference or any(type(part).train is not nn.Module.train for part in modes):
-        model.train()
-    for part, trains in modes.items() if not is_loaded_for_inference else ():
-        part.training &= trains

@@ -33,11 +33,12 @@ from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward, StepState
+from samestep.runtime.open_step import OpenStep, Progress, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
+from samestep.runtime.step_backward import WHOLE, StepBackward
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
