@@ -56,6 +56,7 @@ from samestep.runtime.own_steps.steps_by_hand import StepsByHand
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.processes.process_groups import forget_groups
 from samestep.runtime.recording.recorded_run import RecordedRun
 from samestep.runtime.recording.step_recorder import StepRecorder
@@ -248,6 +249,11 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2]."""
         return self._stepper.forward_backward(self.labelled(batch))
+
+    def all_waived(self) -> tuple[str, ...]:
+        """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each."""
+        everyone = gather_values(self.job.run.met, self.layout.world_size)
+        return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
     def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
         """Return what a method of this run was given as the batch of its next step, or of another one.

@@ -19,7 +19,6 @@ from samestep.proof import record
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes import whereabouts
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, out_of_memory, run_folder
@@ -151,10 +150,7 @@ def _finish(evaluated: evaluations.Evaluations, checked: Checked, log: RunLog | 
         with use_evaluated_weights(run), log.spending("evaluations"):
             losses, accuracy = held_out_losses(run, workload), held_out_accuracy(run, workload)
             _print_sample(run, log, "after training")
-    everyone = gather_values(run.job.run.met, run.layout.world_size)
-    waived = tuple(
-        dict.fromkeys(text for texts in everyone for text in texts)
-    )  # the refusals that any rank met and `run.allow` waived
+    waived = run.all_waived()
     if isinstance(log, NoLog):
         return None
     log.end(evaluated, losses, accuracy)
