@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_map_only
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.models.spec_json import to_json
 from samestep.runtime import assembly
+from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.training import workload
 
 _KNOWN: dict[Hashable, TracedModel] = {}
@@ -52,7 +54,7 @@ def prepared(
     key = (key, job.train.loss, job.train.seed)
     if for_any:
         _KNOWN[key] = examine(replace(source, prepared=_KNOWN.get(key)), job, example)
-    found = assembly.trace_for_layout(replace(source, prepared=_KNOWN.get(key)), layout, job, example)
+    found = recorded_flows.trace_for_layout(replace(source, prepared=_KNOWN.get(key)), layout, job, example)
     _KNOWN[key] = found
     _asked.add(key)
     return copied(found)
@@ -77,6 +79,7 @@ def families_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workload, "examine", once)
         patch.setattr(assembly, "examine", once)
+        patch.setattr(recorded_flows, "examine", once)
         yield
 
 
@@ -89,7 +92,7 @@ def specs_here() -> Iterator[None]:
     elsewhere = catalog._trace_elsewhere
 
     def trace(job: Job) -> str:
-        if not job.model.source.startswith(("hf:", "samestep.")) or job.model_folder is not None:
+        if not job.model.source.startswith(("hf:", "samestep.")) or model_folder(job) is not None:
             return elsewhere(job)
         return to_json(workload.trace_job(job).spec)
 

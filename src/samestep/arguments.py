@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_args
 
 from samestep.errors import InputError, did_you_mean
 from samestep.job_tables import MOST_STEPS, MayChange, Precision, Waiver
-from samestep.layout import MOST_RANKS
+from samestep.layout_limits import MOST_RANKS
 
 JSON_ALONE = "--json=-"
 """`--json` without a file, as the parser takes it."""

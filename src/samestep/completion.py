@@ -11,11 +11,13 @@ from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from samestep import hardware
 from samestep import job_files as jobs
 from samestep.engines.scripts import ENGINES
 from samestep.layout import Layout
+from samestep.schedules import SCHEDULES
 from samestep.simulation import cases
 
 SEVERAL = ("--layout", "--why", "--why-not")
@@ -39,13 +41,27 @@ class Argument:
 def words_of_flags() -> dict[str, Sequence[str]]:
     """Return the words that may follow flags whose parser has no choices."""
     return {
-        **dict.fromkeys(SEVERAL, Layout.words()),
+        **dict.fromkeys(SEVERAL, words_of_layouts()),
         "--set": jobs.settings(),
         "--hardware": hardware.known(),
         "--show": hardware.known(),
         "--on": tuple(ENGINES),
         "--case": ("list", *cases.RUNS, *cases.COMPARISONS),
     }
+
+
+def words_of_layouts() -> tuple[str, ...]:
+    """Return the words of a layout as one begins to write them: `tp=` before a number, else each value."""
+    written = ["dp="]
+    for name, hint in get_type_hints(Layout).items():
+        choices = {"schedule": tuple(SCHEDULES), "zero": (0, 1, 2, 3)}.get(name, get_args(hint))
+        if hint is bool:
+            written.append(name)
+        elif name in ("schedule", "zero") or all(isinstance(choice, str) for choice in choices or (0,)):
+            written += [f"{name}={choice}" for choice in choices]
+        else:
+            written.append(f"{name}=")
+    return tuple(written)
 
 
 def arguments_of(verb: ArgumentParser, words: Mapping[str, Sequence[str]]) -> list[Argument]:

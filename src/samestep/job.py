@@ -7,10 +7,7 @@ their keys and ranges, are in `job_tables` and `optimizer_tables`, the rules bet
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Unpack
 
 import tomli_w
@@ -80,24 +77,6 @@ class Job(Table):
         return self
 
     @property
-    def model_folder(self) -> Path | None:
-        """Folder of a pretrained model, which a separator in its name or its config.json tells from a family; else None."""
-        name = self.model.source.removeprefix("hf:")
-        if not name or name == self.model.source:
-            return None
-        place = self.place_of(name)
-        is_path = any(mark in name for mark in "/\\") or name in (".", "..") or (place / "config.json").is_file()
-        return place if is_path else None
-
-    def place_of(self, path: str) -> Path:
-        """Return where a path of the job is: in `run.folder`, or where there is none of this name, in the working directory."""
-        given = Path(os.path.expanduser(path))
-        if not path or self.run.folder is None or Path(self.run.folder) == Path.cwd():
-            return given
-        near = Path(self.run.folder) / given  # of an absolute path the path itself
-        return given if not exists(near) and exists(given) else near
-
-    @property
     def evaluated_sets(self) -> tuple[str, ...]:
         """The names of what is evaluated: the part of the data that is held out, if there is one, and the sets besides."""
         own = (HELD_OUT,) if self.data.held_out else ()
@@ -132,12 +111,6 @@ class Job(Table):
         if with_folder:
             tables["run"]["folder"] = self.run.folder or ""
         return tomli_w.dumps(_without_none(tables))
-
-
-def exists(path: Path) -> bool:
-    """Return whether there is a file or a folder, or files of which the path is a prefix."""
-    parent = path.parent
-    return os.path.exists(path) or (os.path.isdir(parent) and any(parent.glob(f"{glob.escape(path.name)}.*")))
 
 
 def _without_none(value: Any) -> Any:

@@ -15,7 +15,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from samestep.errors import JobError, short_repr
-from samestep.job import Job, exists
+from samestep.job import Job
+from samestep.job_paths import exists
 from samestep.job_tables import PRESET, types_in
 
 _KEYS_OF_SOURCES = ("data.source", "data.held_out_sets.", "model.source")

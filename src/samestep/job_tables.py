@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from samestep.errors import UnprovenError, short_repr
-from samestep.layout import MOST_RANKS, MOST_SAMPLES
+from samestep.layout_limits import MOST_RANKS, MOST_SAMPLES
 from samestep.rules import RULES
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]

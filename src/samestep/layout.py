@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args, get_type_hints
 
 from samestep.errors import LayoutError, did_you_mean, short_repr
+from samestep.layout_limits import MOST_RANKS, check_degree, check_microbatch, check_tokens
 from samestep.records import changed
 from samestep.schedules import DEFAULT, SCHEDULES
 
@@ -28,14 +29,6 @@ Recompute = Literal["none", "selective", "full", "offload"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
 TokenExchange = Literal["auto", "heads", "ring", "hybrid"]
-
-
-MOST_RANKS = 2**20
-"""The largest number of ranks: no machine has more, and the divisors of larger numbers take long to find."""
-MOST_TOKENS = 2**30
-"""The largest number of tokens of a chunk, more than any micro-batch has."""
-MOST_SAMPLES = 2**24
-"""The largest number of samples of a batch: their indices are an array on every rank."""
 
 
 def degree() -> int:
@@ -87,11 +80,9 @@ class Layout:
             check_degree(name, getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _none_of("schedule", self.schedule, SCHEDULES)
-        if self.microbatch is not None and not 1 <= self.microbatch <= MOST_SAMPLES:
-            bound = "at least 1 sample" if self.microbatch < 1 else f"at most {MOST_SAMPLES} samples"
-            raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds {bound}")
-        _check_tokens("loss_chunk", self.loss_chunk, "a chunk of the loss")
-        _check_tokens("mlp_chunk", self.mlp_chunk, "a chunk of an MLP")
+        check_microbatch(self.microbatch)
+        check_tokens("loss_chunk", self.loss_chunk, "a chunk of the loss")
+        check_tokens("mlp_chunk", self.mlp_chunk, "a chunk of an MLP")
         if self.world_size > MOST_RANKS:
             raise LayoutError(f"the degrees multiply to {self.world_size} ranks; at most {MOST_RANKS} work")
         if self.zero not in (0, 1, 2, 3):
@@ -220,20 +211,6 @@ class Layout:
             values.setdefault("zero", 3)
         return cls(**values)
 
-    @classmethod
-    def words(cls) -> tuple[str, ...]:
-        """Return the words of a layout as one begins to write them: `tp=` before a number, else each value."""
-        written = ["dp="]
-        for name, hint in _types_of(cls).items():  # type: ignore[arg-type]
-            choices = {"schedule": tuple(SCHEDULES), "zero": (0, 1, 2, 3)}.get(name, get_args(hint))
-            if hint is bool:
-                written.append(name)
-            elif name in ("schedule", "zero") or all(isinstance(choice, str) for choice in choices or (0,)):
-                written += [f"{name}={choice}" for choice in choices]
-            else:
-                written.append(f"{name}=")
-        return tuple(written)
-
     def __str__(self) -> str:
         """Return the shortest line that parses back to this layout."""
         plain = self.dp_shard == 1 if self.zero == 0 else self.dp_replicate == 1
@@ -243,24 +220,6 @@ class Layout:
             if value != one.default:
                 words.append(one.name if value is True else f"{one.name}={value}")
         return " ".join(words)
-
-
-def check_degree(name: str, value: int) -> None:
-    """Refuse a number of ranks, devices or stages that no layout can have.
-
-    Raises:
-        LayoutError: it is below 1 or above `MOST_RANKS`.
-    """
-    if not 1 <= value <= MOST_RANKS:
-        bound = "at least 1" if value < 1 else f"at most {MOST_RANKS}"
-        raise LayoutError(f"{name}={value}: a degree is {bound}")
-
-
-def _check_tokens(name: str, tokens: int | None, what: str) -> None:
-    """Refuse a number of tokens that no chunk can have; None is none."""
-    if tokens is not None and not 1 <= tokens <= MOST_TOKENS:
-        bound = "at least 1 token" if tokens < 1 else f"at most {MOST_TOKENS} tokens"
-        raise LayoutError(f"{name}={tokens}: {what} holds {bound}")
 
 
 @functools.cache

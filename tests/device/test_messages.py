@@ -18,7 +18,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ranks import Ranks
 from samestep.runtime.axes.pipeline.stage_messages import Messages
-from samestep.runtime.processes import mesh, plain_data
+from samestep.runtime.processes import mesh, plain_data, process_groups
 from samestep.runtime.processes.messages import broadcast_from, broadcast_value, gather_values
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, make_run, on_ranks
@@ -128,6 +128,7 @@ def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
         split_group=lambda **given: calls.append(given) or len(calls),
     )
     monkeypatch.setattr(mesh, "dist", stub)
+    monkeypatch.setattr(process_groups, "dist", stub)
     axes = dict.fromkeys(("world", "dp_replicate", "dp_shard", "tp", "pp", "dp_shard"), 0)
     program: Any = SimpleNamespace(axes=axes, step=SimpleNamespace(layout=layout, ranks=Ranks.of(layout)))
     built = mesh.build(program, torch.device("cuda", 0), 77.0)
@@ -136,7 +137,7 @@ def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in calls:
         members = [rank for ranks in call["split_ranks"] for rank in ranks]
         assert len(members) == len({*members}) <= 128
-    mesh.forget_groups()
+    process_groups.forget_groups()
 
 
 def sent_whole(rank: int, world: int, value: Any) -> Any:
@@ -196,7 +197,7 @@ def ways_of_making_groups(rank: int, world: int, model: str, layout: str, job: J
     split = torch.distributed.split_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "split_group", lambda **g: (asked.append(g["group_desc"]), split(**g))[1])
-        mesh.forget_groups()
+        process_groups.forget_groups()
         make_run(rank, world, model, layout, job).prepare(next(batches(Tokens(), job)).samples([0]))
     return asked
 

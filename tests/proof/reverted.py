@@ -33,7 +33,7 @@ from samestep.proof.verdict import Cause, Verdict
 from samestep.randomness import mode as dropout
 from samestep.runtime import assembly
 from samestep.runtime.axes import expert, recompute, weight_gradients
-from samestep.runtime.axes.pipeline import stage, whole_model
+from samestep.runtime.axes.pipeline import recorded_flows, stage, whole_model
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.optimizers import optimizer_source, used_weights
 from samestep.runtime.optimizers.update_rule import UpdateRule
@@ -245,6 +245,7 @@ def _without(patch: Patch, field: str, **fields: Any) -> None:
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
     around(patch, assembly, "examine", sliced)
+    around(patch, recorded_flows, "examine", sliced)
 
 
 @reverted("D3", "experts that weigh by themselves", "dp=2 ep=2", Cause.FORWARD, is_refused=True)

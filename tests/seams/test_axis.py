@@ -25,7 +25,7 @@ from samestep.layout import Layout, model_axis
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.runtime import assembly
+from samestep.runtime.axes import applied_axes
 from samestep.simulation import clock, memory
 from samestep.strategies import program_of, programs_of, recompute
 from tests.laboratory import (
@@ -58,7 +58,7 @@ def known() -> Iterator[None]:
     place = stack.index(recompute)  # which repeats what a forward sends
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strategies, "STACK", (*stack[:place], rows_strategy, *stack[place:]))
-        patch.setattr(assembly, "TWINS", (*assembly.TWINS, rows_twin))
+        patch.setattr(applied_axes, "TWINS", (*applied_axes.TWINS, rows_twin))
         yield
 
 

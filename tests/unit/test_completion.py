@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep import Layout, arguments, cli, completion, hardware
+from samestep import arguments, cli, completion, hardware
+from samestep.completion import words_of_layouts
 from samestep.engines.scripts import ENGINES
 from tests import small
 
@@ -83,7 +84,7 @@ def test_choices_of_every_flag_are_offered(script: Path) -> None:
         (["simulate", "--case", "zero-m"], ["zero-memory"]),
         (["simulate", "--layout", "zero"], ["zero=0", "zero=1", "zero=2", "zero=3"]),
         (["simulate", "--layout", "schedule", "=", "zero"], ["zero-bubble"]),
-        (["simulate", "--layout", '"dp=2 tp=2 sch'], [f"dp=2 tp=2 {word}" for word in Layout.words() if word[:3] == "sch"]),
+        (["simulate", "--layout", '"dp=2 tp=2 sch'], [f"dp=2 tp=2 {word}" for word in words_of_layouts() if word[:3] == "sch"]),
         (["train", "--set", "train.st"], ["train.steps="]),
         (["train", "--set", "numerics.precision", "=", "b"], ["bf16"]),
         (["evaluate", "--samples", ""], []),
@@ -138,7 +139,7 @@ def test_zsh_reads_its_script(tmp_path: Path) -> None:
     )
     done = subprocess.run(["zsh", "-f", "-c", asked], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
-    assert {*Layout.words(), *VERBS, "--measure-top", "--json"} <= {*done.stdout.splitlines()}
+    assert {*words_of_layouts(), *VERBS, "--measure-top", "--json"} <= {*done.stdout.splitlines()}
 
 
 def test_fish_offers_what_its_script_says(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from samestep.building.pretrained_form import _beside, unread_tokenizer
 from samestep.building.stored_weights import StoredWeights
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.models.weight_files import configuration, digest_of
 from samestep.training.export import export
 from tests import small
@@ -277,7 +278,7 @@ def test_a_folder_is_told_from_a_family(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ModelError, match=r"there is no folder nowhere/llama"):
         made(Path("nowhere/llama"))
     (tmp_path / "gpt2").mkdir()  # without a config.json, such as a Python package
-    assert Job(model={"source": "hf:gpt2"}).model_folder is None
+    assert model_folder(Job(model={"source": "hf:gpt2"})) is None
     saved(tmp_path / "llama", "llama")
     with pytest.raises(ModelError, match=r"hf:\./llama is the folder"):
         made(Path("llama"))

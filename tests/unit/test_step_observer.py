@@ -102,20 +102,18 @@ def test_no_update_is_told_of_a_skipped_step() -> None:
 
 
 def test_a_step_without_masks_shows_that_dropout_is_absent() -> None:
-    model = torch.nn.Linear(2, 2)
-    state = DropoutState(Dropout.UNKNOWN)
+    state = DropoutState(Dropout.UNKNOWN, torch.nn.Linear(2, 2))
     state.end_forward(num_draws=0)
     assert state.dropout is Dropout.UNKNOWN
-    state.end_step(model)
+    state.end_step()
     assert state.dropout is Dropout.ABSENT
 
 
 def test_one_mask_shows_that_dropout_is_active() -> None:
-    model = torch.nn.Linear(2, 2)
-    state = DropoutState(Dropout.UNKNOWN)
+    state = DropoutState(Dropout.UNKNOWN, torch.nn.Linear(2, 2))
     for num_draws in (0, 3, 0):
         state.end_forward(num_draws)
-    state.end_step(model)
+    state.end_step()
     assert state.dropout is Dropout.ACTIVE
 
 

@@ -17,7 +17,7 @@ from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.independence import sequence_boundaries, tensor_plan, token_slices
 from samestep.layout import Layout
 from samestep.randomness import masks
-from samestep.runtime.assembly import trace_for_layout
+from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest, during_step

@@ -36,6 +36,7 @@ from samestep.datasets.tokenizers import open_tokenizer
 from samestep.datasets.values import is_of_samples
 from samestep.errors import ModelError
 from samestep.job import Job
+from samestep.job_paths import model_folder
 
 # -- the model -------------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         ModelError: transformers, the family, a field, the module or the function does not exist.
     """
     source, config, adaptation = job.model.source, job.model.config, Adaptation(job.model.freeze, job.model.lora)
-    if job.model_folder is not None:
+    if model_folder(job) is not None:
         tokens = functools.partial(_num_tokens, job) if job.model.resize_embeddings is not None else None
         return pretrained_source(_folder_of(job), config, job.model.task, adaptation, tokens)
     if job.model.resize_embeddings is not None:
@@ -110,7 +111,7 @@ def configuration_of(job: Job) -> Any:
     Raises:
         ModelError: the family, the folder or a field does not exist.
     """
-    if job.model_folder is not None:
+    if model_folder(job) is not None:
         return folder_config(_folder_of(job), job.model.config, job.model.task)
     if job.model.source.startswith("hf:"):
         return family_config(job.model.source.removeprefix("hf:"), job.model.config, job.model.task)
@@ -123,7 +124,7 @@ def _folder_of(job: Job) -> Path:
     Raises:
         ModelError: it has the name of a family, without a separator; or transformers is not installed.
     """
-    folder, name = job.model_folder, job.model.source.removeprefix("hf:")
+    folder, name = model_folder(job), job.model.source.removeprefix("hf:")
     assert folder is not None
     check_installed(job.model.source)
     if "/" not in name and is_family(name):

@@ -26,6 +26,7 @@ from samestep.building.module_copies import deep_copy
 from samestep.building.stored_weights import by_kind, convert_tensors, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
+from samestep.job_paths import model_folder, place_of
 from samestep.models.weight_files import ONE_FILE
 
 _OF_TOKENIZERS = (
@@ -108,9 +109,9 @@ class PretrainedForm:
         """
         if self.job.model.lora is not None:
             model = self.job.model
-            adapters.configuration(self.module, self.job.model.lora, self.job.model_folder, model.task).save_pretrained(
-                folder
-            )
+            adapters.configuration(
+                self.module, self.job.model.lora, model_folder(self.job), model.task
+            ).save_pretrained(folder)
             return
         config: Any = copy.deepcopy(self.module.config)
         families.allow_cache(config)
@@ -203,7 +204,7 @@ def _conversions(module: nn.Module) -> list[Any]:
 
 def unread_tokenizer(job: Job) -> Path | None:
     """Return the folder of the model's tokenizer where the job leaves it unread and encodes its text as bytes."""
-    folder = job.model_folder
+    folder = model_folder(job)
     if folder is None or job.data.tokenizer != "bytes" or not job.data.is_text:
         return None
     return folder if any(True for _ in folder.glob("tokenizer*")) else None
@@ -211,10 +212,10 @@ def unread_tokenizer(job: Job) -> Path | None:
 
 def _beside(job: Job) -> Iterator[Path]:
     """Yield the files that are copied: of the tokenizer's folder, or else of the folder that the run started from."""
-    source = job.model_folder
+    source = model_folder(job)
     tokens = source if job.data.tokenizer == "bytes" and not job.data.is_text else None
     if job.data.tokenizer != "bytes":
-        tokens = job.place_of(job.data.tokenizer)
+        tokens = place_of(job, job.data.tokenizer)
     if tokens is not None:
         yield from sorted({path for pattern in _OF_TOKENIZERS for path in tokens.glob(pattern) if path.is_file()})
     if source is not None and (source / GENERATION).is_file():

@@ -34,6 +34,7 @@ from samestep.datasets.tokenizers import open_tokenizer, tokenizer_key
 from samestep.datasets.tokens import TokenStream, stream_part, tokens_part
 from samestep.errors import DataError, did_you_mean, failures_of
 from samestep.job import Job
+from samestep.job_paths import place_of
 from samestep.job_tables import HELD_OUT, DataTable
 
 
@@ -126,7 +127,7 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
     """
     data = job.data
     word, colon, rest = data.source.partition(":")
-    rest = str(job.place_of(rest)) if rest and f"{word}:PATH" in SOURCES else rest
+    rest = str(place_of(job, rest)) if rest and f"{word}:PATH" in SOURCES else rest
     match f"{word}{colon}":
         case "mixture":
             classes = classes if classes is not None else _classes(job)
@@ -179,7 +180,7 @@ def open_held_out(job: Job) -> dict[str, Dataset]:
 def _classes(job: Job) -> tuple[str, ...] | None:
     """Return the names of the classes in the images that a job trains on, in order; None where it trains on none."""
     sources = [
-        str(job.place_of(source.removeprefix("images:")))
+        str(place_of(job, source.removeprefix("images:")))
         for source in job.data.mixture or (job.data.source,)
         if source.startswith("images:")
     ]

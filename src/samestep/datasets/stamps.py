@@ -30,6 +30,7 @@ from samestep.datasets.reading import read_samples
 from samestep.datasets.text import stdlib, topics
 from samestep.errors import DataError
 from samestep.job import Job
+from samestep.job_paths import place_of
 from samestep.trees import tree_leaves
 
 Stamp = list[dict[str, Any]]
@@ -49,7 +50,7 @@ def of_job(job: Job, dataset: Dataset) -> Stamp:
     parts = dict(zip(data.mixture or (data.source,), each, strict=True))
     found = [_of_source(source, part, job) for source, part in parts.items()]
     if data.is_text and data.tokenizer != "bytes":
-        folder = job.place_of(data.tokenizer)
+        folder = place_of(job, data.tokenizer)
         files = sorted(file for file in folder.iterdir() if file.is_file())
         found.append({"kind": "tokenizer", "name": data.tokenizer, **_of_files(files, folder)})
     return found
@@ -97,7 +98,7 @@ def _other_files(before: dict[str, Any], after: dict[str, Any]) -> str:
 def _of_source(source: str, dataset: Dataset, job: Job) -> dict[str, Any]:
     word, _, path = source.partition(":")
     if word in _OF_FILES:
-        place = job.place_of(path)
+        place = place_of(job, path)
         return {"kind": word, "name": source, **_of_files(_files_at(word, place), place)}
     if word in ("topics", "stdlib"):
         return {"kind": word, "name": source, **_of_texts(topics() if word == "topics" else stdlib())}

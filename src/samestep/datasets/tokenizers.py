@@ -30,6 +30,7 @@ from samestep.datasets.files import existing
 from samestep.datasets.template_trial import MOST_CHARACTERS, try_template
 from samestep.errors import DataError, first_line
 from samestep.job import Job
+from samestep.job_paths import place_of
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -230,7 +231,7 @@ def open_tokenizer(job: Job) -> Tokenizer:
     name = job.data.tokenizer
     if name == "bytes":
         return ByteTokenizer()
-    folder = existing(str(job.place_of(name)), f"tokenizer {name!r} is neither 'bytes' nor a folder")
+    folder = existing(str(place_of(job, name)), f"tokenizer {name!r} is neither 'bytes' nor a folder")
     if not folder.is_dir():
         raise DataError(f"tokenizer {name!r} is a file; give the folder it is in: {folder.parent}")
     file = folder / "tokenizer.json"
@@ -270,7 +271,7 @@ def tokenizer_key(job: Job) -> tuple[str, ...]:
     them."""
     if job.data.tokenizer == "bytes":
         return ("bytes",)
-    folder = job.place_of(job.data.tokenizer)
+    folder = place_of(job, job.data.tokenizer)
     versions = [f"{name} {metadata.version(name)}" for name in ("tokenizers", "transformers") if _is_installed(name)]
     return (*versions, *stamps(sorted(file for file in folder.iterdir() if file.is_file())))
 

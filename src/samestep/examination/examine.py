@@ -1,9 +1,9 @@
 """All that is found out of a model before any rank cuts it: it is built on the meta device, traced once, and tried.
 
 ```
-examine ─► build ─► trace under observers ─► prove a tensor plan ─► further forwards ─► build_spec ─► TracedModel
-                                              (tp, or any layout)
-        ─► for one layout: counts of its tp ─► tokens between its cuts ─► slices of its cp
+examine ─► build ─► trace under observers ─► further forwards ─► build_spec ─► TracedModel
+                  │                        ▲
+                  └─ tp: `plan_search.py` ─┘             what else one layout asks: `layout_needs.py`
 ```
 A forked worker inherits the result, and what it covers is not examined again.
 """
@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from samestep.building.families import facts_of
@@ -26,26 +25,25 @@ from samestep.building.loss_result import Loss as Loss
 from samestep.building.model import JobModel, give_labels
 from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
-from samestep.building.several_models import Models
+from samestep.building.training_modules import refuse_scripts, set_training
 from samestep.datasets import blame_samples
 from samestep.errors import ModelError, failures_of
 from samestep.examination import plan_search
 from samestep.examination.layout_needs import examine_layout, with_chunks
 from samestep.examination.plan_search import ProvenPlan
-from samestep.examination.read_originals import refused_reads
 from samestep.examination.recording import Placing, record_masks
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
 from samestep.examination.traced_model import TracedModel
-from samestep.independence import kept_state, samples, sequence_boundaries, tensor_plan
+from samestep.independence import kept_state, samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis, StateSpec
 from samestep.models.spec import LossTensor, MaskSpec, ModelSpec
 from samestep.randomness import masks
 from samestep.state import snapshot
-from samestep.tracing.arranged_layers import spread_over_calls
+from samestep.tracing.arranged_layers import with_loss
 from samestep.tracing.batch_norms import with_groups, without_own_groups
-from samestep.tracing.checkpointed import TracedPlaces, record_checkpointed
+from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
 from samestep.tracing.trace import trace
@@ -91,23 +89,25 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
 
     `cuts` is whether a plan of tensor parallelism is looked for and proven, and `chunks` whether the loss is tried in chunks of tokens.
     """
-    built, forward, plan = _trace(source, job, example, cuts=cuts)
+    plan: ProvenPlan | None = None
+    build = functools.partial(_build, source, job, example)
+    spec_of = functools.partial(_spec_of, source, job, example)
+    if cuts:
+        built, forward, plan = plan_search.trace_with_plan(build, spec_of, source.loss)
+    else:
+        built = build()
+        forward = trace_forward(built, None, functools.partial(spec_of, built))
     if chunks:
         forward = replace(forward, spec=with_chunks(built, forward.spec, source.loss))
     found = _examine_further(built, forward, source.loss)
-    spec, parts = build_spec(built.module, forward, plan, found, has_own_loss=source.loss is not cross_entropy)
+    spec = build_spec(built.module, forward, found, has_own_loss=source.loss is not cross_entropy)
+    spec, of_plan = plan_search.with_plan(spec, built.module, forward, plan)
     entered = forward.checkpointed.entered
     of_calls = any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage)
     of_blocks = any(entered.intersection(layer.modules) for layer in spec.layers if layer.is_block)
     spec = replace(spec, checkpoints="plain" if of_blocks else "plain on stages" if of_calls else "repeat")
     analysis = ModelAnalysis(
-        spec=spec,
-        cut_styles=plan.cuts.styles if plan else {},
-        gathered=plan.cuts.gathered if plan else {},
-        copied=plan.proof.copied if plan else frozenset(),
-        counts=plan.counts if plan else {},
-        shareable_heads=plan.shareable if plan else {},
-        sequence_parts=parts,
+        spec=with_loss(spec),
         experts=built.experts,
         expert_calls=forward.expert_calls,
         has_dropout=masks.has_dropout(built.module),
@@ -117,36 +117,22 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         detached_checkpoints=forward.checkpointed.detached,
         recomputes_calls=of_calls,
         recomputes_blocks=of_blocks,
+        **of_plan,
     )
     return TracedModel(built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None)
 
 
-def _trace(
-    source: Source, job: Job, example: Any, *, cuts: bool
-) -> tuple[BuiltModel, TracedForward, ProvenPlan | None]:
-    """Build and trace a model, anew until a plan of tensor parallelism is proven for the forward that was traced, or refused."""
-    planned: tensor_plan.Cuts | None = None
-    while True:
-        built = BuiltModel.of(build_blueprint(source, job), example)
-        run = functools.partial(
-            trace, built.module, built.sample, source.name, built.value_of, loss=source.loss, stages=job.model.stages
-        )
-        if cuts and planned is None:
-            planned = plan_search.find_plan(built)
-        with blame_samples(example), refused_reads(built.blueprint):
-            forward = trace_forward(built, planned, run)
-        if planned is None or forward.cuts is None:
-            return built, forward, None
-        plan = plan_search.prove_or_change(built, forward, planned, source.loss)
-        if isinstance(plan, ProvenPlan):
-            break
-        planned = plan
-    if planned.gathered:  # what a rank holds and sends is that of the gathered modules
-        places = TracedPlaces()
-        with built.repeating(), tensor_plan.record_cuts(built.module, planned, places) as costs:
-            spec = run(places, planned.styles, keeps_all=bool(planned.looking))
-        forward = replace(forward, spec=spec, cuts=replace(forward.cuts, costs=costs))
-    return built, forward, plan
+def _build(source: Source, job: Job, example: Any) -> BuiltModel:
+    return BuiltModel.of(build_blueprint(source, job), example)
+
+
+def _spec_of(source: Source, job: Job, example: Any, built: BuiltModel, *given: Any, **more: Any) -> ModelSpec:
+    """Return the spec that one forward of a built model gives, as `tracing.trace` does."""
+    run = functools.partial(
+        trace, built.module, built.sample, source.name, built.value_of, loss=source.loss, stages=job.model.stages
+    )
+    with blame_samples(example):
+        return run(*given, **more)
 
 
 # -- further forwards of the whole model -----------------------------------------------------------
@@ -193,54 +179,20 @@ def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> F
 # -- the spec --------------------------------------------------------------------------------------
 
 
-def build_spec(
-    module: nn.Module, forward: TracedForward, plan: ProvenPlan | None, found: FurtherFindings, *, has_own_loss: bool
-) -> tuple[ModelSpec, sequence_boundaries.Parts]:
-    """Return the spec of a traced model with all findings, and the parts of each block that are given whole sequences.
-
-    What a block sends is divided among its calls once experts and cuts are known; the costs of the loss depend on whether the
-    logits are cut, and the boundaries of sequences on which weights are.
-    """
+def build_spec(module: nn.Module, forward: TracedForward, found: FurtherFindings, *, has_own_loss: bool) -> ModelSpec:
+    """Return the spec of a traced model with the findings of further forwards, and what its experts send."""
     spec = replace(
         with_groups(forward.spec, found.samples.batch_norms),
         masks=found.masks,
         mixes_samples=found.samples.refusal,
         tried=found.samples.tried,
         called_again=found.samples.called_again,
+        loss_values=() if found.samples.loss_reads is not None else found.samples.loss_values,
     )
-    spec = replace(spec, loss_values=() if found.samples.loss_reads is not None else found.samples.loss_values)
     if (reads := found.samples.loss_reads) is not None:
         unknown = LossTensor(of="outputs", index=0, elements=spec.layers[-1].output_elements, rows=None)
         spec = replace(spec, loss_reads=reads or (unknown,), loss_pairs=found.samples.loss_pairs)
-    spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
-    if plan is None or forward.cuts is None:
-        reason = "its plan of tensor parallelism was not examined"
-        spec = replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
-        return _with_loss(spread_over_calls(spec)), {}
-    seen = forward.cuts
-    spec = tensor_plan.with_cuts(spec, module, plan.cuts, seen.costs, plan.shareable, plan.proof)
-    spec = _with_loss(spread_over_calls(spec))
-    return sequence_boundaries.with_sequence(
-        spec, module, plan.cuts.styles, plan.proof, seen.calls, seen.recorder.operations
-    )
-
-
-def _with_loss(spec: ModelSpec) -> ModelSpec:
-    """Add the loss to the last layer: it writes the log-probabilities of the output, and keeps them for its backward.
-
-    A cross entropy does that, and other losses do little less. Its backward holds their gradient and its own result.
-    """
-    *others, last = spec.layers
-    moved = 2 * last.output_elements
-    last = replace(
-        last,
-        loss_elements=last.output_elements,
-        loss_working_elements=2 * last.output_elements,
-        moved_elements=last.moved_elements + moved,
-        moved_cut_elements=last.moved_cut_elements + (moved if spec.logit_rows else 0),
-        kernels=last.kernels + 3,
-    )
-    return replace(spec, layers=(*others, last))
+    return with_experts(spec, forward.dispatches, None if has_own_loss else module)
 
 
 # -- the model on the meta device ------------------------------------------------------------------
@@ -262,31 +214,9 @@ def build_blueprint(source: Source, job: Job) -> Blueprint:
     named = isinstance(source.model, JobModel)
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
         plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
-    for path, part in plan.module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others: the module "
-                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it'
-            )
+    refuse_scripts(plan.module)
     without_own_groups(plan.module)
     if isinstance(source.loss, ModelLoss):
         give_labels(plan.module)
     set_training(plan.module)
     return plan
-
-
-def set_training(model: nn.Module) -> None:
-    """Let a model train as a loop's `model.train()` does; in one that trains already, a part in evaluation mode is intended.
-
-    A class that keeps a part in evaluation mode, as one with frozen batch norms does, says so in a `train` of its own.
-    """
-    if isinstance(model, Models):
-        for one in model.trained():
-            set_training(one)
-        return
-    modes = {part: part.training for part in model.modules()}
-    is_loaded_for_inference = not model.training
-    if is_loaded_for_inference or any(type(part).train is not nn.Module.train for part in modes):
-        model.train()
-    for part, trains in modes.items() if not is_loaded_for_inference else ():
-        part.training &= trains

@@ -9,18 +9,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from samestep.building.loss import cross_entropy
 from samestep.building.loss_result import Loss
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
-from samestep.examination.traced_forward import BuiltModel, TracedForward
-from samestep.independence import cut_proof, tensor_plan
+from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
+from samestep.independence import cut_proof, sequence_boundaries, tensor_plan
 from samestep.independence.cut_proof import CutProof
 from samestep.independence.rank_trial import DiffersError
 from samestep.independence.structural_plan import structural_plan
 from samestep.independence.tensor_plan import Cuts
+from samestep.models.spec import ModelSpec
 from samestep.state.snapshot import preserve_function
+from samestep.tracing.arranged_layers import spread_over_calls
+from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import ReadStorages, Recorder
 from samestep.tracing.watched_forward import outputs_on_meta
@@ -39,6 +43,56 @@ class ProvenPlan:
     counts: Counts = field(default_factory=dict)
     shareable: dict[str, int] = field(default_factory=dict)
     """Number of heads of keys or values that ranks may share, by the path of the projection."""
+
+
+def trace_with_plan(
+    build: Callable[[], BuiltModel], spec_of: Callable[..., ModelSpec], loss: Loss
+) -> tuple[BuiltModel, TracedForward, ProvenPlan]:
+    """Build and trace a model, anew until a plan of tensor parallelism is proven for the forward that was traced, or refused.
+
+    `spec_of` is given a built model and what the plan adds to its trace.
+    """
+    planned = find_plan(built := build())
+    while True:
+        forward = trace_forward(built, planned, functools.partial(spec_of, built))
+        plan = prove_or_change(built, forward, planned, loss)
+        if isinstance(plan, ProvenPlan):
+            break
+        planned, built = plan, build()
+    if planned.gathered:  # what a rank holds and sends is that of the gathered modules
+        assert forward.cuts is not None
+        places = TracedPlaces()
+        with built.repeating(), tensor_plan.record_cuts(built.module, planned, places) as costs:
+            spec = spec_of(built, places, planned.styles, keeps_all=bool(planned.looking))
+        forward = replace(forward, spec=spec, cuts=replace(forward.cuts, costs=costs))
+    return built, forward, plan
+
+
+def with_plan(
+    spec: ModelSpec, module: nn.Module, forward: TracedForward, plan: ProvenPlan | None
+) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the spec with the cuts of a plan and the boundaries of sequences, and the fields of the analysis that follow from the plan.
+
+    What a block sends is divided among its calls once experts and cuts are known, and the boundaries depend on which weights are cut.
+    """
+    if plan is None or forward.cuts is None:
+        reason = "its plan of tensor parallelism was not examined"
+        return spread_over_calls(
+            replace(spec, cut_refusal=reason, sequence_refusal=f"{spec.name} cannot be cut, {reason}")
+        ), {}
+    seen = forward.cuts
+    spec = tensor_plan.with_cuts(spec, module, plan.cuts, seen.costs, plan.shareable, plan.proof)
+    spec, parts = sequence_boundaries.with_sequence(
+        spread_over_calls(spec), module, plan.cuts.styles, plan.proof, seen.calls, seen.recorder.operations
+    )
+    return spec, {
+        "cut_styles": plan.cuts.styles,
+        "gathered": plan.cuts.gathered,
+        "copied": plan.proof.copied,
+        "counts": plan.counts,
+        "shareable_heads": plan.shareable,
+        "sequence_parts": parts,
+    }
 
 
 def find_plan(built: BuiltModel) -> Cuts:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from samestep.building.initial_values import Blueprint
 from samestep.building.named_tensors import cast_floating
 from samestep.datasets.values import first_of
+from samestep.examination.read_originals import refused_reads
 from samestep.examination.recording import MaskRecorder, record_masks
 from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
 from samestep.models.analysis import ExpertModules
@@ -106,7 +107,8 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, run: Call
     module, expert_calls, places = built.module, dict[str, tuple[Any, Any]](), TracedPlaces()
     with ExitStack() as observers:
         observe = observers.enter_context
-        changes = observe(kept_state.record_changes(module))  # first: it looks when the others have gone
+        observe(refused_reads(built.blueprint))
+        changes = observe(kept_state.record_changes(module))  # it looks when those below have gone
         cuts = None
         if planned is not None:
             observe(cut_proof.record_ends(module, planned.styles, recorder := Recorder(), planned.looking))

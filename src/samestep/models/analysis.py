@@ -55,22 +55,22 @@ class ModelAnalysis:
 
     spec: ModelSpec
     """Shape of the model, with its cuts, boundaries and slices."""
-    cut_styles: Mapping[str, str]
-    """Style of the tensor cut of each module that is cut, by its path: a style of `independence/tensor_plan.py`."""
-    gathered: Mapping[str, str]
-    """Modules that a plan cuts otherwise, whose outputs are gathered or which stay whole under a tensor cut, and why."""
-    copied: frozenset[str]
-    """Modules whose input goes through `copy` under a tensor cut, by their paths."""
-    counts: Mapping[int, tuple[tuple[str, str, int], ...]]
-    """Attributes that a rank divides, for each degree of a tensor cut that was tried: the path of a module that has it,
-    its name, and the divisor."""
-    shareable_heads: Mapping[str, int]
-    """Number of heads of keys or values that ranks may share, by the path of the projection."""
-    sequence_parts: Mapping[str, tuple[str, ...]]
-    """Children of each block that take whole sequences, by the block's path; empty without sequence parallelism."""
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
+    cut_styles: Mapping[str, str] = field(default_factory=dict)
+    """Style of the tensor cut of each module that is cut, by its path: a style of `independence/tensor_plan.py`."""
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    """Modules that a plan cuts otherwise, whose outputs are gathered or which stay whole under a tensor cut, and why."""
+    copied: frozenset[str] = frozenset()
+    """Modules whose input goes through `copy` under a tensor cut, by their paths."""
+    counts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
+    """Attributes that a rank divides, for each degree of a tensor cut that was tried: the path of a module that has it,
+    its name, and the divisor."""
+    shareable_heads: Mapping[str, int] = field(default_factory=dict)
+    """Number of heads of keys or values that ranks may share, by the path of the projection."""
+    sequence_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Children of each block that take whole sequences, by the block's path; empty without sequence parallelism."""
     slices_between: tuple[int, ...] = ()
     """Degrees of sequence parallelism for which it has been examined whether blocks work token by token."""
     expert_calls: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)

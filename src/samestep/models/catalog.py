@@ -18,6 +18,7 @@ import xxhash
 
 from samestep.errors import ModelError, did_you_mean, of_words
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.job_tables import PRESET
 from samestep.models import presets
 from samestep.models.adapted_spec import add_adapters
@@ -72,8 +73,8 @@ def _cache_path(job: Job) -> Path | None:
     code = xxhash.xxh3_64_hexdigest(b"".join(file.read_bytes() for file in sources))
     # The sequence length shapes the sample that is traced; where samples come from does not.
     key = [FORMAT_VERSION, versions, code, job.model.model_dump(mode="json"), job.data.sequence_length]
-    if job.model_folder is not None:
-        key.append(digest_of(job.model_folder))
+    if (folder := model_folder(job)) is not None:
+        key.append(digest_of(folder))
     digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())
     try:
         return Path.home() / ".cache" / "samestep" / "specs" / f"{digest}.json"

@@ -10,7 +10,8 @@ from typing import Any
 from samestep import calls
 from samestep.errors import InputError, LayoutError
 from samestep.job import Job
-from samestep.layout import Layout, check_degree
+from samestep.layout import Layout
+from samestep.layout_limits import check_degree
 from samestep.models import catalog
 from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec

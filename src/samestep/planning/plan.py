@@ -9,7 +9,7 @@ from samestep import calls
 from samestep.errors import InputError
 from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
-from samestep.layout import check_degree
+from samestep.layout_limits import check_degree
 from samestep.models import catalog
 from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec

@@ -212,20 +212,6 @@ class StepSpec:
         return self.contributions.each if self.sharing.trains_apart and self.contributions is not None else 1
 
     @property
-    def one_graph(self) -> str:
-        """The part that runs as one graph, in words of a refusal; empty where nothing is compiled."""
-        part = {"none": "", "blocks": "a block", "model": "the model"}[self.compile]
-        return part and f"run.compile = {self.compile!r} makes one graph of {part}"
-
-    @property
-    def repeats_in_graphs(self) -> bool:
-        """Whether blocks that are recomputed are repeated by a graph that contains their forward and backward."""
-        kept = self.layout.recompute
-        return (self.compile, kept) == ("blocks", "selective") or (
-            self.compile == "model" and kept in ("full", "selective")
-        )
-
-    @property
     def is_mixed(self) -> bool:
         """Whether weights and activations have another dtype than master weights."""
         return self.compute_dtype != self.master_dtype

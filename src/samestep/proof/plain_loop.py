@@ -33,8 +33,9 @@ from samestep.building.loss_result import loss_result, whole_loss
 from samestep.building.model import call_model, give_labels
 from samestep.building.model_loss import ModelLoss, Rule
 from samestep.building.named_tensors import cast_floating, copy_module, map_attributes, tensors_of
+from samestep.building.training_modules import set_training
 from samestep.datasets import Batch, Dataset, batches
-from samestep.examination.examine import Source, set_training
+from samestep.examination.examine import Source
 from samestep.program.codecs import PLAIN
 from samestep.proof import comparison, plain_replicas
 from samestep.proof.comparison import Comparison, Limit

@@ -18,6 +18,7 @@ import xxhash
 
 from samestep.building.imported import installed_folders, own_sources
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.layout import Layout
 from samestep.models.weight_files import digest_of
 from samestep.output.output_file import write_whole
@@ -112,8 +113,8 @@ def key_of(job: Job, layout: Layout) -> str:
     if colon and kind in ("text", "tokens", "jsonl", "hf"):
         data["source"] = kind
     data["tokenizer"] = Path(job.data.tokenizer).name
-    if job.model_folder is not None:  # a proof holds wherever the folder is
-        tables["model"]["source"] = digest_of(job.model_folder)
+    if (folder := model_folder(job)) is not None:  # a proof holds wherever the folder is
+        tables["model"]["source"] = digest_of(folder)
     versions = {name: _version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
     run = job.run

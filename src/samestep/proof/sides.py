@@ -42,8 +42,9 @@ from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.randomness import masks
-from samestep.runtime.assembly import Assembly, trace_for_layout
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import expert
+from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer

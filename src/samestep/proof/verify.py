@@ -47,8 +47,9 @@ from samestep.planning import legality
 from samestep.proof import notes, record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Cause, Check, Verdict
-from samestep.runtime.assembly import store_of, trace_for_layout
+from samestep.runtime.assembly import store_of
 from samestep.runtime.axes import compiled_blocks
+from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes import join

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from samestep.models.spec import ModelSpec
-from samestep.randomness.masks import rates_of
-from samestep.randomness.mode import track_modules, untrack_modules
+from samestep.randomness.masks import MaskSlice, rates_of
+from samestep.randomness.mode import Draw, DropoutMode, track_modules, untrack_modules
+
+MakeMode = Callable[[nn.Module, Draw, MaskSlice | None], DropoutMode]
+"""A factory of the dropout mode of one forward, with the arguments of `DropoutMode` itself."""
 
 
 class Dropout(enum.Enum):
@@ -34,28 +38,46 @@ class DropoutState:
     """The dropout of a model as steps have shown it so far: the part of an assembly that changes."""
 
     dropout: Dropout
+    model: nn.Module
+    part: MaskSlice | None = None
+    """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
+    may_go_by_name: bool = False
+    """Whether draws of a training forward may be seen by the names of functions, since every rank runs the model's own code."""
+    allows_random: bool = False
+    """Whether code may draw random numbers that layouts do not share."""
     rates: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """Where modules keep the probabilities that were 0 when the hooks were removed: attributes and names."""
 
-    @classmethod
-    def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
-        """Return the state before the first step: active if the trace drew masks or a probability is above 0."""
-        return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
-
-    def begin_step(self, model: nn.Module) -> None:
+    def begin_step(self) -> None:
         """Test whether a probability has been raised since the model was found to have no dropout."""
         if self.dropout is Dropout.ABSENT and any(fields.get(name) for fields, name in self.rates):
             self.dropout = Dropout.UNKNOWN
-            track_modules(model)
+            track_modules(self.model)
+
+    def mode(self, draw: Draw, make: MakeMode | None = None) -> DropoutMode:
+        """Return the mode of a forward that draws its masks and random numbers; `make` makes it where something else sees it too."""
+        return (make or DropoutMode)(self.model, draw, self.part)
+
+    @contextmanager
+    def drawing(self, draw: Draw, make: MakeMode | None = None) -> Iterator[None]:
+        """Let a training forward draw inside, and learn from what it has drawn."""
+        mode = self.mode(draw, make)
+        if make is None and self.may_go_by_name:
+            mode.may_go_by_name()
+        with mode:
+            mode.allows_random = self.allows_random
+            yield
+        self.end_forward(mode.num_draws)
+        mode.end_forward(self.model)
 
     def end_forward(self, num_draws: int) -> None:
         """Record the number of masks that a training forward has drawn."""
         if num_draws > 0 and self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ACTIVE
 
-    def end_step(self, model: nn.Module) -> None:
+    def end_step(self) -> None:
         """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
         if self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ABSENT
-            self.rates = rates_of(model)
-            untrack_modules(model)
+            self.rates = rates_of(self.model)
+            untrack_modules(self.model)

@@ -2,12 +2,11 @@
 
 ```
 _decide          examine the model, read the optimizer's rule, write this rank's program      ─► _Decided
-_cut             each axis' twin works on the modules, from the inside out                    ─► _AppliedAxes
+AppliedAxes      each axis' twin works on the modules; nothing in a plain layout              ─► Parallel
 _fill_weights    this rank's part of every weight, in the store of the layout                 ─► WeightStore
-_parallel, _prepare_model, Objective.of, _with_updater                                        ─► Assembly
+_prepare_model, Objective.of, _with_updater                                                   ─► Assembly
 ```
-What a technique needs is said in the file of its name: here stand the steps, and their order. Where a layout or a job does not ask
-for it, its function returns an object that does nothing.
+Where a layout or a job does not ask for a technique, its function returns an object that does nothing.
 
 The parts of an assembly are never replaced; what changes between steps is inside them: weights, gradients, the
 optimizer's state, the loss scale, and what is known of the model's dropout.
@@ -18,15 +17,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
@@ -39,34 +35,19 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.randomness import mode as dropout
-from samestep.randomness import recomputed_draws
 from samestep.randomness.dropout_state import DropoutState
-from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
     batch_norm,
-    chunked_loss,
-    chunked_mlp,
     exchanging_calls,
-    expert,
-    folded_hooks,
     forward_state,
     host_weights,
     precision,
     recompute,
-    tensor,
 )
-from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
-from samestep.runtime.axes.context import slicing as context
-from samestep.runtime.axes.joined_exchanges import BackwardExchanges
-from samestep.runtime.axes.pipeline import other_stages
-from samestep.runtime.axes.pipeline import stage as pipeline
+from samestep.runtime.axes.applied_axes import AppliedAxes, Parallel
+from samestep.runtime.axes.compiled_blocks import CompiledBlocks
+from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.runtime.axes.pipeline.stage_flow import Flows
-from samestep.runtime.axes.pipeline.whole_model import WholeModel
-from samestep.runtime.axes.repeated_state import RepeatedState
-from samestep.runtime.axes.shared_samples import SharedSamples
-from samestep.runtime.axes.step_part import PartOfStep
-from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.objective import Objective
 from samestep.runtime.optimizers.closures import members_that_evaluate
 from samestep.runtime.optimizers.optimizer_source import (
@@ -91,32 +72,6 @@ from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.state.fingerprints import FirstState
 from samestep.strategies import program_of
 
-# Order matters: from the inside out, as in `strategies.STACK`.
-TWINS: tuple[ModuleType, ...] = (tensor, expert)
-"""The twins that change modules in place, each with a function `apply(traced, program, mesh)`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """The program of this rank, and the objects that carry it out between ranks."""
-
-    program: Program
-    mesh: meshes.Mesh
-    stage: pipeline.Stage | WholeModel
-    """The layers that this rank runs, and the tensors it exchanges with other pipeline stages."""
-    slicing: context.Slicing | context.WholeSequences
-    """The slice of every sequence that this rank runs."""
-    batch_norms: SharedSamples
-    """What forwards ask of samples that other ranks have, such as the statistics of a batch norm."""
-    step_parts: tuple[PartOfStep, ...]
-    """Those of them that hold something from the beginning of a step to its end."""
-    deferred: Deferred
-    """Weight gradients that a split backward has postponed."""
-    pending: Callable[[], AbstractContextManager[None]]
-    """Returns the context of a forward whose loss makes the logits, in chunks."""
-    checkpoints: AbstractContextManager[None]
-    """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
@@ -136,8 +91,6 @@ class PreparedModel:
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
     replaced: ReplacedWeights
     dropout: DropoutState
-    mask_part: MaskSlice | None
-    """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
     remarks: tuple[str, ...] = ()
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
@@ -189,18 +142,18 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
     settle_own_loss(plan.module, source.loss, example)
     names = plan.state_names()
-    cut = _cut(decided, mesh)
+    axes = AppliedAxes.of(decided.traced, decided.program, mesh, job.run)
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
-    exchanges = _watch_calls(decided, store)
+    exchanges = exchanging_calls.watch(plan.module, decided.program, store.calls.before_exchange, source.loss)
     assembled = Assembly(
-        parallel=_parallel(decided, mesh, cut),
-        model=replace(_prepare_model(decided, mesh, cut, store), remarks=waived, form=form, state_names=names),
-        objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, cut.compiled.run),
+        parallel=axes.parallel(decided.flows),
+        model=replace(_prepare_model(decided, axes, store), remarks=waived, form=form, state_names=names),
+        objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, axes.compiled.run),
         weights=_with_updater(decided, placements, store),
     )
     if (optimizer := assembled.weights.updater.optimizer) is not None:
-        cut.compiled.leave_update(why_uncompiled(optimizer))
+        axes.compiled.leave_update(why_uncompiled(optimizer))
     return assembled
 
 
@@ -228,8 +181,7 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     Raises:
         InputError: the model or the optimizer does not fit the layout.
     """
-    traced = examine(source, job, example, layout)
-    traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
+    traced, flows = recorded_flows.with_flows(examine(source, job, example, layout), layout, job, example, source.loss)
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
@@ -257,39 +209,6 @@ def _check(decided: _Decided, place: RankInfo) -> tuple[str, ...]:
     return tuple(forward_state.check(decided.traced.analysis.states, decided.program, decided.job.run))
 
 
-@dataclass(frozen=True, slots=True)
-class _AppliedAxes:
-    """What the axes have put around the modules of a model."""
-
-    slicing: context.Slicing | context.WholeSequences
-    batch_norms: SharedSamples
-    compiled: CompiledBlocks
-    deferred: Deferred
-
-
-def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
-    """Let the axes work on the modules, from the inside out; the weights are still on the meta device."""
-    traced, program = decided.traced, decided.program
-    model = traced.module
-    precision.apply(traced, program, mesh.device)
-    nf4.multiply_all_packed(model, traced.blueprint.rounded, traced.facts.is_transposed)
-    for twin in TWINS:
-        twin.apply(traced, program, mesh)
-    slicing = context.slicing_of(model, program, mesh)
-    norms = batch_norm.shared_samples(model, program, mesh)
-    deferred = Deferred(traced, program)
-    folded_hooks.fold(model, program)
-    if program.step.repeats_in_graphs:
-        recompute.apply(model, program, mesh.device)
-    compiled = compile_blocks(traced, program, decided.job.run)
-    dropout.leave_out(model, compiled.in_graph)
-    dropout.track_modules(model)
-    dropout.place_samples(model, decided.spec.masks)
-    if not program.step.repeats_in_graphs:
-        recompute.apply(model, program, mesh.device)
-    return _AppliedAxes(slicing, norms, compiled, deferred)
-
-
 def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
     """Give this rank its part of every weight, in the store of the layout, and fill the rest of the model."""
     job, program, mesh = decided.job, decided.program, placements.mesh
@@ -304,71 +223,23 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
     return store
 
 
-def _watch_calls(decided: _Decided, store: WeightStore) -> BackwardExchanges:
-    """Let forwards refuse to call modules that exchange values otherwise than all ranks do, and modules of other stages to run."""
-    loss, model = decided.source.loss, decided.traced.module
-    is_own_loss = not str(getattr(loss, "__module__", "")).startswith("samestep.")
-    may_differ = decided.spec.looks or is_own_loss
-    exchanges = exchanging_calls.watch(model, decided.program, store.calls.before_exchange, may_differ=may_differ)
-    other_stages.mark(model)
-    return exchanges
-
-
-def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parallel:
-    """Return what carries out the program between ranks; the model is filled."""
-    traced, program = decided.traced, decided.program
-    stage = pipeline.stage_of(traced, program, mesh, cut.slicing, decided.flows)
-    keeps_calls = traced.analysis.recomputes_calls and isinstance(stage, pipeline.Stage)
-    repeated = (
-        functools.partial(precision.recompute_contexts, program),
-        functools.partial(recomputed_draws.recompute_contexts, traced.module),
-        cut.slicing.recompute_contexts,
-        cut.batch_norms.recompute_contexts,
-    )
-    chunked_mlp.apply(traced.module, program, functools.partial(recompute.nest_each, repeated))
-    norms = cut.batch_norms
-    return Parallel(
-        program=program,
-        mesh=mesh,
-        stage=stage,
-        step_parts=(
-            *([stage] if isinstance(stage, pipeline.Stage) else []),
-            *([norms] if norms.are_used else []),
-            *RepeatedState.parts_of(traced.analysis.states, traced.module, program),
-        ),
-        slicing=cut.slicing,
-        batch_norms=cut.batch_norms,
-        deferred=cut.deferred,
-        pending=chunked_loss.pending_of(traced.module, program, mesh, cut.compiled.run),
-        checkpoints=recompute.in_our_modes(
-            functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),
-            plainly=traced.analysis.recomputes_blocks or keeps_calls,
-            detached=traced.analysis.detached_checkpoints,
-        ),
-    )
-
-
-def _prepare_model(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes, store: WeightStore) -> PreparedModel:
+def _prepare_model(decided: _Decided, axes: AppliedAxes, store: WeightStore) -> PreparedModel:
     """Return the filled module and the facts that a run needs about it."""
-    traced, program, spec, model = decided.traced, decided.program, decided.spec, decided.traced.module
+    traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
     written = [state.full_name for state in traced.analysis.states if state.kind == "weight"]
     running = batch_norm.running_buffers(model, spec)
-    tp, cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     return PreparedModel(
         module=model,
         spec=spec,
         master_dtype=precision.DTYPES[program.step.master_dtype],
-        compiled=cut.compiled,
+        compiled=axes.compiled,
         training_modes={module: module.training for module in model.modules()},
         running_buffers=[*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)],
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, written, program),
-        dropout=DropoutState.of(traced.analysis.has_dropout, spec),
-        mask_part=MaskSlice.of(
-            spec, tp, cp, cuts_sequence=program.step.layout.sequence_parallel, cp_heads=cut.slicing.heads
-        ),
+        dropout=axes.dropout_state(decided.job.run),
         given=dict(traced.blueprint.given),
-        gathered=traced.analysis.gathered if mesh.size("tp") > 1 else {},
+        gathered=traced.analysis.gathered if program.step.layout.tp > 1 else {},
     )
 
 
@@ -408,14 +279,3 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
     from samestep.runtime.weights.sharded import Sharded  # noqa: PLC0415
 
     return Sharded
-
-
-def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
-    """Return the model of a source with what a layout needs to know; what is known already is not traced again.
-
-    Raises:
-        LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
-    """
-    traced = examine(source, job, example, layout)
-    recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
-    return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)

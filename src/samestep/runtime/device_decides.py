@@ -14,21 +14,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from samestep.program.ops import FLAG_SLOTS, REPLICA_SCALARS, StepFlag
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.open_step import HostDecides, StepState
+from samestep.runtime.open_step import HostDecides, OpenStep, StepState
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.step_report import StepReport
 from samestep.runtime.weights.pieces import gradients_of
 
 
@@ -106,6 +108,57 @@ class DeviceDecides(HostDecides):
         step_unless(self.updater, self._decision.held_back, self._decision.factor)
 
 
+class Closes(Protocol):
+    """The second half of a step: a `Stepper`."""
+
+    steps_taken: int
+
+    def update(self, assembly: Assembly, update: Callable[[], None]) -> None:
+        """Update this rank's weights."""
+
+    def closed(self, opened: OpenStep) -> StepReport:
+        """Wait for a step's sums, and return its report."""
+
+
+class LaunchedStep:
+    """The step whose update was launched, and whose sums the host has not read, if there is one."""
+
+    def __init__(self, steps: Closes) -> None:
+        self._steps = steps
+        self.opened: OpenStep | None = None
+
+    def launch(self, opened: OpenStep, decider: DeviceDecides, held: Assembly, used: UsedWeights) -> StepReport:
+        """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
+        updater = decider.updater
+        opened.prepare(updater)
+        if updater.live.was_written_early():
+            updater.live.take_over()
+        updater.unused = used.expected()
+        self._steps.update(held, decider.update)
+        self._steps.steps_taken = opened.batch.step + 1
+        opened.report = StepReport.late(self._steps.steps_taken, self.close)
+        self.opened = opened
+        opened.batch.before_next(self.close)
+        return opened.report
+
+    def close(self) -> None:
+        """Read the sums of the step, and do what they ask for.
+
+        Collective over the world where the step is not finite or is refused, see [Note: collective calls]: at the latest before
+        its next step.
+        """
+        opened, self.opened = self.opened, None
+        if opened is None:
+            return
+        assert opened.report is not None
+        self._steps.steps_taken = opened.batch.step
+        try:
+            opened.report.fill(self._steps.closed(opened))
+        except BaseException as error:
+            opened.report.fail(error)
+            raise
+
+
 class Deciders:
     """The choice of who decides on each step of a run: always the host, which on a CPU has nothing to wait for."""
 
@@ -158,7 +211,7 @@ class DeviceDeciders(Deciders):
             return decide(sums, numerator, self._own.job.optimizer.clip_norm, used.expected_flags())
 
         updater, may_decide = self._own.current.weights.updater, self._device_may_decide
-        is_usual = not host_reads and self.num_updates > 0 and not self._own.replicas.are_apart
+        is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
             return DeviceDecides(updater, follow)
         sends = is_usual and updater.offload.is_apart(self._device)

@@ -20,7 +20,7 @@ from samestep.building.named_tensors import cast_floating
 from samestep.datasets.values import are_by_sample, joined
 from samestep.errors import DataError
 from samestep.examination.examine import Loss
-from samestep.randomness.mode import Draw, DropoutMode
+from samestep.randomness.mode import Draw
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
@@ -326,7 +326,7 @@ def _drawing(assembly: Assembly, seed: int, indices: Sequence[int] | Indices) ->
     if not any(mask.is_numbers for mask in model.spec.masks):
         return nullcontext()
     samples = torch.as_tensor(indices, device=assembly.parallel.mesh.device)
-    mode = DropoutMode(model.module, Draw(seed, _EVALUATION, samples), model.mask_part)
+    mode = model.dropout.mode(Draw(seed, _EVALUATION, samples))
     mode.allows_random = True
     return mode
 

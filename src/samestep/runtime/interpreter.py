@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,19 @@ from torch import Tensor
 
 from samestep.job import Job
 from samestep.program.ops import Task
-from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
+from samestep.randomness.mode import Draw
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
+from samestep.runtime.axes.recompute import nest_contexts
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.open_step import WHOLE, StepBackward
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.step_observer import MakeMode, StepObserver
+from samestep.runtime.step_backward import WHOLE, StepBackward
+from samestep.runtime.step_observer import StepObserver
 from samestep.schedules import TaskKind
 
 
@@ -69,7 +70,7 @@ class Interpreter:
         reading = self.trials.reading if layout.pp > 1 or objective.sums.reads_ahead else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
         self.trials.begin_step()
-        model.dropout.begin_step(model.module)
+        model.dropout.begin_step()
         store.begin_step(waits=self.of.waits)
         for part in parallel.step_parts:
             part.begin_step(batch, microbatches.shapes_of)
@@ -90,7 +91,7 @@ class Interpreter:
         if not self.of.waits:
             store.finish_gradients(delivers=not self.of.is_apart)
         if self.observer.dropout_mode() is None and not store.calls.gave_up:
-            model.dropout.end_step(model.module)
+            model.dropout.end_step()
         for part in parallel.step_parts:
             part.end_backwards()
         return totals / layout.model_ranks  # which count the same samples
@@ -105,7 +106,7 @@ class Interpreter:
             self._losses[place] = self._forward(task, microbatches, totals)
         else:
             if kind is TaskKind.WEIGHT:
-                parallel.deferred.add_up(task.microbatch)
+                parallel.stage.weight_gradients(task.microbatch)
             else:
                 self._backward(task, self._losses.pop(place))
             self.trials.check_generators(self.assembly, self.step, "the backward")
@@ -178,31 +179,16 @@ class Interpreter:
 
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
-        make_mode = self.observer.dropout_mode()
-        if make_mode is None and self.assembly.model.dropout.dropout is Dropout.ABSENT:
-            return precision.raise_islands(self.assembly.parallel.program)
-        return self._with_dropout(microbatches, microbatch, make_mode)
-
-    @contextmanager
-    def _with_dropout(self, microbatches: Microbatches, microbatch: int, make_mode: MakeMode | None) -> Iterator[None]:
-        parallel, model = self.assembly.parallel, self.assembly.model
-        with precision.raise_islands(parallel.program):
-            samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
-            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
-            mode = (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part)
-            layout = parallel.program.step.layout
-            if make_mode is None and layout.pp == layout.cp == 1 and not model.compiled.num_blocks:
-                mode.may_go_by_name()
-            with mode:
-                mode.allows_random = "random" in self.job.run.allow
-                yield
-            model.dropout.end_forward(mode.num_draws)
-            mode.end_forward(model.module)
+        make_mode, state = self.observer.dropout_mode(), self.assembly.model.dropout
+        islands = precision.raise_islands(self.assembly.parallel.program)
+        if make_mode is None and state.dropout is Dropout.ABSENT:
+            return islands
+        samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
+        draw = Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
+        return nest_contexts(islands, state.drawing(draw, make_mode))
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
-        parallel = self.assembly.parallel
-        parallel.deferred.microbatch = task.microbatch
         if self.of.into is None or loss is None:
-            parallel.stage.backward(task.microbatch, task.chunk, loss)
+            self.assembly.parallel.stage.backward(task.microbatch, task.chunk, loss)
         else:
             loss.backward(inputs=self.of.into)

@@ -30,9 +30,9 @@ arXiv:2501.18512, algorithm 2):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -46,8 +46,11 @@ from samestep.program.between_steps import ending_with
 from samestep.program.exchange_times import ExchangeTimes, Phase
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
+from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.one_replica import set_weights
 from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.weights.moving_averages import ModelAverages
 from samestep.runtime.weights.pieces import Piece
 
 OF_REPLICA = ":"
@@ -58,151 +61,51 @@ WEIGHT = "weight"
 """The name among a replica's states of its own weights."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Replicas:
-    """The models that this rank trains: one, which all ranks train together, so that nothing is exchanged after a step."""
-
-    are_apart: ClassVar[bool] = False
-    """Whether each replica has weights and optimizer states of its own: `LocalReplicas`."""
-    assemblies: list[Assembly]
-    first: int = 0
-    """The number of this rank's first replica."""
-    number: int = 1
-    """The number of replicas of all ranks."""
-    ended: frozenset[int] = frozenset()
-    """Parts of the weights whose outer step was taken after the last step; the gradients of the first replica are their moves."""
-
-    @property
-    def numbered_assemblies(self) -> Iterator[tuple[int, Assembly]]:
-        """The replicas of this rank, with their numbers among all."""
-        return enumerate(self.assemblies, self.first)
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The pieces of the first replica, in whose order the outer weights are."""
-        return self.assemblies[0].weights.updater.pieces
-
-    @property
-    def current(self) -> Assembly:
-        """The assembly of the first replica, or within `each` of the one whose turn it is."""
-        return self.assemblies[0]
-
-    def each(self) -> Iterator[tuple[int, Assembly]]:
-        """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""
-        return iter([(self.first, self.assemblies[0])])
-
-    def change(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Go on with assemblies that are derived from these."""
-        self.assemblies = [change(assembly) for assembly in self.assemblies]
-
-    def sums(self, own: Sequence[Tensor]) -> Tensor:
-        """Return the scalars of all replicas in one tensor: this rank gives those of its replicas, and has zeros for the others."""
-        if self.number == 1:
-            return own[0]
-        found = own[0].new_zeros(self.number, len(own[0]))
-        for (number, _), scalars in zip(self.numbered_assemblies, own, strict=True):
-            found[number] = scalars
-        return found.view(-1)
-
-    def value_of(self, index: int) -> Tensor:
-        """Return the values of a piece that a checkpoint holds: for independently trained replicas, the outer ones."""
-        return self.pieces[index].master()
-
-    def program_behind(self, step: int) -> Program:
-        """Return the program of a step, counted from 1, with what is sent of exchanges after it."""
-        return self.assemblies[0].parallel.program
-
-    def exchange(self, step: int) -> None:
-        """Do what is due after a step."""
-
-    def catch_up(self, after: int, step: int) -> None:
-        """Do what was due after steps that a run leaves out, as it goes back to the weights from after step `after`."""
-
-    def settle(self) -> None:
-        """Wait for the exchanges under way."""
-
-    def outer(self) -> AbstractContextManager[None]:
-        """Let the first replica have the outer weights inside."""
-        return nullcontext()
-
-    def restart(self, start: Sequence[Tensor]) -> None:
-        """Begin again from these weights, one tensor for each piece.
-
-        Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
-        """
-        set_weights(self.assemblies[0], start)
-
-
-@dataclass(slots=True, kw_only=True)
-class LocalReplicas(Replicas):
+class LocalReplicas(HeldAssembly):
     """The replicas that this rank trains, each with separate weights, and its part of the outer weights."""
 
     are_apart: ClassVar[bool] = True
-    weights: list[Tensor]
-    """The outer weights, one tensor for each piece of an assembly."""
-    momentum: list[Tensor]
-    job: Job
-    times: ExchangeTimes
-    is_fresh: bool = True
-    """Whether every replica has the outer weights."""
-    under_way: dict[int, bool] = field(default_factory=dict)
-    """Parts whose exchange has started and not ended, and whether all of its collectives were issued."""
-    arrived: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The summed moves of such parts, a tensor for each piece, where a checkpoint has waited for them or holds them."""
-    turn: int = 0
-    """The index of the current replica among those of this rank."""
 
-    @classmethod
-    def of(cls, assemblies: Sequence[Assembly], job: Job) -> LocalReplicas:
-        """Return the replicas of assemblies with equal weights, which the outer weights begin with.
+    def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
+        super().__init__(source, layout, job, place, averages)
+        self.number = job.numerics.replicas
+        self.times = ExchangeTimes.of(job.numerics, job.train.steps)
+        self.weights: list[Tensor] = []
+        """The outer weights, one tensor for each piece of an assembly."""
+        self.momentum: list[Tensor] = []
+        self.is_fresh = True
+        """Whether every replica has the outer weights."""
+        self.under_way: dict[int, bool] = {}
+        """Parts whose exchange has started and not ended, and whether all of its collectives were issued."""
+        self.arrived: dict[int, list[Tensor]] = {}
+        """The summed moves of such parts, a tensor for each piece, where a checkpoint has waited for them or holds them."""
 
-        Raises:
-            ModelError: the optimizer may keep more than the states of weights.
-        """
-        parallel, optimizer = assemblies[0].parallel, assemblies[0].weights.updater.optimizer
-        if optimizer is not None and not is_torchs_own(optimizer):
-            raise ModelError(
-                f"numerics.exchange_every = {job.numerics.exchange_every}: what {type(optimizer).__name__} keeps besides the "
-                "states of weights would differ between replicas; a class of torch.optim works, and so does exchange_every = 1"
-            )
-        made = parallel.program.step.contributions
-        assert made is not None
-        first = parallel.mesh.index(made.axis) * made.each if made.ranks > 1 else 0
-        pieces = assemblies[0].weights.updater.pieces
-        weights = [piece.master().clone() for piece in pieces]
-        times = ExchangeTimes.of(job.numerics, job.train.steps)
-        return cls(
-            assemblies=[*assemblies],
-            first=first,
-            number=job.numerics.replicas,
-            weights=weights,
-            momentum=[torch.zeros_like(one) for one in weights],
-            job=job,
-            times=times,
-        )
-
-    @classmethod
-    def assemble_replicas(
-        cls, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any
-    ) -> LocalReplicas:
-        """Build, cut and fill a model for each replica of one rank; they begin with equal weights.
+    def build(self, example: Any) -> None:
+        """Build, cut and fill a model for each replica of one rank; they begin with equal weights, as the outer weights do.
 
         Collective over the world, as `assemble` says.
 
         Raises:
             InputError: the model, the optimizer or the number of processes does not fit the layout or the job.
+            ModelError: the optimizer may keep more than the states of weights.
         """
-        source = replace(source, prepared=examine(source, job, example, layout))
-        found = [assemble(source, layout, job, place, example)]
+        source = replace(self.source, prepared=examine(self.source, self.job, example, self.layout))
+        found = [assemble(source, self.layout, self.job, self.place, example)]
         while len(found) < found[0].parallel.program.step.replicas_each:
-            another = replace(source, prepared=with_new_blueprint(source, job))
-            found.append(assemble(another, layout, job, place, example))
-        return cls.of(found, job)
-
-    @property
-    def current(self) -> Assembly:
-        """The assembly of the replica whose turn it is."""
-        return self.assemblies[self.turn]
+            another = replace(source, prepared=with_new_blueprint(source, self.job))
+            found.append(assemble(another, self.layout, self.job, self.place, example))
+        parallel, updater = found[0].parallel, found[0].weights.updater
+        if updater.optimizer is not None and not is_torchs_own(updater.optimizer):
+            raise ModelError(
+                f"numerics.exchange_every = {self.job.numerics.exchange_every}: what {type(updater.optimizer).__name__} keeps besides "
+                "the states of weights would differ between replicas; a class of torch.optim works, and so does exchange_every = 1"
+            )
+        made = parallel.program.step.contributions
+        assert made is not None
+        self.first = parallel.mesh.index(made.axis) * made.each if made.ranks > 1 else 0
+        self.weights = [piece.master().clone() for piece in updater.pieces]
+        self.momentum = [torch.zeros_like(one) for one in self.weights]
+        self.assemblies = found
 
     def each(self) -> Iterator[tuple[int, Assembly]]:
         """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""
@@ -212,6 +115,13 @@ class LocalReplicas(Replicas):
                 yield number, assembly
         finally:
             self.turn = 0
+
+    def sums(self, own: Sequence[Tensor]) -> Tensor:
+        """Return the scalars of all replicas in one tensor: this rank gives those of its replicas, and has zeros for the others."""
+        found = own[0].new_zeros(self.number, len(own[0]))
+        for (number, _), scalars in zip(self.numbered_assemblies, own, strict=True):
+            found[number] = scalars
+        return found.view(-1)
 
     def value_of(self, index: int) -> Tensor:
         """Return the outer values of a piece."""
@@ -382,16 +292,3 @@ def copy_modes(source: nn.Module, target: nn.Module) -> None:
     for path, part in target.named_modules():
         if part.training is not modes.get(path, part.training):  # to set one takes ten times as long as to read it
             part.training = modes[path]
-
-
-@torch.no_grad()
-def set_weights(assembly: Assembly, values: Sequence[Tensor]) -> None:
-    """Set the master weights of an assembly, one tensor for each piece, and publish them.
-
-    Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
-    """
-    updater = assembly.weights.updater
-    for piece, value in zip(updater.pieces, values, strict=True):
-        piece.set_master(value)
-    updater.publish()
-    assembly.weights.store.publish()

@@ -5,24 +5,21 @@ The host decides on the update once it has read them, or on a GPU the device bef
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from samestep.models.loss_names import LossNames
-from samestep.program.ops import StepFlag
-from samestep.runtime.assembly import Assembly
-from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.step_report import StepReport, peak_memory_bytes, peak_reserved_bytes
-from samestep.runtime.step_scalars import StepNumbers, SummedScalars
+from samestep.runtime.step_backward import StepBackward
+from samestep.runtime.step_report import StepReport
+from samestep.runtime.step_scalars import SummedScalars
 from samestep.state.kept_tensors import KeptTensors
 
 
@@ -50,30 +47,6 @@ class StepState(Enum):
     OPEN = "the update is launched, and the host does not know whether the device has made it"
     HELD_BACK = "no update is made, and the host decides"
     CLOSED = "the update is made, or the step is skipped"
-
-
-@dataclass(frozen=True, slots=True)
-class StepBackward:
-    """One of the backwards of a step. A step of `run.step` has one, of the run's loss and for all weights."""
-
-    number: int = 0
-    """The number of backwards of the step before this one."""
-    names: Set[str] | None = None
-    """The weights whose gradients count; None for all."""
-    held: Assembly | None = None
-    """The assembly with the loss of this backward; None where it is the run's."""
-    trials: StepTrials | None = None
-    """The trials of that loss."""
-    is_apart: bool = False
-    """Whether the update is a call of its own, which may come later."""
-    waits: bool = False
-    """Whether its gradients are reduced later, with those of the backwards that follow."""
-
-    into: Sequence[Tensor] | None = None
-    """The weights that alone get gradients, where autograd can leave the others out; None for all."""
-
-
-WHOLE = StepBackward()
 
 
 @dataclass(slots=True)
@@ -133,24 +106,3 @@ class OpenStep:
         if self.state is StepState.OPEN:
             self.state = StepState.HELD_BACK if self.was_held_back else StepState.CLOSED
         return SummedScalars.of(sums, num_unsure, self.names.num_numbers)
-
-    def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, **judged: Any) -> StepReport:
-        """Return what the summed scalars say of the step, with the fields of the report that whoever decided on it has `judged`."""
-        step_s = time.perf_counter() - self.began_s
-        terms, values = self.names.means(summed.reported)
-        return StepReport(
-            step=self.batch.step + 1,
-            loss=numbers.loss,
-            grad_norm=numbers.norm,
-            tokens=int(summed.agreed.count),
-            step_s=step_s,
-            tokens_per_s=summed.agreed.count / step_s,
-            data_wait_s=self.data_wait_s,
-            memory_bytes=peak_memory_bytes(device),
-            reserved_bytes=peak_reserved_bytes(device),
-            stop=summed.flags[StepFlag.STOP] > 0,
-            save=summed.flags[StepFlag.SAVE] > 0,
-            terms=terms,
-            values=values,
-            **judged,
-        )

@@ -15,6 +15,7 @@ step                       ─► RunBatches    what a loop hands over, as a bat
 backward, update           ─► StepsByHand   the two halves of a step, in any order     own_steps/
 save, load, state_dict     ─► SavedRun     weights in files, dicts, and whole         checkpoints/
 evaluate, predict          ─► EvaluatedRun  forwards without gradients                 evaluated_run.py
+record                     ─► RecordedRun   where the time of steps goes               recording/recorded_run.py
 ```
 """
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from samestep.errors import LayoutError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import recorded as spans
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.batches.run_batches import RunBatches
@@ -47,7 +46,7 @@ from samestep.runtime.guards import chosen_kernels
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.local_replicas import Replicas
+from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.held_bytes import held_bytes
@@ -57,8 +56,9 @@ from samestep.runtime.own_steps.steps_by_hand import StepsByHand
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.processes.process_groups import forget_groups
+from samestep.runtime.recording.recorded_run import RecordedRun
 from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
@@ -68,7 +68,7 @@ from samestep.runtime.weights.moving_averages import Following, ModelAverages
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(StepsByHand, SavedRun, EvaluatedRun):
+class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -98,9 +98,9 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self._kernels = chosen_kernels.of_job(job, place.device)
         self.receivers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
-        self._own = HeldAssembly(source, layout, job, place, averages)
+        held = HeldAssembly if job.numerics.exchange_every == 1 else LocalReplicas
+        self._own = held(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
-        """Where the time of its steps goes."""
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights, shared=shared)
         self._parts = StepsInParts(self._stepper, self._own)
         self._refuse_waiting = self._parts.refuse_waiting
@@ -109,6 +109,9 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         self._state = RunState(self, self._own)
         self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
+        if self._own.are_apart:
+            self._after_step.append(lambda step: self._own.exchange(step + 1))
+            self._after_step.append(lambda _: self._stepper.guards.note_replicas())
 
     def __repr__(self) -> str:
         """Return the layout and the number of steps, as a notebook shows them."""
@@ -136,9 +139,9 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         return self._stepper.guards.spikes
 
     @property
-    def replicas(self) -> Replicas:
+    def replicas(self) -> HeldAssembly:
         """The models that this rank trains, whose first is the run's: a list of one, unless the job trains several replicas independently."""
-        return self._own.replicas
+        return self._own.prepared()
 
     @property
     def is_prepared(self) -> bool:
@@ -182,9 +185,6 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
         self._stepper.guards.begin(self._own.current)
-        if self.replicas.are_apart:
-            self._after_step.append(lambda step: self.replicas.exchange(step + 1))
-            self._after_step.append(lambda _: self._stepper.guards.note_replicas())
         self._state.begin()
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
@@ -245,18 +245,6 @@ class Run(StepsByHand, SavedRun, EvaluatedRun):
         for receiver in self.receivers:
             report = receiver(report, batch, is_part)
         return report
-
-    def record(self, steps: int | str, folder: str | Path = spans.FOLDER, *, kernels: bool = False) -> Path:
-        """Record where the time of some steps goes, op by op, for `samestep explain FOLDER`; return the folder.
-
-        `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds what torch.profiler sees. Every rank calls
-        it, and writes files of its own, in a folder that all ranks share.
-
-        Raises:
-            InputError: the text names no steps.
-        """
-        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder), kernels=kernels)
-        return Path(folder)
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2]."""

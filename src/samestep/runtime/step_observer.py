@@ -11,23 +11,17 @@ step               observer.agreed(scalars)                                     
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from samestep.program.ops import Task
-from samestep.randomness.masks import MaskSlice
-from samestep.randomness.mode import Draw, DropoutMode
+from samestep.randomness.dropout_state import MakeMode as MakeMode
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Global indices of samples."""
-
-MakeMode = Callable[[nn.Module, Draw, MaskSlice | None], DropoutMode]
-"""A factory of the dropout mode of one forward, with the arguments of `DropoutMode` itself."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

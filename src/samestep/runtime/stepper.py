@@ -24,7 +24,7 @@ from torch import Tensor
 
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.device_decides import Deciders, DeviceDecides
+from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
 from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.step_guards import StepGuards
@@ -34,13 +34,14 @@ from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward, StepState
+from samestep.runtime.open_step import OpenStep, Progress, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
+from samestep.runtime.step_backward import WHOLE, StepBackward
 from samestep.runtime.step_observer import Indices, StepObserver
-from samestep.runtime.step_report import StepReport, forget_peak
+from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
 from samestep.state.kept_tensors import KeptTensors
 
@@ -64,8 +65,7 @@ class Stepper:
         self.refusals = self.guards.refusals
         self._deciders = Deciders.of(own, self.guards.spikes)
         self.progress = Progress.BETWEEN
-        self._open: OpenStep | None = None
-        """The step whose update was launched, and whose sums the host has not read."""
+        self.launched = LaunchedStep(self)
         self._data_wait_s = 0.0
 
     @property
@@ -75,8 +75,8 @@ class Stepper:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        if self._open is not None:
-            self.close()
+        if self.launched.opened is not None:
+            self.launched.close()
         return self._own.current
 
     @property
@@ -114,7 +114,7 @@ class Stepper:
     @functools.cached_property
     def used(self) -> UsedWeights:
         """The agreement of the ranks on the weights that steps use."""
-        parallel, number = self.held.parallel, self._own.replicas.number
+        parallel, number = self.held.parallel, self._own.number
         return UsedWeights.of(parallel.program, parallel.mesh, self.held.model.spec, number)
 
     # -- inside a step -----------------------------------------------------------------------------
@@ -123,8 +123,8 @@ class Stepper:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
         opened = self.open(batch)
         if isinstance(opened.decider, DeviceDecides):
-            return self._launch(opened, opened.decider)
-        return self._closed(opened)
+            return self.launched.launch(opened, opened.decider, self.held, self.used)
+        return self.closed(opened)
 
     def open(self, batch: StepBatch, of: StepBackward = WHOLE) -> OpenStep:
         """Run the forwards and backwards of a step, or of one backward of it, and begin to sum its scalars over the ranks.
@@ -144,9 +144,7 @@ class Stepper:
         self._deciders.begin_step(weights.updater)
         numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
-            own = [
-                self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.replicas.each())
-            ]
+            own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
             # Agree: one all_reduce, whose sums the host does not wait for.
             host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
@@ -165,38 +163,7 @@ class Stepper:
             of=of,
         )
 
-    def _launch(self, opened: OpenStep, decider: DeviceDecides) -> StepReport:
-        """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
-        updater = decider.updater
-        opened.prepare(updater)
-        if updater.live.was_written_early():
-            updater.live.take_over()
-        updater.unused = self.used.expected()
-        self.update(self.held, decider.update)
-        self.steps_taken = opened.batch.step + 1
-        opened.report = StepReport.late(self.steps_taken, self.close)
-        self._open = opened
-        opened.batch.before_next(self.close)
-        return opened.report
-
-    def close(self) -> None:
-        """Read the sums of the step whose update was launched and not read, if there is one, and do what they ask for.
-
-        Collective over the world where the step is not finite or is refused, see [Note: collective calls]: at the latest before
-        its next step.
-        """
-        opened, self._open = self._open, None
-        if opened is None:
-            return
-        assert opened.report is not None
-        self.steps_taken = opened.batch.step
-        try:
-            opened.report.fill(self._closed(opened))
-        except BaseException as error:
-            opened.report.fail(error)
-            raise
-
-    def _closed(self, opened: OpenStep) -> StepReport:
+    def closed(self, opened: OpenStep) -> StepReport:
         """Wait for a step's sums, decide on its update unless the device has, and return the report."""
         # Agree: read what all ranks have summed, and exchange what a flag asks for.
         summed = self.read(opened)
@@ -205,8 +172,8 @@ class Stepper:
         note = self.note_of(numbers, opened.batch) or self.guards.spikes.judge(numbers.loss)
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
-        are_apart = self._own.replicas.are_apart
-        for number, assembly in self._own.replicas.each():
+        are_apart = self._own.are_apart
+        for number, assembly in self._own.each():
             updater = assembly.weights.updater
             if opened.state is StepState.HELD_BACK:
                 updater.unused = self.used.unused(number)
@@ -246,7 +213,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         opened.running_buffers.restore()
-        for _, assembly in self._own.replicas.each():
+        for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
         before, self.progress = self.progress, Progress.REPEATING
         again = self.open(opened.batch, opened.of)
@@ -298,15 +265,26 @@ class Stepper:
         self, opened: OpenStep, summed: SummedScalars, numbers: StepNumbers, note: str, *, skipped: bool = False
     ) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
-        lr = self.held.weights.updater.rates.first_with(opened.lr_factor, ALL)
-        return opened.report_of(
-            summed,
-            numbers,
-            self.place.device,
-            lr=lr,
+        count, device, step_s = summed.agreed.count, self.place.device, time.perf_counter() - opened.began_s
+        terms, values = opened.names.means(summed.reported)
+        return StepReport(
+            step=opened.batch.step + 1,
+            loss=numbers.loss,
+            grad_norm=numbers.norm,
+            lr=self.held.weights.updater.rates.first_with(opened.lr_factor, ALL),
+            tokens=int(count),
+            step_s=step_s,
+            tokens_per_s=count / step_s,
+            data_wait_s=opened.data_wait_s,
+            memory_bytes=peak_memory_bytes(device),
+            reserved_bytes=peak_reserved_bytes(device),
             note=note,
             skipped=skipped,
             spike=numbers.are_finite and bool(note),
+            stop=summed.flags[StepFlag.STOP] > 0,
+            save=summed.flags[StepFlag.SAVE] > 0,
+            terms=terms,
+            values=values,
             remarks=self.refusals.news(),
         )
 
@@ -356,7 +334,7 @@ class Stepper:
             StepFlag.UNUSED_CHANGED: self.used.has_changed,
             StepFlag.RECORD: join.record_requested(),
         }
-        sums = torch.cat([self._own.replicas.sums(own), flag_slots(flags, self.place.device)])
+        sums = torch.cat([self._own.sums(own), flag_slots(flags, self.place.device)])
         if self.place.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])

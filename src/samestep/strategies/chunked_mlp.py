@@ -22,6 +22,7 @@ from dataclasses import replace
 from samestep.models.layer_parts import Product, TokenPart
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
+from samestep.program.graphs import one_graph
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -35,7 +36,7 @@ def refusal(step: StepSpec) -> str | None:
     works = "a layout without mlp_chunk works"
     if layout.tp > 1:
         return f"mlp_chunk={chunk}: tp={layout.tp} cuts what an MLP makes inside already, and would send each chunk by itself: {works}"
-    if step.one_graph:
+    if one_graph(step):
         return f"mlp_chunk={chunk} computes a part of a block in a loop, and run.compile makes one graph of it: run.compile = 'none' works"
     if model.differentiates_at:
         return f"mlp_chunk={chunk} makes one backward of each chunk, and {gradients_within(model)}: {works}"

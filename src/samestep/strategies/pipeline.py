@@ -42,6 +42,7 @@ from samestep.models.layer_parts import Crossing
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.followed_weights import send_followed, weights_sent
+from samestep.program.graphs import one_graph
 from samestep.program.holding import Holding
 from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, Task, is_backward, position
 from samestep.program.program import Program
@@ -59,9 +60,9 @@ def refusal(step: StepSpec) -> str | None:
         return "virtual_stages needs pp > 1" if layout.virtual_stages > 1 else None
     if layout.virtual_stages > 1 and not SCHEDULES[layout.schedule].takes_chunks:
         return f"virtual_stages={layout.virtual_stages} needs {schedules.taking_chunks()}, not {layout.schedule}"
-    if step.splits_backward and step.one_graph:
+    if step.splits_backward and one_graph(step):
         return (
-            f"schedule={layout.schedule} takes the backward of linear layers apart, and {step.one_graph}: "
+            f"schedule={layout.schedule} takes the backward of linear layers apart, and {one_graph(step)}: "
             "schedule=1f1b works, and so does run.compile = 'none'"
         )
     if step.model.varies_at and not step.model.varies_within:

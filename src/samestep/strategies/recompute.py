@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
+from samestep.program.graphs import repeats_in_graphs
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.repeated_forwards import with_repeats
@@ -67,7 +68,7 @@ def apply(program: Program) -> Program:
                 # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
                 # A graph that contains both passes keeps what other ranks have sent.
-                sums = [] if program.step.repeats_in_graphs else sums_of.get(op.layer, [])
+                sums = [] if repeats_in_graphs(program.step) else sums_of.get(op.layer, [])
                 joins, split = _whole_parts(program.step, layers[op.layer])
                 tensor_sums = [part for part in sums if not _is_exchange(part) and part.owner not in joins]
                 repeats_all = layers[op.layer].repeats_last_sum or _is_one_graph(program.step, layers[op.layer])

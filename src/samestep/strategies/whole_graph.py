@@ -6,6 +6,7 @@ exchange gradients alone, after the backward.
 
 from __future__ import annotations
 
+from samestep.program.graphs import one_graph
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -19,7 +20,7 @@ def refusal(step: StepSpec) -> str | None:
     if not within:
         return None
     works = "run.compile = 'none'" if layout.cp > 1 else "run.compile = 'blocks'"
-    return f"{within[0]} moves tensors between parts of the forward, and {step.one_graph}: {works} works, and so does dp with zero=0 or zero=1"
+    return f"{within[0]} moves tensors between parts of the forward, and {one_graph(step)}: {works} works, and so does dp with zero=0 or zero=1"
 
 
 def apply(program: Program) -> Program:

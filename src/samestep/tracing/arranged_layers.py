@@ -255,6 +255,24 @@ def spread_over_calls(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def with_loss(spec: ModelSpec) -> ModelSpec:
+    """Add the loss to the last layer: it writes the log-probabilities of the output, and keeps them for its backward.
+
+    A cross entropy does that, and other losses do little less. Its backward holds their gradient and its own result.
+    """
+    *others, last = spec.layers
+    moved = 2 * last.output_elements
+    last = replace(
+        last,
+        loss_elements=last.output_elements,
+        loss_working_elements=2 * last.output_elements,
+        moved_elements=last.moved_elements + moved,
+        moved_cut_elements=last.moved_cut_elements + (moved if spec.logit_rows else 0),
+        kernels=last.kernels + 3,
+    )
+    return replace(spec, layers=(*others, last))
+
+
 def _split_by_call(parts: tuple[_Part, ...], count: int) -> list[tuple[_Part, ...]]:
     """Return equal runs of parts, one for each call; all in the first if the calls are not alike."""
     each = len(parts) // count

@@ -39,12 +39,13 @@ from samestep.errors import DataError, LayoutError, ModelError, SamestepError, t
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
-from samestep.runtime.assembly import trace_for_layout
+from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.evaluated_run import Measure
 from samestep.runtime.run import Run
@@ -225,7 +226,7 @@ def _num_words(model: torch.nn.Module) -> int | None:
 
 def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
     """Refuse token ids that have none of the `words` embeddings of a model; `field` is that of its configuration."""
-    works = field if job.model_folder is None else "model.resize_embeddings"
+    works = field if model_folder(job) is None else "model.resize_embeddings"
     if job.data.is_text:
         if (known := open_tokenizer(job).vocab_size) > words:
             raise ModelError(

@@ -52,6 +52,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode, RunTable
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import MaskSpec, is_below
+from samestep.program.graphs import repeats_in_graphs
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.randomness import graph_draws
@@ -289,7 +290,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         _compile_one(
             blocks.compiler, [(path, uncompiled.get(path)) for path in entry.islands if path not in heads], heads
         )
-    elif step.repeats_in_graphs:
+    elif repeats_in_graphs(step):
         blocks.compiler.why_whole = "it is recomputed"
         blocks.compiler.uncompiled |= dict(_broken_repeats(blocks_of_rank, entry.islands))
     blocks.in_graph = entry.in_graph - entry.seen

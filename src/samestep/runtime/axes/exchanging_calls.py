@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from samestep.building.loss_result import Loss
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.models.spec import ModelSpec
@@ -25,10 +26,11 @@ from samestep.runtime.axes.joined_exchanges import BackwardExchanges, NothingToJ
 from samestep.strategies import batch_norm, expert
 
 
-def watch(model: nn.Module, program: Program, before: Callable[[str], None], *, may_differ: bool) -> BackwardExchanges:
+def watch(model: nn.Module, program: Program, before: Callable[[str], None], loss: Loss) -> BackwardExchanges:
     """Let every forward check that it calls the modules that exchange values; the model is cut, and its weights are
-    held. Return what their exchanges in a backward need, where the losses of ranks `may_differ` in what they reach; `before` is
-    called with the path of a module when such a backward starts.
+    held. Return what their exchanges in a backward need, where the losses of ranks may differ in what they reach, as those of a
+    model that looks at values do, and those of a user's own `loss`; `before` is called with the path of a module when such a
+    backward starts.
 
     A pipeline refuses forwards that take another way than the traced one.
     """
@@ -53,6 +55,8 @@ def watch(model: nn.Module, program: Program, before: Callable[[str], None], *, 
     if awaited:
         model.register_forward_pre_hook(calls.begin, prepend=True)
         model.register_forward_hook(calls.end, prepend=True)
+    is_own_loss = not str(getattr(loss, "__module__", "")).startswith("samestep.")
+    may_differ = program.step.model.looks or is_own_loss
     return joined_exchanges(model, program, reasons, before, may_differ=may_differ)
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import CheckpointError, SaveError, failures_of
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 from samestep.runtime.assembly import Assembly
@@ -395,7 +396,7 @@ def _head(run: PreparedRun) -> dict[str, Any]:
         "spikes": run.spikes.count,
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
-        "folder": digest_of(folder) if (folder := run.job.model_folder) else "",
+        "folder": digest_of(folder) if (folder := model_folder(run.job)) else "",
         "nominal_count": run.assembly.objective.nominal_count if scale.is_dynamic else None,
         "shapes": _shapes(run),
         "frozen": {param.name: list(param.shape) for param in run.assembly.model.spec.params},

@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from samestep import calls, rules
 from samestep.errors import CheckpointError, short_repr
 from samestep.job import Job
+from samestep.job_paths import model_folder
 from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files, regular_files
@@ -265,7 +266,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
         )
     if reason := rules.refusal(manifest["job"]):
         raise CheckpointError(f"{folder} {reason}")
-    if (source := job.model_folder) and digest_of(source) != manifest.get("folder"):
+    if (source := model_folder(job)) and digest_of(source) != manifest.get("folder"):
         raise CheckpointError(
             f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
             "written: resume with what stood there"

@@ -15,7 +15,7 @@ from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.lanes import CarriedLanes
 from samestep.runtime.guards.loss_spikes import SpikeWatch
-from samestep.runtime.local_replicas import Replicas
+from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 
@@ -59,7 +59,7 @@ class PreparedRun(Protocol):
         """The losses of the last steps."""
 
     @property
-    def replicas(self) -> Replicas:
+    def replicas(self) -> HeldAssembly:
         """The models that this rank trains: a list of one, unless the job trains replicas independently."""
 
     @property

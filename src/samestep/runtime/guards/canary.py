@@ -152,7 +152,7 @@ class Canary:
         `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
         """
         model, store = self.assembly.model, self.assembly.weights.store
-        model.dropout.begin_step(model.module)  # its hooks are part of the state that is kept below
+        model.dropout.begin_step()  # its hooks are part of the state that is kept below
         turn, self._num_watched = self._num_watched, self._num_watched + 1
         watched = WatchedStep(self, batch, inner, turn, is_first=is_first, replays=replays)
         store.watch.compare_values(True)

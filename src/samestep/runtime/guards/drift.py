@@ -30,8 +30,9 @@ from samestep.program.ops import OpKind
 from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger, outside_step
-from samestep.runtime.processes.mesh import Mesh, group_among
+from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.processes.process_groups import group_among
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import word_sums

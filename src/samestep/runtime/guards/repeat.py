@@ -190,5 +190,5 @@ class Repeat(NamedSamples):
             return
         samples = torch.as_tensor(indices, device=self._assembly.parallel.mesh.device)
         draw = dropout.Draw(self._seed, self._batch.step, samples)
-        with (make or dropout.DropoutMode)(model.module, draw, model.mask_part):
+        with model.dropout.mode(draw, make):
             yield

@@ -96,7 +96,7 @@ class StepGuards:
         self.num_taken += 1
         taken, held = self.num_taken, self._own.current
         regularly = self._is_regular(batch.step, taken)
-        if len(self._own.replicas.assemblies) > 1:  # the canary knows one model
+        if len(self._own.assemblies) > 1:  # the canary knows one model
             return take()
         if not regularly and not self._is_early(taken):
             return take()
@@ -152,7 +152,7 @@ class StepGuards:
 
         Collective over the world in its first call, see [Note: collective calls].
         """
-        for _, replica in self._own.replicas.each():  # all replicas follow the modes of the first one's modules
+        for _, replica in self._own.each():  # all replicas follow the modes of the first one's modules
             if replica.model is not held.model:
                 copy_modes(held.model.module, replica.model.module)
         self.refusals.compare(self._outside.evaluated_paths())
@@ -191,7 +191,7 @@ class StepGuards:
 
     def note_replicas(self) -> None:
         """Note, after a step, what the loop may not change of the first replica, where this rank trains several."""
-        number = len(self._own.replicas.assemblies)
+        number = len(self._own.assemblies)
         self._loop_changes = LoopChanges(self._own.current, number) if number > 1 else None
 
     def forget_replicas(self) -> None:

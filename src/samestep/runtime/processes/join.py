@@ -32,7 +32,7 @@ from samestep.runtime.processes import rank_order
 from samestep.runtime.processes.host_names import LOOPBACK, interface_towards
 from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo
 from samestep.runtime.processes.launchers import discover
-from samestep.runtime.processes.mesh import forget_groups
+from samestep.runtime.processes.process_groups import forget_groups
 from samestep.runtime.processes.this_host import agreed_name, bind_near, keep_freed_memory
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

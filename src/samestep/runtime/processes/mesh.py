@@ -1,12 +1,9 @@
-"""Process groups of a layout: the only file that creates them.
+"""Process groups of a layout: which ranks share one for each axis of its program. `process_groups.py` creates them.
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
 created twice. `cp` has a separate group: compute waits for its exchanges, which must not wait for gradients or weights
 sent meanwhile; so have `dp`, over which batch norm takes statistics, the axes of exchanges that whole steps hide, and
 each link between two stages of a pipeline (`schedules.link_of`).
-
-On NCCL all groups of an axis are created by one split of the world, in which every rank takes part; gloo creates each
-by itself.
 
 [Note: collective calls]
 A function is *collective* over a group of ranks (`world`, or an axis such as `tp`) if it sends something within the group, or may.
@@ -17,7 +14,6 @@ limit (`run.timeout_s`); `hang_watch.py` names the rank that is missing. Some ar
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +26,7 @@ from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime.ledger import LINK, has_own_group
+from samestep.runtime.processes.process_groups import group_among
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -111,74 +108,6 @@ def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
         if (group := group_among(pairs, link, timeout_s, LINK + _join_ranks(ranks.group(rank, "pp")))) is not None:
             links[link] = group
     return Mesh(rank, ranks, device, groups, links, timeout_s)
-
-
-_made: dict[tuple[str, float, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
-"""Process groups of this process by name, time limit and ranks, the world among them."""
-_WORLD = ("world", 0.0, ())
-
-
-def group_among(
-    parts: Sequence[tuple[int, ...]], name: str, timeout_s: float, description: str | None = None
-) -> dist.ProcessGroup | None:
-    """Return the process group of that part which has this rank; None where none has.
-
-    No rank is in two parts. The groups are made once for all runs of a process, since each has threads or device memory.
-
-    Collective over the world: every rank asks for the same parts in one order; if one does not, the others wait until
-    the time limit.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    if _made.get(_WORLD) is not world:  # groups of a world that its user has destroyed
-        forget_groups()
-        _made[_WORLD] = world
-    if not name and [*parts] == [tuple(range(world.size()))]:
-        return world
-    described, limit = description or name or None, datetime.timedelta(seconds=timeout_s)
-    whole = (name, timeout_s, tuple(parts))
-    if _can_be_split(world):
-        if whole not in _made:
-            _made[whole] = dist.split_group(
-                split_ranks=[list(ranks) for ranks in parts], timeout=limit, group_desc=described
-            )
-        return _made[whole]
-    mine = None
-    for ranks in parts:
-        one = (name, timeout_s, (ranks,))
-        if one not in _made:
-            _made[one] = dist.new_group(list(ranks), timeout=limit, group_desc=described)
-        mine = _made[one] if world.rank() in ranks else mine
-    return mine
-
-
-def _can_be_split(world: dist.ProcessGroup) -> bool:
-    """Return whether groups are created by splitting, as NCCL's of a known device can be; a user's may have none."""
-    return dist.get_backend(world) == "nccl" and world.bound_device_id is not None
-
-
-_num_forgotten = 0
-
-
-def forget_groups() -> None:
-    """Forget all groups, so that the next run creates new ones: after the world was destroyed, or a step failed
-    among messages."""
-    global _num_forgotten
-    _made.clear()
-    _num_forgotten += 1
-
-
-def num_forgotten() -> int:
-    """Return how often this process has forgotten its groups."""
-    return _num_forgotten
-
-
-def forget_as_often(most: int) -> None:
-    """Forget all groups if another rank did so more often: a group is created by all of its ranks or by none."""
-    global _num_forgotten
-    if _num_forgotten < most:
-        _made.clear()
-        _num_forgotten = most
 
 
 def _join_ranks(ranks: Sequence[int]) -> str:

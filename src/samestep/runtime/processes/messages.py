@@ -26,7 +26,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.processes import mesh, plain_data
+from samestep.runtime.processes import plain_data, process_groups
 
 
 def gather_values(mine: Any, world_size: int) -> list[Any]:
@@ -140,8 +140,8 @@ def check(spec: ModelSpec, layout: Layout, job: Job, *, several_hosts: bool = Fa
     }
     with outside_step():  # a model is prepared in its first step
         sources = loaded_sources() if several_hosts else {}
-        heard = gather_values((mine, mesh.num_forgotten(), sources), layout.world_size)
-    mesh.forget_as_often(max(num_forgotten for _, num_forgotten, _ in heard))
+        heard = gather_values((mine, process_groups.num_forgotten(), sources), layout.world_size)
+    process_groups.forget_as_often(max(num_forgotten for _, num_forgotten, _ in heard))
     everyone = [theirs for theirs, _, _ in heard]
     for what in mine:
         apart = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]

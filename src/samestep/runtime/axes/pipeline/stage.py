@@ -17,56 +17,39 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.building.model import call_model
-from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import disable_compiler, dynamo
-from samestep.datasets.values import has_items, num_samples, rows_of
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import with_first
-from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.layer_spec import LayerSpec
 from samestep.program.program import Program
-from samestep.program.step import StepSpec
 from samestep.randomness import mode as dropout
 from samestep.runtime.axes import own_backwards
 from samestep.runtime.axes.context.slicing import Slicing, WholeSequences
 from samestep.runtime.axes.forward_only import is_forward_only
+from samestep.runtime.axes.pipeline.recorded_flows import shapes_in
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
 from samestep.runtime.axes.pipeline.whole_model import WholeModel
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
+from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
-from samestep.tracing.crossings import (
-    passes_one_tensor,
-    with_crossings,
-    with_exact_crossings,
-    with_slices_of,
-)
 from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import CannotPassError, Flow
 from samestep.tracing.stage_events import StageEvents, passed_before
-from samestep.tracing.trace import samples_traced
-from samestep.trees import tree_leaves, tree_map_only
-
-
-def shapes_in(samples: Any) -> tuple[torch.Size, ...]:
-    """Return the shapes of the tensors in a micro-batch."""
-    return tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
 
 
 class Stage(PartOfStep):
@@ -79,9 +62,10 @@ class Stage(PartOfStep):
         mesh: Mesh,
         slicing: Slicing | WholeSequences,
         flows: Flows | None,
+        deferred: Deferred,
         running: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._running = running
+        self._running, self._deferred = running, deferred
         self._program, self._mesh, self._slicing, self._flows = program, mesh, slicing, flows
         self._model, self._facts = traced.module, traced.facts
         self.num_chunks = len(program.chunks)
@@ -150,6 +134,7 @@ class Stage(PartOfStep):
 
         Communicates as `forward` does, in the other direction.
         """
+        self._deferred.microbatch = microbatch
         action = Action(TaskKind.BACKWARD, microbatch, chunk)
         layers = self._program.chunks[chunk]
         if loss is not None:
@@ -172,6 +157,10 @@ class Stage(PartOfStep):
         if given:
             gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in given]
             self._messages.send(action, gradients, self._awaited(layers.start, given, backward=True))
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """Compute the weight gradients that the backward of a micro-batch has postponed."""
+        self._deferred.add_up(microbatch)
 
     def end_backwards(self) -> None:
         """Wait until every send has completed, which it does once the neighbour has received it."""
@@ -393,13 +382,18 @@ class Stage(PartOfStep):
 
 
 def stage_of(
-    traced: TracedModel, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences, flows: Flows | None
+    traced: TracedModel,
+    program: Program,
+    mesh: Mesh,
+    slicing: Slicing | WholeSequences,
+    flows: Flows | None,
+    deferred: Deferred,
 ) -> Stage | WholeModel:
     """Return the layers that this rank runs, and their exchange with other stages where there are any."""
     running = _running_in(program.step.layout, traced.module)
     running = own_backwards.around(traced.module, running) if traced.spec.differentiates_at else running
     return (
-        Stage(traced, program, mesh, slicing, flows, running)
+        Stage(traced, program, mesh, slicing, flows, deferred, running)
         if mesh.size("pp") > 1
         else WholeModel(traced.module, running)
     )
@@ -424,60 +418,3 @@ def _or_refuse(name: str) -> Iterator[None]:
         yield
     except CannotPassError as reason:
         raise LayoutError(f"no stage can begin with {name}: {reason}: pp=1 works") from None
-
-
-# -- tensors between stages in the run's dtypes ----------------------------------------------------
-
-
-def with_flows(
-    traced: TracedModel, layout: Layout, job: Job, example: Any, loss: Callable[[Any, Any], Any]
-) -> tuple[TracedModel, Flows | None]:
-    """Return the model with the tensors between stages in the job's precision, and the flows that stages follow.
-
-    There are no flows where each block passes one tensor in the compute dtype to the next.
-
-    Raises:
-        LayoutError: what passes is another for two samples than for one.
-    """
-    spec = traced.spec
-    is_open = not spec.varies_at or bool(spec.varies_within)
-    if layout.pp == 1 or not is_open or sum(layer.is_beginning for layer in spec.layers) < 2:
-        return traced, None
-    step = StepSpec.of(spec, job, layout)
-    recorded = dict(traced.flows)
-    flows = Flows(traced, step, recorded)
-    compute = DTYPES[step.compute_dtype]
-    few = samples_traced(traced.module)
-    one = _flow_of(flows, example, few, step, loss)
-    if not spec.called_again and passes_one_tensor(spec.layers, one, traced.module, compute):
-        return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few), recorded), None
-    more = _flow_of(flows, example, few + 1, step)
-    layers = with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)
-    if layout.cp > 1 and not spec.slice_refusal:
-        flows = Flows(traced, step, recorded, layout.cp)
-        layers = with_slices_of(layers, one, _flow_of(flows, example, few, step))
-    for size in set(step.microbatch_sizes):  # now, once, where workers are forked
-        _flow_of(flows, example, size, step)
-    flows.hold()
-    return _with_layers(traced, layers, recorded), flows
-
-
-def _flow_of(
-    flows: Flows, example: Any, num_samples: int, step: StepSpec, loss: Callable[[Any, Any], Any] | None = None
-) -> Flow:
-    samples = _repeat_sample(example, num_samples, step)
-    return flows.of(samples, shapes_in(samples), loss)
-
-
-def _repeat_sample(example: Any, times: int, step: StepSpec) -> Any:
-    """Return the first sample of a batch several times, in the dtype in which a run reads it."""
-    if has_items(example):
-        repeated = rows_of(example, [0] * times, num_samples(example) or 1)
-    else:
-        repeated = tree_map_only(Tensor, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, example)
-    return cast_floating(repeated, DTYPES[step.master_dtype])
-
-
-def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec], recorded: Mapping[Hashable, Flow]) -> TracedModel:
-    analysis = replace(traced.analysis, spec=replace(traced.spec, layers=tuple(layers)))
-    return replace(traced, analysis=analysis, flows=recorded)

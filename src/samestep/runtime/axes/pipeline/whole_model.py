@@ -35,6 +35,9 @@ class WholeModel:
         assert loss is not None
         loss.backward()
 
+    def weight_gradients(self, microbatch: int) -> None:
+        """Do nothing: nothing was postponed."""
+
     def finish_forward(self) -> None:
         """Do nothing: nothing was kept."""
 

@@ -1,0 +1,149 @@
+"""What the axes of a layout put around the modules of a model, and what carries out its program between ranks.
+
+A plain layout has none of it: each axis that it does not ask for returns at once, or gives an object that does nothing. So here
+stand the axes and their order, and each says in its own file what it does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import ModuleType
+
+from samestep.building import nf4
+from samestep.examination.traced_model import TracedModel
+from samestep.job_tables import RunTable
+from samestep.program.graphs import repeats_in_graphs
+from samestep.program.program import Program
+from samestep.randomness import mode as dropout
+from samestep.randomness import recomputed_draws
+from samestep.randomness.dropout_state import Dropout, DropoutState
+from samestep.randomness.masks import MaskSlice
+from samestep.runtime.axes import (
+    batch_norm,
+    chunked_loss,
+    chunked_mlp,
+    expert,
+    folded_hooks,
+    precision,
+    recompute,
+    tensor,
+)
+from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
+from samestep.runtime.axes.context import slicing as context
+from samestep.runtime.axes.pipeline import other_stages
+from samestep.runtime.axes.pipeline import stage as pipeline
+from samestep.runtime.axes.pipeline.stage_flow import Flows
+from samestep.runtime.axes.pipeline.whole_model import WholeModel
+from samestep.runtime.axes.repeated_state import RepeatedState
+from samestep.runtime.axes.shared_samples import SharedSamples
+from samestep.runtime.axes.step_part import PartOfStep
+from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.processes.mesh import Mesh
+
+# Order matters: from the inside out, as in `strategies.STACK`.
+TWINS: tuple[ModuleType, ...] = (tensor, expert)
+"""The twins that change modules in place, each with a function `apply(traced, program, mesh)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The program of this rank, and the objects that carry it out between ranks."""
+
+    program: Program
+    mesh: Mesh
+    stage: pipeline.Stage | WholeModel
+    """The layers that this rank runs, and the tensors it exchanges with other pipeline stages."""
+    slicing: context.Slicing | context.WholeSequences
+    """The slice of every sequence that this rank runs."""
+    batch_norms: SharedSamples
+    """What forwards ask of samples that other ranks have, such as the statistics of a batch norm."""
+    step_parts: tuple[PartOfStep, ...]
+    """Those of them that hold something from the beginning of a step to its end."""
+    pending: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a forward whose loss makes the logits, in chunks."""
+    checkpoints: AbstractContextManager[None]
+    """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedAxes:
+    """What the axes have put around the modules of a model, whose weights are still on the meta device."""
+
+    traced: TracedModel
+    program: Program
+    mesh: Mesh
+    slicing: context.Slicing | context.WholeSequences
+    batch_norms: SharedSamples
+    compiled: CompiledBlocks
+    deferred: Deferred
+    """Weight gradients that a split backward postpones."""
+
+    @classmethod
+    def of(cls, traced: TracedModel, program: Program, mesh: Mesh, settings: RunTable) -> AppliedAxes:
+        """Let the axes work on the modules, from the inside out."""
+        model = traced.module
+        precision.apply(traced, program, mesh.device)
+        nf4.multiply_all_packed(model, traced.blueprint.rounded, traced.facts.is_transposed)
+        for twin in TWINS:
+            twin.apply(traced, program, mesh)
+        slicing = context.slicing_of(model, program, mesh)
+        norms = batch_norm.shared_samples(model, program, mesh)
+        deferred = Deferred(traced, program)
+        folded_hooks.fold(model, program)
+        if repeats_in_graphs(program.step):
+            recompute.apply(model, program, mesh.device)
+        compiled = compile_blocks(traced, program, settings)
+        dropout.leave_out(model, compiled.in_graph)
+        dropout.track_modules(model)
+        dropout.place_samples(model, traced.spec.masks)
+        if not repeats_in_graphs(program.step):
+            recompute.apply(model, program, mesh.device)
+        return cls(traced, program, mesh, slicing, norms, compiled, deferred)
+
+    def dropout_state(self, settings: RunTable) -> DropoutState:
+        """Return the state of the model's dropout before the first step: active if the trace drew masks or a probability is above 0."""
+        spec, mesh, layout = self.traced.spec, self.mesh, self.program.step.layout
+        tp, cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
+        is_active = spec.masks or self.traced.analysis.has_dropout
+        return DropoutState(
+            Dropout.ACTIVE if is_active else Dropout.UNKNOWN,
+            self.traced.module,
+            MaskSlice.of(spec, tp, cp, cuts_sequence=layout.sequence_parallel, cp_heads=self.slicing.heads),
+            may_go_by_name=layout.pp == layout.cp == 1 and not self.compiled.num_blocks,
+            allows_random="random" in settings.allow,
+        )
+
+    def parallel(self, flows: Flows | None) -> Parallel:
+        """Return what carries out the program between ranks; the model is filled."""
+        traced, program, mesh, norms = self.traced, self.program, self.mesh, self.batch_norms
+        other_stages.mark(traced.module)
+        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred)
+        keeps_calls = traced.analysis.recomputes_calls and isinstance(stage, pipeline.Stage)
+        repeated = (
+            functools.partial(precision.recompute_contexts, program),
+            functools.partial(recomputed_draws.recompute_contexts, traced.module),
+            self.slicing.recompute_contexts,
+            norms.recompute_contexts,
+        )
+        chunked_mlp.apply(traced.module, program, functools.partial(recompute.nest_each, repeated))
+        return Parallel(
+            program=program,
+            mesh=mesh,
+            stage=stage,
+            step_parts=(
+                *([stage] if isinstance(stage, pipeline.Stage) else []),
+                *([norms] if norms.are_used else []),
+                *RepeatedState.parts_of(traced.analysis.states, traced.module, program),
+            ),
+            slicing=self.slicing,
+            batch_norms=norms,
+            pending=chunked_loss.pending_of(traced.module, program, mesh, self.compiled.run),
+            checkpoints=recompute.in_our_modes(
+                functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),
+                plainly=traced.analysis.recomputes_blocks or keeps_calls,
+                detached=traced.analysis.detached_checkpoints,
+            ),
+        )
