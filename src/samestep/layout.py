@@ -24,7 +24,7 @@ from samestep.errors import LayoutError, did_you_mean, short_repr
 from samestep.records import changed
 from samestep.schedules import DEFAULT, SCHEDULES
 
-Recompute = Literal["none", "selective", "full", "offload"]
+Recompute = Literal["none", "selective", "alternate", "full", "offload"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
 TokenExchange = Literal["auto", "heads", "ring", "hybrid"]

@@ -221,9 +221,8 @@ class StepSpec:
     def repeats_in_graphs(self) -> bool:
         """Whether blocks that are recomputed are repeated by a graph that contains their forward and backward."""
         kept = self.layout.recompute
-        return (self.compile, kept) == ("blocks", "selective") or (
-            self.compile == "model" and kept in ("full", "selective")
-        )
+        in_parts = kept in ("selective", "alternate")
+        return (self.compile == "blocks" and in_parts) or (self.compile == "model" and (in_parts or kept == "full"))
 
     @property
     def is_mixed(self) -> bool:

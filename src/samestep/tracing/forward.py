@@ -390,7 +390,9 @@ class ForwardTracer(DispatchMode):
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
         if self._depth:  # and not the model's own code behind it, which is not recomputed with it
-            self._on_keep(self.regions[self.region].path)
+            region = self.regions[self.region]
+            region.repeated = len(region.products)
+            self._on_keep(region.path)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
