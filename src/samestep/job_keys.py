@@ -353,7 +353,7 @@ class LayoutKeys(TypedDict, total=False):
     microbatch: int | None
     loss_chunk: int | None
     mlp_chunk: int | None
-    recompute: Literal["none", "selective", "full", "offload"]
+    recompute: Literal["none", "selective", "alternate", "full", "offload"]
     accumulate: Literal["sharded", "full"]
     reduce: Literal["ring", "hierarchical", "root"]
     offload: bool

@@ -25,7 +25,7 @@ from samestep.layout_limits import MOST_RANKS, check_degree, check_microbatch, c
 from samestep.records import changed
 from samestep.schedules import DEFAULT, SCHEDULES
 
-Recompute = Literal["none", "selective", "full", "offload"]
+Recompute = Literal["none", "selective", "alternate", "full", "offload"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
 TokenExchange = Literal["auto", "heads", "ring", "hybrid"]

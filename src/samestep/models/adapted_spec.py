@@ -101,9 +101,16 @@ def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], ran
             replace(product, factors="frozen") if product.factors == "weight" and not is_trained else product
         )
         if path in targets:
+            products[-1] = replace(products[-1], is_repeated=True)
             more = (
                 Product(rows=product.rows, inner=product.inner, columns=rank, owner="lora"),
-                Product(rows=product.rows, inner=rank, columns=product.columns, owner="lora"),
+                Product(
+                    rows=product.rows,
+                    inner=rank,
+                    columns=product.columns,
+                    owner="lora",
+                    is_repeated=product.is_repeated,
+                ),
             )
             products += more
             kept += product.rows * rank

@@ -222,6 +222,8 @@ def block_counts(decoder: Decoder, is_sparse: bool) -> Counts:
         _norm(decoder, made, "post_mlp_layernorm", is_added=True)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
     made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # two masks of one byte an element
+    if not (decoder.post_norm or decoder.dropout or (is_sparse and not decoder.shared_experts)):
+        made.products[-1] = replace(made.products[-1], is_repeated=False)  # its result is only added to the stream
     return made
 
 
@@ -283,7 +285,16 @@ def _scores(decoder: Decoder, made: Counts, key_dim: int, value_dim: int) -> Non
         return
     for inner, columns in ((key_dim, keys), (keys, value_dim)):
         made.products.append(
-            Product(rows=s, inner=inner, columns=columns, count=a, factors="pair", cut="count", owner="self_attn")
+            Product(
+                rows=s,
+                inner=inner,
+                columns=columns,
+                count=a,
+                factors="pair",
+                cut="count",
+                owner="self_attn",
+                is_batched=True,
+            )
         )
     # The softmax reads and writes the scores; dropout reads and writes them, and writes a mask of bytes.
     made.move(0, (2 + 2.5 * decoder.dropout) * a * s * keys, 1 + decoder.dropout)

@@ -61,6 +61,17 @@ class Product:
     """Rows of a chunk, if it makes logits in chunks with their loss, and once more in the backward; 0 if at once."""
     is_between: bool = False
     """Whether it runs between the tensor-cut parts of a block, under sequence parallelism on a rank's tokens."""
+    is_batched: bool = False
+    """Whether one operation multiplies several pairs of matrices, as scores of an attention are made without a fused kernel."""
+    is_hidden: bool = False
+    """Whether it is computed within a function of its own backward, as by a ring, so that recompute cannot keep its result."""
+    is_repeated: bool = True
+    """Whether its layer keeps something for the backward behind it, so that a repeated forward does not end before it."""
+
+    @property
+    def result_elements(self) -> int:
+        """Elements of its result; of an attention as if its values were as wide as its keys."""
+        return self.rows * (self.inner // 2 if self.is_attention else self.columns) * self.count
 
     @property
     def is_deferrable(self) -> bool:

@@ -13,7 +13,7 @@ def one_graph(step: StepSpec) -> str:
 
 def repeats_in_graphs(step: StepSpec) -> bool:
     """Return whether blocks that are recomputed are repeated by a graph that contains their forward and backward."""
-    kept = step.layout.recompute
-    return (step.compile, kept) == ("blocks", "selective") or (
-        step.compile == "model" and kept in ("full", "selective")
+    in_parts = step.layout.recompute in ("selective", "alternate")
+    return (step.compile == "blocks" and in_parts) or (
+        step.compile == "model" and (in_parts or step.layout.recompute == "full")
     )

@@ -39,6 +39,7 @@ from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import SHARDS
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, COPIES, TF32, Op, OpKind
 from samestep.program.program import Program
+from samestep.program.repeated_products import repeated_products
 from samestep.program.step import StepSpec
 from samestep.simulation import attention
 from samestep.simulation.collectives import collective_s, group_of
@@ -102,13 +103,14 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     if not layer.products and not layer.moved_elements:
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
     work = _work_of(layer)
+    if op.kind is OpKind.RECOMPUTE:
+        work = work.repeating(repeated_products(step, layer))
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
-    is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute != "selective"
     part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
-    unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if is_whole and part != "weights" else 0
+    unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if part != "weights" else 0
     unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)
-    return unpacking_s + _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
+    return unpacking_s + _layer_s(work, op.kind, part, step.microbatch_samples, dtypes, hardware)
 
 
 PriceKey = tuple[object, ...]
@@ -152,6 +154,10 @@ class _Work(NamedTuple):
     has_input_gradient: bool
     has_backward: bool
 
+    def repeating(self, products: tuple[Product, ...]) -> _Work:
+        """Return the work of a repeated forward, with these products of its layer alone and with all other operations."""
+        return self._replace(products=products, kernels=max(self.kernels - len(self.products), 0) + len(products))
+
 
 def _work_of(layer: LayerSpec) -> _Work:
     return _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward)
@@ -170,21 +176,19 @@ class _Dtypes(NamedTuple):
 
 
 @lru_cache(maxsize=2**16)
-def _layer_s(
-    work: _Work, kind: OpKind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
-) -> float:
-    """Return the seconds of a layer's op; without its products unless `is_whole`."""
+def _layer_s(work: _Work, kind: OpKind, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware) -> float:
+    """Return the seconds of a layer's op."""
     if not work.has_backward and kind is not OpKind.FORWARD:
         return 0.0
     backward = kind in (OpKind.BACKWARD, OpKind.WEIGHT)
-    products = work.products if is_whole else ()
+    products = work.products
     if kind is OpKind.WEIGHT:
         products = tuple(product for product in products if product.is_deferrable)
         times = [_product_s(product, samples, True, part, work, dtypes, hardware) for product in products]
         return _soft_maximum(sum(times), len(products) * hardware.kernel_launch_s)
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
-    launched = max(work.kernels - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
+    launched = work.kernels + _casts(products, dtypes)
     launched += CHUNK_KERNELS * sum(_chunks(product, samples) - 1 for product in products)
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF
+from samestep.program.repeated_products import KEEPS_PRODUCTS, dropped_elements
 from samestep.program.step import StepSpec
 
 
@@ -41,7 +42,9 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
     given = layer.input_elements - (layer.moved_input_elements if is_on_host else 0)
-    kept = {"none": whole, "selective": layer.saved_selective_elements}.get(recompute, given)
+    kept = whole if recompute == "none" else given
+    if recompute in KEEPS_PRODUCTS:
+        kept = max(given, layer.saved_selective_elements - dropped_elements(step, layer))
     working = layer.working_elements * one
     most = max((working, *_in_chunks(step, layer, one)))
     return Saved(

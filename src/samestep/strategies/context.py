@@ -233,6 +233,7 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
             count=-(-one.count // heads),
             factors=one.factors if placement.is_head_tail else "attention",
             within=one.within if placement.is_head_tail else 1.0,
+            is_hidden=True,
         )
         if one.is_attention and not whole.is_gathered(one.owner)
         else mine

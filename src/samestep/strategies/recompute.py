@@ -2,7 +2,8 @@
 
 `full` keeps only a block's input and repeats its whole forward (Chen et al. 2016, arXiv:1604.06174), and so does `offload`, with the
 input in the host's memory (`host_inputs.py`); `selective` also keeps the results of its matrix products and repeats only
-cheap operations (Korthikanti et al. 2022, arXiv:2205.05198).
+cheap operations (Korthikanti et al. 2022, arXiv:2205.05198), and `alternate` those of every second product
+(`program/repeated_products.py`).
 A block is recomputed while its unit is gathered for the backward, so recompute adds no gather.
 """
 
@@ -17,6 +18,7 @@ from samestep.program.graphs import repeats_in_graphs
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.repeated_forwards import with_repeats
+from samestep.program.repeated_products import KEEPS_PRODUCTS, is_one_graph, repeated_flops
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 
@@ -32,9 +34,9 @@ def refusal(step: StepSpec) -> str | None:
             f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "
             "(a ModuleList or Sequential of blocks): recompute=none works"
         )
-    if step.layout.recompute == "selective" and step.model.differentiates_at:
+    if step.layout.recompute in KEEPS_PRODUCTS and step.model.differentiates_at:
         return (
-            f"recompute=selective keeps results for one backward, and the forward at {step.model.differentiates_at} takes "
+            f"recompute={step.layout.recompute} keeps results for one backward, and the forward at {step.model.differentiates_at} takes "
             "gradients itself: recompute=full works, and so does none"
         )
     return None
@@ -42,8 +44,7 @@ def refusal(step: StepSpec) -> str | None:
 
 def apply(program: Program) -> Program:
     """Return the program with a block's repeated forward, collectives included, before its backward."""
-    recompute = program.step.layout.recompute
-    layers = program.step.model.layers
+    recompute, layers = program.step.layout.recompute, program.step.model.layers
     repeated_layers = {
         index for index, layer in enumerate(layers) if layer.is_block and layer.has_backward and recompute != "none"
     }
@@ -63,15 +64,15 @@ def apply(program: Program) -> Program:
         early: list[Op] = []
         for number, op in enumerate(ops):
             if op.kind is OpKind.BACKWARD and op.layer is not None and op.layer in repeated_layers:
-                flops = layers[op.layer].forward_flops * program.step.microbatch_samples
-                repeated = op.but(kind=OpKind.RECOMPUTE, flops=0 if recompute == "selective" else flops)
+                flops = repeated_flops(program.step, layers[op.layer]) * program.step.microbatch_samples
+                repeated = op.but(kind=OpKind.RECOMPUTE, flops=flops)
                 # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
                 # A graph that contains both passes keeps what other ranks have sent.
                 sums = [] if repeats_in_graphs(program.step) else sums_of.get(op.layer, [])
                 joins, split = _whole_parts(program.step, layers[op.layer])
                 tensor_sums = [part for part in sums if not _is_exchange(part) and part.owner not in joins]
-                repeats_all = layers[op.layer].repeats_last_sum or _is_one_graph(program.step, layers[op.layer])
+                repeats_all = layers[op.layer].repeats_last_sum or is_one_graph(program.step, layers[op.layer])
                 last = None if repeats_all or not tensor_sums else tensor_sums[-1]
                 # The backward of a gathered output sends nothing: what it asks for next, its module has saved.
                 sends = last is not None and last.kind is not OpKind.ALL_GATHER
@@ -108,9 +109,7 @@ def _with_own(program: Program, key: BodyKey, ops: Ops, repeated: Collection[int
         again = [one.but(after=(op.name,)) for one in forwards.get(op.layer, ()) if not _is_kept(one)]
         found = with_repeats(again, sent, repeats_layer=op.layer in repeated)
         if op.layer in repeated:  # before it computes
-            flops = (
-                0 if step.layout.recompute == "selective" else layers[op.layer].forward_flops * step.microbatch_samples
-            )
+            flops = repeated_flops(step, layers[op.layer]) * step.microbatch_samples
             whole = op.but(kind=OpKind.RECOMPUTE, flops=flops)
             yield from (one.but(layer=op.layer, after=op.after) for one in found.ahead)
             yield from (whole, *(one.but(after=(whole.name,)) for one in found.repeated))
@@ -136,11 +135,6 @@ def _is_exchange(op: Op) -> bool:
 def _is_kept(op: Op) -> bool:
     """Return whether a repeated forward has kept what a collective brings: how many rows go to which expert."""
     return op.kind is OpKind.ALL_TO_ALL and op.dtype == "int64"
-
-
-def _is_one_graph(step: StepSpec, layer: LayerSpec) -> bool:
-    """Return whether a block runs as one graph, of which a repeated forward repeats all, before its backward begins."""
-    return step.compile != "none" and not layer.dispatches
 
 
 def _whole_parts(step: StepSpec, layer: LayerSpec) -> tuple[tuple[str, ...], str]:

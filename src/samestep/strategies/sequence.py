@@ -126,7 +126,9 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
     whole_parts = layer.whole_parts
-    selective = layer.saved_selective_cut_elements
+    # A product that is cut along its inner size is a summand of the whole sequence.
+    summands = sum(p.result_elements for p in layer.products if p.cut == "inner" and not p.is_between)
+    selective = min(layer.saved_selective_elements, layer.saved_selective_cut_elements + summands)
     passed = layer.output_elements  # as large as the sequence in its input; positions and masks stay whole
     products = tuple(p.sliced_by(degree) if p.is_between else p for p in layer.products)
     whole, mine = (sum(product.flops for product in parts) for parts in (layer.products, products))

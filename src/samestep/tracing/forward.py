@@ -401,6 +401,9 @@ class ForwardTracer(DispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
+        if self._depth:  # and not the model's own code behind it, which is not recomputed with it
+            region = self.regions[self.region]
+            region.repeated = len(region.products)
         self.places.keep(self.here)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:

@@ -83,6 +83,8 @@ class Region:
     """Path of the module."""
     flops: int = 0
     products: list[Product] = field(default_factory=list)
+    repeated: int = 0
+    """Number of its products behind which autograd keeps something."""
     moved: int = 0
     """Elements that operations other than products read and write."""
     moved_cut: int = 0

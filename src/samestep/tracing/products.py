@@ -60,8 +60,8 @@ class Products:
         if func.overloadpacket in _BATCHED:
             (count, rows, inner), columns = left.shape, right.shape[2]
             if factors != "pair":  # a weight for each of the rows' groups
-                return product(rows=count * rows, inner=inner, columns=columns, groups=count)
-            return product(rows=rows, inner=inner, columns=columns, count=count)
+                return product(rows=count * rows, inner=inner, columns=columns, groups=count, is_batched=True)
+            return product(rows=rows, inner=inner, columns=columns, count=count, is_batched=True)
         if func.overloadpacket is torch.ops.aten.convolution:
             count, taps = args[8], right.shape[2:].numel()
             columns, inner = right.shape[0] // count, right.shape[1:].numel()

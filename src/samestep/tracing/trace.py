@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
 from samestep.tracing.opened_modules import opened_modules
-from samestep.tracing.operations import Recorder
+from samestep.tracing.operations import Recorder, Region
 from samestep.tracing.token_parts import of_one_sample, token_parts_of
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
@@ -275,7 +275,7 @@ def _layer_specs(
             working_cut_elements=working.get(index, WorkingSet()).cut_elements // num_samples,
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
-            products=tuple(_of_one(part, num_samples) for region in regions for part in region.products),
+            products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
             moved_elements=sum(region.moved for region in regions) // num_samples,
             moved_cut_elements=sum(region.moved_cut for region in regions) // num_samples,
             kernels=sum(region.kernels for region in regions),
@@ -296,6 +296,16 @@ def _layer_specs(
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _products_of(regions: Sequence[Region]) -> Iterator[Product]:
+    """Yield the products of a layer's regions, and whether a repeated forward repeats them: those behind the last tensor that
+    autograd keeps are not."""
+    last = max((number for number, region in enumerate(regions) if region.repeated), default=-1)
+    for number, region in enumerate(regions):
+        for index, product in enumerate(region.products):
+            is_repeated = number < last or (number == last and index < region.repeated)
+            yield dataclasses.replace(product, is_repeated=is_repeated)
 
 
 def _batch_values_of(layer: Layer, watch: ForwardTracer) -> tuple[BatchValueCall, ...]:

@@ -29,13 +29,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from samestep.building.torch_seams import Replaced, graph_is_made, is_transformed, transforms_beside_hooks
 from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
+from samestep.models.layer_parts import Product
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.spec import is_below
 from samestep.program.program import Program
+from samestep.program.repeated_products import KEEPS_PRODUCTS, KeptProducts, kept_products
 from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
 from samestep.runtime.axes import precision, rank_crossings  # noqa: F401 (it defines those that cross ranks)
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
@@ -60,19 +64,26 @@ class _Around:
         return self.contexts() if self.contexts else (nullcontext(), nullcontext())
 
 
-_KEPT = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten.convolution.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-"""Operations whose results recompute=selective keeps, because they cost FLOPs."""
+_COUNTED = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
+"""Operations whose results are kept by their number in the forward (`program/repeated_products.py`): they cost FLOPs."""
+_BATCHED = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
+"""Products whose results recompute=selective keeps, and recompute=alternate does not."""
+_ATTENTIONS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Operations whose results both keep."""
 _KEPT_IN_GRAPHS = [
     getattr(torch.ops.samestep, name).default for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter")
 ]
@@ -83,8 +94,16 @@ def _drop_in_graph() -> Contexts:
     return create_selective_checkpoint_contexts(_KEPT_IN_GRAPHS)
 
 
-def _keep_products_in_graph() -> Contexts:
-    return create_selective_checkpoint_contexts(_KEPT_IN_GRAPHS + _KEPT)
+def _keep_products(kept: KeptProducts, others: frozenset[Any]) -> Contexts:
+    """Return contexts of a forward and its recomputation, of which it takes the results of `others` and of `kept` products."""
+    runs: dict[bool, Iterator[int]] = {False: itertools.count(), True: itertools.count()}
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_counted = operation in _COUNTED
+        is_kept = kept.keeps(next(runs[context.is_recompute])) if is_counted else operation in others
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
@@ -97,19 +116,27 @@ def apply(model: nn.Module, program: Program, device: torch.device) -> None:
     recompute = program.step.layout.recompute
     if recompute == "none":
         return
-    keeping = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+    others = _ATTENTIONS | (_BATCHED if recompute == "selective" else frozenset())
     raises = program.step.compute_dtype == "float64"
     on_host = HostInputs(program, device) if recompute == "offload" else None
     for index, layer in enumerate(program.step.model.layers):
         if layer.is_block:
             for path in layer.modules:
                 block = model.get_submodule(path)
-                kept = keeping if recompute == "selective" and not _hides_operations(path, block, program) else None
+                kept, in_graph = None, _drop_in_graph
+                if recompute in KEEPS_PRODUCTS and not _hides_operations(path, block, program):
+                    mine = kept_products(program.step, layer, _products_of(layer, path))
+                    kept = functools.partial(_keep_products, mine, others)
+                    in_graph = functools.partial(_keep_products, mine, others | frozenset(_KEPT_IN_GRAPHS))
                 around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
                 around = _both(around, _marked(layer.name))
                 moved = on_host.around(index, path) if on_host else None
-                in_graph = _drop_in_graph if kept is None else _keep_products_in_graph
                 block.forward = _recompute_forward(path, block.forward, around, in_graph, moved, raises)
+
+
+def _products_of(layer: LayerSpec, path: str) -> tuple[Product, ...]:
+    """Return the products of a layer that one of its modules runs."""
+    return layer.products if len(layer.modules) == 1 else tuple(p for p in layer.products if is_below(p.owner, path))
 
 
 # -- every call of torch.utils.checkpoint ----------------------------------------------------------
@@ -145,7 +172,7 @@ def _unless_noop(own: ContextFn) -> ContextFn | None:
 
 
 def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
-    """Return whether recompute=selective must recompute the block whole, because results cannot be kept one by one.
+    """Return whether recompute must repeat all of the block, because results cannot be kept one by one.
 
     Recurrent layers write into the results of their products afterwards, which torch does not notice: the kept result
     would be wrong. A unit within a block is gathered in its first forward alone, so the two forwards would differ.
