@@ -14,7 +14,7 @@ Cutting = Literal["", "columns", "inner", "count"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ForwardPlace:
     """A place of a layer's forward among the checkpoints that the model's own code makes (`torch.utils.checkpoint`)."""
 
     at: int = 0
@@ -25,7 +25,7 @@ class Place:
     """Those that keep something behind it, so that they repeat it; 0 is the layer itself, where the layout repeats its forward."""
 
 
-NOWHERE = Place()
+NOWHERE = ForwardPlace()
 """The place of what stands in a model that makes no checkpoints."""
 
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
@@ -152,7 +152,7 @@ class PartialSum:
     beside: tuple[str, ...] = ()
     """Paths of the linear modules that read the tensor and have a weight, whose gradient can be computed
     while that of the tensor is summed."""
-    place: Place = NOWHERE
+    place: ForwardPlace = NOWHERE
 
 
 BoundaryKind = Literal["gather", "scatter", "join", "split"]
@@ -176,7 +176,7 @@ class Boundary:
     kind: BoundaryKind
     has_gradient: bool = True
     """Whether a gradient flows back through it."""
-    place: Place = NOWHERE
+    place: ForwardPlace = NOWHERE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ class Exchange:
     """Whether the reader of an output keeps it for the backward, before and after the all_to_all."""
     is_within: bool = False
     """Whether its attention is part of a `GatheredPart`, which is given all tokens, so that nothing is exchanged."""
-    place: Place = NOWHERE
+    place: ForwardPlace = NOWHERE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ class GatheredPart:
     """Number of attentions of its layer that run before it."""
     reason: str = ""
     """Why its tokens cannot be computed by slices."""
-    place: Place = NOWHERE
+    place: ForwardPlace = NOWHERE
 
     @property
     def gathered(self) -> tuple[GatheredTensor, ...]:
@@ -273,7 +273,7 @@ class TokenMove:
     """Name of the function of a recurrence."""
     is_of_weights: bool = False
     """Whether that function multiplies by weights, as a recurrent layer does, which is done for one rank's tokens after the other's too."""
-    place: Place = NOWHERE
+    place: ForwardPlace = NOWHERE
 
     @property
     def messages(self) -> tuple[int, ...]:
@@ -292,7 +292,7 @@ class ExpertDispatch:
     """Elements of a row, dispatched or combined."""
     experts: int
     """Number of experts of the module."""
-    place: Place = NOWHERE
+    place: ForwardPlace = NOWHERE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

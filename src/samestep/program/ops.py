@@ -27,7 +27,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, Literal, NamedTuple
 
 from samestep.job_tables import Precision
-from samestep.models.layer_parts import NOWHERE, Place, Product
+from samestep.models.layer_parts import NOWHERE, ForwardPlace, Product
 from samestep.records import changed
 from samestep.schedules import Action, TaskKind
 
@@ -178,7 +178,7 @@ class Op:
     are, unless the schedule computes them separately from the backward; of a shift, an attention."""
     codec: str | None = None
     """Name of the gradient codec (`CODECS`) as which a collective of a bucket or unit sends gradients; None of other ops."""
-    place: Place = field(default=NOWHERE, repr=False)
+    place: ForwardPlace = field(default=NOWHERE, repr=False)
     """The place in the forward of what it sends, or of that whose gradient it sends, until the forwards are repeated."""
     name: str = field(init=False, compare=False, repr=False)
     """`kind:owner`."""

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.building.autograd_graph import nodes_from
 from samestep.building.torch_seams import Replaced, autograd_sequence_number
-from samestep.models.layer_parts import NOWHERE, Place
+from samestep.models.layer_parts import NOWHERE, ForwardPlace
 from samestep.trees import tensors_in
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -198,7 +198,7 @@ class TracedPlaces:
         """Return whether one of these top-most modules keeps something behind a point."""
         return any(self._kept_in.get(module, 0) > point.time for module in modules)
 
-    def place(self, point: Point, modules: Collection[str], *, is_kept: bool = False) -> Place:
+    def place(self, point: Point, modules: Collection[str], *, is_kept: bool = False) -> ForwardPlace:
         """Return the place of a point in the forward of a layer of these modules.
 
         `is_kept` is whether ranks keep something of what they send there.
@@ -208,7 +208,7 @@ class TracedPlaces:
         is_repeated = is_kept or any(self._kept_by.get(module, 0) > point.time for module in modules)
         again = (one for one in point.inside if self._is_repeated(one))
         mine = (one for one in again if is_kept or self._kept.get(one, 0) > point.time)
-        return Place(at=point.at, inside=point.inside, again=(*([0] if is_repeated else []), *mine))
+        return ForwardPlace(at=point.at, inside=point.inside, again=(*([0] if is_repeated else []), *mine))
 
     def _is_repeated(self, checkpoint: int) -> bool:
         """Return whether the backward asks for something that a checkpoint keeps."""

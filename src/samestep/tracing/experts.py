@@ -24,7 +24,7 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_parts import NOWHERE, ExpertDispatch, Place
+from samestep.models.layer_parts import NOWHERE, ExpertDispatch, ForwardPlace
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
@@ -100,7 +100,7 @@ def record_dispatches(
         if calls is not None:
             calls[path] = (args, named)
         point = None if places is None else places.point()
-        place = NOWHERE if point is None else Place(at=point.at, inside=point.inside, again=(0, *point.inside))
+        place = NOWHERE if point is None else ForwardPlace(at=point.at, inside=point.inside, again=(0, *point.inside))
         count = experts.counts[path]
         seen.append(ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=count, place=place))
 

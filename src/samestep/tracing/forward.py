@@ -383,11 +383,10 @@ class ForwardTracer(DispatchMode):
         """Record that an attention has kept what it keeps: ranks send its output behind that."""
         if self.exchanges and output.dim() == 4:
             point = self.places.point(output)
-            given, (region, key, last, _) = self.exchanges[-4:-1], self.exchanges[-1]
-            self.exchanges[-4:] = [
-                *((*rest, before._replace(nodes=point.nodes)) for *rest, before in given),
-                (region, key, last, point),
-            ]
+            for index in range(len(self.exchanges) - 4, len(self.exchanges)):
+                region, key, exchange, before = self.exchanges[index]
+                before = point if exchange.role == "output" else before._replace(nodes=point.nodes)
+                self.exchanges[index] = region, key, exchange, before
 
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Record the call of a custom Function of autograd, whose operations have been recorded before.
