@@ -299,6 +299,33 @@ def _method(run: Run) -> None:
     run.call("two", "update_hessian")
 
 
+def _clipped_in_the_module(run: Run) -> None:
+    run.backward(_first(run))
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    run.update()
+
+
+def _another_gradient(run: Run) -> None:
+    run.backward(_first(run))
+    for param in run.model.parameters():
+        param.grad = None if param.grad is None else param.grad.sign()
+    run.update("one")
+
+
+def _forgotten_in_the_module(run: Run) -> None:
+    run.backward(_first(run))
+    run.model.zero_grad()
+    run.backward(_first(run))
+
+
+def _replaced_behind_gradients(run: Run) -> None:
+    run.backward(_first(run))
+    for name, gradient in run.gradients().items():
+        gradient.mul_(0.5)  # in place, which counts
+        run.model.get_parameter(name).grad = gradient * 2
+    run.update()
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "update first": (lambda run: run.update(), r"no gradient waits for it; run.backward\(batch, loss\) in front of it works"),
     "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient waits for it"),
@@ -313,6 +340,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "over the batch": (_over_the_batch, r"the loss of the run is a sum over samples, so that nothing is exchanged for it"),
     "method": (_method, r"run.call: Adam has no method 'update_hessian'"),
     "mean": (_of_a_mean, r"\(sum, count\) works"),
+    "clipped in the module": (_clipped_in_the_module, r"\.grad of run.model was changed between run.backward and run.update, .*run.gradients\(\) works"),
+    "another gradient": (_another_gradient, r"\.grad of run.model was replaced between run.backward and run.update"),
+    "forgotten in the module": (_forgotten_in_the_module, r"\.grad of run.model was replaced between run.backward and run.backward"),
+    "replaced behind gradients": (_replaced_behind_gradients, r"\.grad of run.model was replaced between run.backward and run.update"),
 }  # fmt: skip
 
 

@@ -583,6 +583,28 @@ def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -
         run_of(given, model)
 
 
+@pytest.mark.parametrize(
+    "reads", [lambda model: model.head.weight, lambda model: model.embed.weight[0], lambda model: model.head.weight.mT]
+)
+def test_a_gradient_hook_that_reads_the_given_instance_is_refused(reads: Callable[[Any], Tensor]) -> None:
+    def sgd(params: Any) -> Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    model = Small()
+    model.embed.weight.register_hook(lambda gradient: gradient * reads(model).detach().abs().mean())
+    with pytest.raises(
+        ModelError, match=r"reads (head|embed).weight of the model instance that was given.*a build function that"
+    ):
+        losses_of(run_of(sgd, model))
+
+    def build() -> nn.Module:
+        built = Small()
+        built.embed.weight.register_hook(lambda gradient: gradient * reads(built).detach().abs().mean())
+        return built
+
+    assert losses_of(run_of(sgd, build)) != losses_of(run_of(sgd))
+
+
 def test_a_loss_that_reads_the_given_instance_is_refused() -> None:
     model, inner = Small(), loss_of(JOB)
 

@@ -39,6 +39,7 @@ from samestep.runtime.optimizers.optimizer_source import check_call
 from samestep.runtime.optimizers.optimizer_step import Updater, by_piece, clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
+from samestep.runtime.own_steps.left_gradients import LeftGradients
 from samestep.runtime.own_steps.other_losses import OtherLosses
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
 from samestep.runtime.processes.messages import gather_values
@@ -80,6 +81,7 @@ class StepsInParts:
         self._methods: set[tuple[tuple[int, ...] | None, str]] = set()
         """The methods of optimizers that were called, and do not couple what the layout divides."""
         self._losses = OtherLosses(stepper, own)
+        self._left = LeftGradients()
 
     # -- values as a batch -------------------------------------------------------------------------
 
@@ -136,6 +138,7 @@ class StepsInParts:
     def _backward(self, batch: StepBatch, of: StepBackward) -> StepReport:
         waiting = self._waiting
         assert waiting is not None
+        self._left.refuse_changes("run.backward")
         waiting.make_room()
         opened = self._stepper.open(batch, of)
         summed = self._stepper.read(opened)
@@ -148,6 +151,7 @@ class StepsInParts:
         total = numbers.loss + sum(one.numbers.loss for one in self._taken)
         report = replace(report, loss=total, grad_norm=math.nan)
         self._taken.append(_Taken(opened, numbers, note, report, names or self._names_of(None)))
+        self._note_left()
         return report
 
     # -- update ------------------------------------------------------------------------------------
@@ -194,6 +198,7 @@ class StepsInParts:
         )
         batch = self._taken[-1].opened.batch
         self._drop(mine)
+        self._note_left()
         stepper.steps_taken = step + 1
         return report, batch
 
@@ -208,6 +213,7 @@ class StepsInParts:
         updater = held.weights.updater
         self._check_method(held, part, method, args, given)
         names: Set[str] = frozenset()
+        self._left.refuse_changes("run.call")
         if self._waiting is not None and self._waiting.names & mine:
             self._waiting.add_up()
             names = self._waiting.names & mine
@@ -221,6 +227,7 @@ class StepsInParts:
             if any(gather_values(bool(dropped), self._own.layout.world_size)):  # as `optimizer.zero_grad()` in it does
                 self._drop(mine)
         self._use_up()
+        self._note_left()
         return result
 
     def _check_method(
@@ -308,6 +315,7 @@ class StepsInParts:
         if self._waiting is None:
             return
         self._drop(self._names_of(members))
+        self._note_left()
         self._use_up()
 
     def _use_up(self) -> None:
@@ -323,6 +331,7 @@ class StepsInParts:
         waiting.add_up()
         held = self._stepper.held
         found = held.weights.store.local.finished()
+        self._left.note(held.model.module, may_be_written=True)
         return gradient_views.of_whole_weights(held, {name: one for name, one in found.items() if name in names})
 
     def refuse_waiting(self, method: str) -> None:
@@ -342,6 +351,7 @@ class StepsInParts:
         """Forget all that waits, since the weights were read from files."""
         if self._waiting is not None:
             self._drop(self._names_of(None))
+        self._left.forget()
         self._last = -1, 0
 
     def _drop(self, names: Set[str]) -> None:
@@ -360,7 +370,15 @@ class StepsInParts:
         waiting = self._waiting
         if waiting is None or not (waiting.names & mine or any(one.note and one.names & mine for one in self._taken)):
             raise ModelError(f"{method}: no gradient waits for it; run.backward(batch, loss) in front of it works")
+        self._left.refuse_changes(method)
         return waiting, waiting.names & mine
+
+    def _note_left(self) -> None:
+        """Note what stands in the module's gradients, where some wait."""
+        if self._waiting is not None and self._waiting.names:
+            self._left.note(self._stepper.held.model.module)
+        else:
+            self._left.forget()
 
     @property
     def _names(self) -> tuple[str | int, ...]:

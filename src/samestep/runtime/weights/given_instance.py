@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.torch_seams import DispatchMode
+from samestep.building.first_read import FirstRead
 from samestep.errors import ModelError
-from samestep.trees import operands
 
 Loss = Callable[[Any, Any], Any]
 
@@ -31,7 +30,7 @@ def watching(loss: Loss, model: object, module: nn.Module) -> Loss:
     """
     if not isinstance(model, nn.Module):
         return loss
-    stale = {param.untyped_storage()._cdata: name for name, param in model.named_parameters() if not param.is_meta}
+    stale = [(name, param) for name, param in model.named_parameters() if not param.is_meta]
     watched = False
 
     @functools.wraps(loss)
@@ -40,7 +39,7 @@ def watching(loss: Loss, model: object, module: nn.Module) -> Loss:
         if watched:
             return loss(outputs, batch)
         watched = True
-        with _FirstRead(stale) as reading, _read_attributes(model) as read:
+        with FirstRead(stale) as reading, _read_attributes(model) as read:
             found = loss(outputs, batch)
         if name := _set_by_forward(read, model, module):
             raise ModelError(
@@ -102,17 +101,3 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.shape == other.shape and bool((one.to(other) == other).all())
     plain = (bool, int, float, str, Tensor, type(None))
     return not (isinstance(one, plain) or isinstance(other, plain)) or (type(one) is type(other) and one == other)
-
-
-class _FirstRead(DispatchMode):
-    """Notes the first of some memories that an operation reads."""
-
-    def __init__(self, stale: dict[int, str]) -> None:
-        super().__init__()
-        self._stale = stale
-        self.name = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in operands(*args, *(kwargs or {}).values()):
-            self.name = self.name or self._stale.get(tensor.untyped_storage()._cdata, "")
-        return func(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from samestep.building.first_read import FirstRead
 from samestep.building.initial_values import Blueprint
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.errors import LayoutError, ModelError
@@ -34,7 +35,8 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
     """Return the function that the user's hooks apply to each gradient, tested for the program's layout.
 
     Raises:
-        ModelError: a hook is not linear, so it would give another step than in a plain loop.
+        ModelError: a hook is not linear, so it would give another step than in a plain loop, or it reads weights that the run does not
+            train.
         LayoutError: a hook needs the whole gradient of a weight that the layout cuts.
     """
     found: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -52,7 +54,14 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
         whole = plan.materialize(alike[0], mesh.device, torch.float64)
         valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
         function = gradient_function(valued, whole)
-        drawn = _check_linear(spec.name, function, whole)
+        with FirstRead((name, weight) for name, held in plan.given.items() if (weight := held()) is not None) as read:
+            drawn = _check_linear(spec.name, function, whole)
+        if read.name:
+            raise ModelError(
+                f"a hook on the gradient of {spec.name} reads {read.name} of the model instance that was given, and a run trains "
+                "parameters of its own: the hook would see the first values in every step; a build function that registers it, in "
+                "place of the instance, works"
+            )
         part = placement.local_part(whole, spec, step.holding(spec), mesh)
         if part.shape != whole.shape:
             function = gradient_function(valued, part)
