@@ -25,7 +25,6 @@ from samestep.randomness.mode import Draw
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
-from samestep.runtime.axes.recompute import nest_contexts
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
@@ -182,7 +181,7 @@ class Interpreter:
             return islands
         samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
         draw = Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
-        return nest_contexts(islands, state.drawing(draw, make_mode))
+        return state.drawing(draw, make_mode, within=islands)
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         if self.of.into is None or loss is None:
