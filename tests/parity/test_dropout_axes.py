@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError, UnprovenError
+from samestep.randomness import dropout_state
 from samestep.randomness import mode as dropout
 from samestep.randomness.masks import MaskSlice
 from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, observe, reference
@@ -36,7 +37,7 @@ class ByRank(dropout.DropoutMode):
 
 
 def observe_faulty(rank: int, world: int, fault: str, model: str, layout: str) -> Observed:
-    with mock.patch.object(dropout, "DropoutMode", functools.partial(ByRank, fault, rank)):
+    with mock.patch.object(dropout_state, "DropoutMode", functools.partial(ByRank, fault, rank)):
         return observe(rank, world, model, layout, clipped())
 
 

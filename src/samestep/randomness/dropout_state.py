@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from samestep.randomness.mode import Draw, DropoutMode, track_modules, untrack_m
 
 MakeMode = Callable[[nn.Module, Draw, MaskSlice | None], DropoutMode]
 """A factory of the dropout mode of one forward, with the arguments of `DropoutMode` itself."""
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Dropout(enum.Enum):
@@ -59,16 +60,19 @@ class DropoutState:
         return (make or DropoutMode)(self.model, draw, self.part)
 
     @contextmanager
-    def drawing(self, draw: Draw, make: MakeMode | None = None) -> Iterator[None]:
-        """Let a training forward draw inside, and learn from what it has drawn."""
-        mode = self.mode(draw, make)
-        if make is None and self.may_go_by_name:
-            mode.may_go_by_name()
-        with mode:
-            mode.allows_random = self.allows_random
-            yield
-        self.end_forward(mode.num_draws)
-        mode.end_forward(self.model)
+    def drawing(
+        self, draw: Draw, make: MakeMode | None = None, within: AbstractContextManager[Any] = _NOTHING
+    ) -> Iterator[None]:
+        """Let a training forward draw inside, in another context too, and learn from what it has drawn."""
+        with within:
+            mode = self.mode(draw, make)
+            if make is None and self.may_go_by_name:
+                mode.may_go_by_name()
+            with mode:
+                mode.allows_random = self.allows_random
+                yield
+            self.end_forward(mode.num_draws)
+            mode.end_forward(self.model)
 
     def end_forward(self, num_draws: int) -> None:
         """Record the number of masks that a training forward has drawn."""

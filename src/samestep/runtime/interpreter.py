@@ -20,12 +20,11 @@ from torch import Tensor
 
 from samestep.job import Job
 from samestep.program.ops import Task
+from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
-from samestep.randomness.mode import Draw
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
-from samestep.runtime.axes.recompute import nest_contexts
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
@@ -184,8 +183,8 @@ class Interpreter:
         if make_mode is None and state.dropout is Dropout.ABSENT:
             return islands
         samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
-        draw = Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
-        return nest_contexts(islands, state.drawing(draw, make_mode))
+        draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
+        return state.drawing(draw, make_mode, within=islands)
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         if self.of.into is None or loss is None:
