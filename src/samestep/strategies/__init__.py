@@ -144,6 +144,10 @@ def programs_of(
     return ProgramBuilder(model, job, ranks_per_node, cuts_loss).programs(layout)
 
 
+MOST_SHARED = 128
+"""Programs that a builder keeps: a search makes thousands, and few of them again."""
+
+
 class ProgramBuilder:
     """Makes the programs of many layouts of one model and job, and makes what layouts have in common once.
 
@@ -194,6 +198,8 @@ class ProgramBuilder:
         )  # fmt: skip
         found = self._shared.get((*key, layout.recompute))
         if found is None:
+            if len(self._shared) > MOST_SHARED:
+                self._shared.clear()
             cut = self._shared.get(key)
             if cut is None:
                 cut = self._shared[key] = _apply_all(_on_one_rank(step), _before(recompute))
