@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.laboratory import prove
-from tests.models import MODELS, Attention, Parted, PartedBlock
+from tests.models import MODELS, Attention, DealingBlock, ExpertDispatch, Parted, PartedBlock
 from tests.parity.moved_models import Mixing, Recurrence, RecurrentLayers, decayed_sums
 
 _products = functools.partial(
@@ -177,6 +177,38 @@ def test_what_own_checkpoints_send_again_is_listed(layout: str, what: str) -> No
 @pytest.mark.parametrize("what", MIXINGS)
 def test_states_that_own_checkpoints_send_again_are_listed(layout: str, what: str) -> None:
     prove(layout, f"own checkpoint: {what}")
+
+
+class OwnDealing(ExpertDispatch):
+    """Experts, with or without the norm of their block in front of them, under a checkpoint of the block's own."""
+
+    def __init__(self, is_whole: bool) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = OwnDealingBlock
+            block.is_whole = is_whole
+
+
+class OwnDealingBlock(DealingBlock):
+    is_whole = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_whole:
+            return _again(super().forward, x)
+        rows = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        return x + _again(self.experts, rows, chosen, weights).view_as(x)
+
+
+MODELS |= {
+    f"own checkpoint of experts: {is_whole}": functools.partial(OwnDealing, is_whole) for is_whole in (True, False)
+}
+
+
+@pytest.mark.parametrize("layout", ["dp=2 ep=2 zero=1", "dp=2 ep=2 zero=3 recompute=full", "dp=2 ep=2 microbatch=2"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_rows_that_own_checkpoints_deal_again_are_listed(layout: str, is_whole: bool) -> None:
+    prove(layout, f"own checkpoint of experts: {is_whole}")
 
 
 class Idle(Parted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from samestep.examination.read_originals import refused_reads
 from samestep.examination.recording import MaskRecorder, record_masks
 from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_parts import NOWHERE, ExpertDispatch
+from samestep.models.layer_parts import ExpertDispatch
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
@@ -121,6 +121,4 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, run: Call
         dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, places))
         checkpointed = observe(record_checkpointed(module))
         spec = run()
-    if places.are_alike:
-        dispatches = [replace(one, place=NOWHERE) for one in dispatches]
     return TracedForward(spec, changes, masks, dispatches, expert_calls, checkpointed, cuts)

@@ -201,14 +201,15 @@ class TracedPlaces:
     def place(self, point: Point, modules: Collection[str], *, is_kept: bool = False) -> ForwardPlace:
         """Return the place of a point in the forward of a layer of these modules.
 
-        `is_kept` is whether ranks keep something of what they send there.
+        `is_kept` is whether ranks keep something of what they send there, in the innermost checkpoint.
         """
         if self.are_alike:
             return NOWHERE
-        is_repeated = is_kept or any(self._kept_by.get(module, 0) > point.time for module in modules)
-        again = (one for one in point.inside if self._is_repeated(one))
-        mine = (one for one in again if is_kept or self._kept.get(one, 0) > point.time)
-        return ForwardPlace(at=point.at, inside=point.inside, again=(*([0] if is_repeated else []), *mine))
+        innermost = point.inside[-1] if point.inside else 0
+        kept = self._kept | {0: max((self._kept_by.get(module, 0) for module in modules), default=0)}
+        behind = (one for one in (0, *point.inside) if kept.get(one, 0) > point.time or (is_kept and one == innermost))
+        again = tuple(one for one in behind if one == 0 or self._is_repeated(one))
+        return ForwardPlace(at=point.at, inside=point.inside, again=again)
 
     def _is_repeated(self, checkpoint: int) -> bool:
         """Return whether the backward asks for something that a checkpoint keeps."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +25,11 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
 from samestep.models.analysis import ExpertModules
-from samestep.models.layer_parts import NOWHERE, ExpertDispatch, ForwardPlace
+from samestep.models.layer_parts import ExpertDispatch
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
-from samestep.tracing.checkpointed import TracedPlaces
+from samestep.tracing.checkpointed import Point, TracedPlaces
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
@@ -88,9 +89,11 @@ def record_dispatches(
 ) -> Iterator[list[ExpertDispatch]]:
     """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called.
 
-    What they return is kept, to weight it, so that all checkpoints around it repeat it; `places` has the points of the forward.
+    What they return is kept, to weight it; `places` has the points of the forward.
     """
     seen: list[ExpertDispatch] = []
+    points: list[Point] = []
+    places = TracedPlaces() if places is None else places
     if not experts.switchable and not experts.counts:
         yield seen
         return
@@ -99,10 +102,9 @@ def record_dispatches(
         x, chosen, _ = routing_arguments(args, named)
         if calls is not None:
             calls[path] = (args, named)
-        point = None if places is None else places.point()
-        place = NOWHERE if point is None else ForwardPlace(at=point.at, inside=point.inside, again=(0, *point.inside))
-        count = experts.counts[path]
-        seen.append(ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=count, place=place))
+        dispatch = ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path])
+        seen.append(dispatch)
+        points.append(places.point())
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
@@ -111,6 +113,9 @@ def record_dispatches(
     try:
         with compute_by_groups(model, experts):
             yield seen
+        for index, (dispatch, point) in enumerate(zip(seen, points, strict=True)):
+            around = [*itertools.accumulate(dispatch.owner.split("."), lambda path, name: f"{path}.{name}")]
+            seen[index] = replace(dispatch, place=places.place(point, around, is_kept=True))
     finally:
         for handle in handles:
             handle.remove()
