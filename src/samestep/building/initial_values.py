@@ -37,8 +37,8 @@ from samestep.building.named_tensors import (
 from samestep.building.parameter_marks import ParameterMarks, take_marks, tensors_of_hooks
 from samestep.building.pretrained import PretrainedModel
 from samestep.building.replay import Ref, Slice, replay
-from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.stale_weights import stale
+from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Tape, contiguous
 from samestep.errors import JobError, ModelError, did_you_mean

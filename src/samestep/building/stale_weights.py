@@ -34,7 +34,9 @@ class StaleWeight(Tensor):
                 "when the model was built, and a run puts parameters of its own into the module: a parameter that is read from its module "
                 "(self.…), or by self.named_parameters() within the forward, works"
             ) from error
-        return tree_map_only(Tensor, lambda one: stale(held.attribute, held.parameter, one) if one.is_meta else one, found)
+        return tree_map_only(
+            Tensor, lambda one: stale(held.attribute, held.parameter, one) if one.is_meta else one, found
+        )
 
 
 def stale(attribute: str, parameter: str, tensor: Tensor) -> StaleWeight:
