@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import UnprovenError
+from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Source
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
@@ -275,3 +275,44 @@ def test_a_parametrization_and_a_wrapper_of_a_module_are_no_other_weights() -> N
     for change in changes:
         change(run.model)
         run.step(next(stream))
+
+
+class Keeps(nn.Module):
+    """A linear layer whose parameters an attribute holds too."""
+
+    def __init__(self, kept: Callable[[nn.Module], Any], read: Callable[[Any], Tensor] | None = None) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(4, 4), read
+        self.kept = kept(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if self.read is None else self.linear(x) + self.read(self.kept)
+
+
+def _learned(model: Any) -> list[float]:
+    run = samestep.parallelize(
+        model,
+        lambda outputs, batch: ((outputs - batch["labels"]).square().sum(), len(outputs)),
+        lambda params: torch.optim.SGD(params, lr=0.01),
+        job=job_of(steps=2),
+    )
+    return [run.step(batch).loss for batch in samestep.batches(Points(), run.job)]
+
+
+KEPT: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda module: dict(module.named_parameters()), lambda kept: kept["linear.weight"].sum(0)),
+    "list": (lambda module: [*module.parameters()], lambda kept: sum(one.square().sum() for one in kept)),
+    "groups": (lambda module: [{"params": [module.linear.weight]}], lambda kept: kept[0]["params"][0].mT[0]),
+    "tuple": (lambda module: ((module.linear.weight,),), lambda kept: nn.functional.softplus(kept[0][0][0])),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("is_instance", [False, True])
+def test_a_parameter_that_an_attribute_keeps_is_refused_where_it_is_read(kind: str, is_instance: bool) -> None:
+    kept, read = KEPT[kind]
+    with pytest.raises(
+        ModelError, match=r"reads the parameter linear.weight from the attribute kept\.\S*0|kept\.linear"
+    ):
+        _learned(Keeps(kept, read) if is_instance else lambda: Keeps(kept, read))
+    assert _learned(lambda: Keeps(kept)) == _learned(lambda: Keeps(lambda _: None))

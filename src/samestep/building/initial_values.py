@@ -37,6 +37,7 @@ from samestep.building.named_tensors import (
 from samestep.building.parameter_marks import ParameterMarks, take_marks, tensors_of_hooks
 from samestep.building.pretrained import PretrainedModel
 from samestep.building.replay import Ref, Slice, replay
+from samestep.building.stale_weights import stale
 from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Tape, contiguous
@@ -387,16 +388,20 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
     for name in blueprint._parameters:
         owned.setdefault(refs[name].memory, []).append(name)
     made: dict[Ref, Tensor] = {}
+    present = {id(param) for param in blueprint.module.parameters()}  # those of other stages too, which stay on meta
+    first_names = {refs[name]: name for name in reversed(blueprint._parameters)}
 
     def fill(name: str, tensor: Tensor, is_buffer: bool) -> Tensor:
         ref = refs.get(name)
+        if ref is None and isinstance(tensor, nn.Parameter) and tensor.is_meta and id(tensor) not in present:
+            return stale(name, first_names.get(blueprint._tape.ref(tensor), "that the module had"), tensor)
         if ref is None or not tensor.is_meta:
             return tensor
         for parameter in owned.get(ref.memory, ()):
             if refs[parameter].overlaps(ref):
                 if is_buffer:
                     raise ModelError(f"buffer {name} is a view of parameter {parameter}; register a clone of it")
-                return tensor
+                return stale(name, parameter, tensor)
         if ref not in made:
             made[ref] = blueprint.materialize(name, device, float_dtype if ref.dtype.is_floating_point else None)
         value = made[ref]
