@@ -13,7 +13,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
-| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; MaxText: none where the micro-batch is not printed; else the least that fits, and full where nothing does |
+| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
@@ -455,10 +455,6 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
         return "none"  # the host keeps what would be computed again
     if not text and "FSDP2" in (row.get("schedule") or ""):
         return "selective"  # torchtitan's own default
-    if not text and "maxtext" in joined(row, "source", "notes", "url_or_repo_path").lower():
-        return (
-            "" if whole(row, "micro_batch") else "none"
-        )  # its own default repeats all, its configurations what does not fit
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):
         return "none" if is_late(machine) or model.num_params < BILLION else "full"
     if "full" in text or (re.search(_REPEATED, text) and not re.search(_KEPT, text)):
