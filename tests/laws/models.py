@@ -22,6 +22,7 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.presets import resnet
 from samestep.models.spec import ModelSpec
+from samestep.planning import candidates
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES
@@ -323,3 +324,10 @@ def dealing(num_blocks: int = 2, experts: int = 8, rows: int = 6, width: int = 4
         for index, layer in enumerate(layers)
     ]
     return replace(model, layers=tuple(layers), params=(*model.params, *weights))
+
+
+def in_chunks(model: ModelSpec, given: Job, layout: Layout, hardware: Hardware) -> list[StepSpec]:
+    """Return the step of a layout with each choice of chunks."""
+    plain = replace(layout, loss_chunk=None, mlp_chunk=None)
+    words = candidates.chunk_words(plain, model)
+    return [StepSpec.of(model, given, replace(plain, **one), hardware.devices_per_node) for one in words]

@@ -10,7 +10,8 @@ from samestep.layout import Layout
 from samestep.output.byte_sizes import gib
 from samestep.output.text_table import align_columns
 from samestep.planning.nearest_layout import nearest
-from samestep.planning.search import MOST_PLAYED, Fallen, Plan
+from samestep.planning.rejections import Fallen
+from samestep.planning.search import MOST_PLAYED, Plan
 from samestep.simulation.bound_by import binds
 from samestep.simulation.memory import allocator_summary, memory_summary
 from samestep.simulation.prediction import Prediction, intervals, predict

@@ -1,16 +1,17 @@
 """The verb `plan`: of all layouts of a number of devices, those that fit, the fastest of them, and why the others fell out.
 
-Three tiers, so that tens of thousands of layouts take a second or two:
+Three tiers, so that millions of layouts take a few seconds:
 
-    rules       the strategies' own refusals, once for each combination of degrees and schedule
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
-                first the time of all layouts with these degrees, then both for each micro-batch, then for all ways to split the data
-                axis, then for each by its states alone, then for each
+                first the time of all layouts with these degrees (around a long ring, of a shorter one), then both for each micro-batch,
+                then for all ways to split the data axis, then for each by its states alone, then for each
+    rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
 
-A part is bounded, and its rules are asked, only once the bound of the whole is the least that is left; most degrees stay closed.
+A part is bounded, and its rules are asked, only once the bound of the whole is the least that is left. What stays closed is counted, and
+listed only where somebody asks, as layouts that are slower; of some the rules would have refused a part.
 
-so the best layouts are found, unless the search ends after `MOST_PLAYED` played layouts; then it says so.
+So the best layouts are found, unless the search ends after `MOST_PLAYED` played layouts; then it says so.
 Every layout that is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. `planning/ranking.py` prints the result.
 """
 
@@ -44,6 +45,7 @@ from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
 from samestep.planning.other_numerics import Saving
+from samestep.planning.rejections import Fallen, Rejection, at_least, nearest_to_fitting, whole_batch
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, labels, memory_of, predict_programs
@@ -51,16 +53,6 @@ from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """A layout that fell out, with the rule and the reason."""
-
-    layout: Layout
-    rule: str
-    """refused, memory, slower, or unplayed (the search ended first)."""
-    reason: str
 
 
 class _Schedule(NamedTuple):
@@ -101,26 +93,6 @@ def _groups_of(what: _Open) -> tuple[CandidateGroup | WholeGroup, ...]:
     if isinstance(what, WholeGroup):
         return (what,)
     return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
-
-
-class Fallen(NamedTuple):
-    """Groups of layouts that fell out by one rule, and why."""
-
-    groups: tuple[CandidateGroup | WholeGroup, ...]
-    rule: str
-    reason: str
-    needed_bytes: float = 0.0
-    """Least known bytes of a layout that does not fit; 0 for others."""
-
-    @property
-    def num_layouts(self) -> int:
-        """The number of these layouts."""
-        return sum(group.num_layouts for group in self.groups)
-
-    def layouts(self) -> Iterator[Layout]:
-        """Yield each of these layouts."""
-        for group in self.groups:
-            yield from group.layouts()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +292,7 @@ class _Search:
             return True
         needed += self.hardware.reserved_bytes
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
-        self.fallen.append(Fallen((group,), "memory", f"{reason}{_whole_batch(sized, self.job)}", needed))
+        self.fallen.append(Fallen((group,), "memory", f"{reason}{whole_batch(sized, self.job)}", needed))
         return False
 
     def _open_splits(self, chain: _Chain, bound_s: float) -> None:
@@ -349,7 +321,7 @@ class _Search:
     def _too_large_by(self, need: Need, group: CandidateGroup) -> None:
         """Throw out layouts of which each needs so much or more."""
         needed = need.total + self.hardware.reserved_bytes
-        reason = f"{_at_least(need, needed, self.hardware)}{_whole_batch(group.sized, self.job)}"
+        reason = f"{at_least(need, needed, self.hardware)}{whole_batch(group.sized, self.job)}"
         self.fallen.append(Fallen((group,), "memory", reason, needed))
 
     def _put(self, bound_s: float, what: _Open) -> None:
@@ -445,7 +417,7 @@ def plan(
         search.run(devices)
         if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
             search.run(devices, offload=True)
-    nearest = "" if search.best else _nearest(search.fallen)
+    nearest = "" if search.best else nearest_to_fitting(search.fallen)
     if may_offload and not search.best and (more := _enough(model, job, hardware, devices, states_per_param)):
         nearest += f"; {more} devices would do"
     return Plan(
@@ -502,26 +474,3 @@ def fewest(
         if (devices <= node or devices % node == 0) and (fewer := on(devices)).best:
             return fewer
     return found
-
-
-def _whole_batch(layout: Layout, job: Job) -> str:
-    """Return text that says that a layout without micro-batches runs all samples of a rank at once; empty for others."""
-    samples = -(-job.train.global_batch // layout.dp)
-    if layout.microbatch or samples < 2:
-        return ""
-    return f" (without a microbatch, all {samples:,} samples of a rank run at once)"
-
-
-def _at_least(need: Need, total: float, hardware: Hardware) -> str:
-    parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
-    most = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
-    return f"needs at least {gib(total)} GiB of {gib(hardware.room_bytes)}: {most}"
-
-
-def _nearest(fallen: Sequence[Fallen]) -> str:
-    """Return the layout that comes nearest to fitting, and what it needs, as text."""
-    too_large = [one for one in fallen if one.rule == "memory"]
-    if not too_large:
-        return "no layout of these devices is legal"
-    near = min(too_large, key=lambda one: one.needed_bytes)
-    return f'nothing fits; "{next(near.layouts())}" comes nearest: {near.reason}'
