@@ -122,12 +122,12 @@ class Layout:
         kind: Any = type(self)  # hashable, as in `of`
         return _fields_with(kind, mark)
 
-    @property
+    @cached_property
     def model_axes(self) -> dict[str, int]:
         """Degrees of the axes that are declared as `model_axis`, the innermost first."""
         return {name: getattr(self, name) for name in self._fields_with("is_model_axis")}
 
-    @property
+    @cached_property
     def model_ranks(self) -> int:
         """Number of ranks that work on the same samples, of one pipeline stage and one slice of the sequence."""
         return math.prod(self.model_axes.values())

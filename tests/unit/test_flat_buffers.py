@@ -40,7 +40,7 @@ def bucket_of(params: dict[str, nn.Parameter], store: Store) -> FlatBuffer:
         untouched=set(params),
     )
     for (name, param), gradient in zip(params.items(), flat.gradients.split(SIZE), strict=True):
-        slot = GradientSlot(flat, name, gradient, is_postponed=False)
+        slot = GradientSlot(flat, name, gradient, is_postponed=False, is_cast=param.dtype != gradient.dtype)
         param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, cast(Any, weakref.ref(store)), slot))
     return flat
 

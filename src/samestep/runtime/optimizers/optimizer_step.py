@@ -160,9 +160,12 @@ class Updater:
             return self.pieces
         return [piece for piece in self.pieces if self.member_of_weight[piece.name] in part.members]
 
-    @torch.no_grad()
     def step(self, factor: float, *, was_held_back: bool = False, part: UpdatedPart = ALL) -> None:
         """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces of a part."""
+        with torch.set_grad_enabled(False):
+            self._step(factor, was_held_back, part)
+
+    def _step(self, factor: float, was_held_back: bool, part: UpdatedPart) -> None:
         self.factor = factor
         sent, pieces = self.offload.take(), self.pieces_of(part)
         if self.optimizer is None or not pieces:
@@ -215,15 +218,17 @@ class Updater:
         return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
 
     def lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        """Let the values of some pieces have their gradients, unless the step gave them none, until the end of the context."""
+        """Let the values of some pieces have their gradients, unless the step gave them none, until the end of the context; a window of
+        a buffer, which is the gradient in every step, they keep.
+        """
         lent: list[Tensor] = []
         given = [*map(of_piece.__getitem__, map(id, chunk))]
         if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], given)):
-            return _NOTHING  # they are where autograd has put them
+            return _NOTHING  # they are where autograd has put them, or the last update has
         for piece, gradient in zip(chunk, given, strict=True):
             value = piece.value
             before = value.grad
-            if before is None:
+            if before is None and gradient is not piece.window:
                 lent.append(value)
             if piece.name in self.unused:
                 value.grad = None

@@ -87,7 +87,7 @@ class FlatBuffer:
         for slot, param in self.arrived:
             slot.found = None
             # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
-            param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
+            param.grad = None if slot.is_cast else slot.gradient
         self.untouched.difference_update([slot.name for slot, _ in self.arrived])
         self.arrived.clear()
 
@@ -107,7 +107,7 @@ class FlatBuffer:
             found = found.to_dense()
         if found is slot.gradient:  # autograd has added to it in its place
             return
-        is_master = param.dtype == slot.gradient.dtype
+        is_master = not slot.is_cast
         if slot.found is not None and not is_master:  # it is used in two parts of one backward
             self.take_in()
         if slot.found is None:
@@ -160,6 +160,8 @@ class GradientSlot:
     gradient: Tensor
     is_postponed: bool
     """Whether a W task adds to it, so that it is not whole before."""
+    is_cast: bool
+    """Whether the weight's gradients have another dtype."""
     found: Tensor | None = None
     """A gradient that has arrived and is not in its place."""
 

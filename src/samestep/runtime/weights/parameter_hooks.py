@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from samestep.building.first_read import FirstRead
 from samestep.building.initial_values import Blueprint
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
+from samestep.building.torch_seams import DisableTorchFunction
 from samestep.errors import LayoutError, ModelError
 from samestep.independence.operation_trial import compare_sums_of
 from samestep.program.program import Program
@@ -131,9 +132,10 @@ def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, 
     It does where one forward takes the whole batch and ranks hold whole weights. Elsewhere a hook is called once on drawn
     gradients; `judged` holds, by identity, those that have been.
     """
-    present = [
-        (*(p._backward_hooks or ()), *(getattr(p, "_post_accumulate_grad_hooks", None) or ())) for _, p in params
-    ]
+    with DisableTorchFunction():  # a weight of another stage would ask its class at each attribute
+        present = [
+            (*(p._backward_hooks or ()), *(getattr(p, "_post_accumulate_grad_hooks", None) or ())) for _, p in params
+        ]
     if judged.get(_ALL) == present:  # the numbers of hooks, of which no two are equal
         return ""
     for name, param in params if may_refuse(program) else ():

@@ -112,7 +112,8 @@ class Replicated(WeightStore):
         assert place is not None, "a weight in no bucket"
         flat, member = place
         gradient = flat.gradients[member.span].view(param.shape)
-        slot = GradientSlot(flat, name, gradient, name in self._postponed)
+        is_cast = param.dtype != gradient.dtype
+        slot = GradientSlot(flat, name, gradient, name in self._postponed, is_cast)
         param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, gradient)
@@ -262,11 +263,11 @@ def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Te
         if is_first and len(flat.arrived) + 1 < len(flat.names):  # most often: without another call
             flat.arrived.append((slot, param))
             slot.found = found
-            if found.dtype != slot.gradient.dtype:  # type: ignore[union-attr]
+            if slot.is_cast:
                 param.grad = None
         else:
             flat.arrive(slot, param)
-    if held._counts and id(param) not in held._left_out:
+    if held._counts and (not held._left_out or id(param) not in held._left_out):
         held._unused.discard(slot.name)
     if held._last and (held._is_weight_task or not slot.is_postponed):
         flat.missing.discard(slot.name)

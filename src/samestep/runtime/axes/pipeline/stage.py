@@ -84,6 +84,9 @@ class Stage(PartOfStep):
         self._stand_ins = {path: LayerStandIn(real, self._facts, make) for path, real in self._real.items()}
         self._weights = ReadWeights(traced, program, mesh.device)
         self._messages = Messages(program, mesh)
+        model = program.step.model
+        self._crossings = {at: crossings_at(model, at) for at in range(1, len(self._layers))}
+        """What crosses the boundary before each layer but the first."""
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         """Received tensors, by micro-batch and chunk, in the order of what crosses the boundary."""
         self._outputs: dict[tuple[int, int], list[Tensor]] = {}
@@ -222,7 +225,7 @@ class Stage(PartOfStep):
             values = [
                 [flow.values[value] for value in values] for values in passed_before(self._layers, boundary, flow)
             ]
-        crossings = crossings_at(self._program.step.model, boundary)
+        crossings = self._crossings[boundary]
         if len(values) != len(crossings):
             raise LayoutError(
                 f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
@@ -344,12 +347,12 @@ class Stage(PartOfStep):
 
     def _taking_gradient(self, boundary: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return those of the tensors that cross a boundary of which a gradient is sent back."""
-        crossings = crossings_at(self._program.step.model, boundary)
+        crossings = self._crossings[boundary]
         return [tensor for tensor, one in zip(tensors, crossings, strict=True) if one.takes_gradient]
 
     def _check_idle(self, boundary: int, tensors: Sequence[Tensor]) -> None:
         """Check that the loss has no gradient for tensors on which it did not depend in the trace."""
-        crossings = crossings_at(self._program.step.model, boundary)
+        crossings = self._crossings[boundary]
         for tensor, one in zip(tensors, crossings, strict=True):
             # FSDP2 fills in gradients of zeros.
             if not one.takes_gradient and tensor.grad is not None and bool(tensor.grad.any()):
@@ -361,7 +364,7 @@ class Stage(PartOfStep):
     def _awaited(self, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False) -> list[Awaited]:
         """Describe the tensors that cross a boundary, or the gradients that do."""
         compute = self._program.step.compute_dtype
-        crossings = [c for c in crossings_at(self._program.step.model, boundary) if c.takes_gradient or not backward]
+        crossings = [c for c in self._crossings[boundary] if c.takes_gradient or not backward]
         pairs = zip(tensors, crossings, strict=True)
         return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
 

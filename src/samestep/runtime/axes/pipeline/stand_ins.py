@@ -74,7 +74,7 @@ class LayerStandIn(nn.Module):
                 name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
                 for name, param in real.named_parameters()
             }
-        own = {"_real": real, "_facts": facts, "_placeholders": placeholders, "_is_here": is_here}
+        own = {"_real": real, "_facts": facts, "_placeholders": placeholders, "_is_here": is_here, "_makes_event": None}
         self.__dict__.update(own, _parameters=parameters)
         del self.__dict__["training"]
 
@@ -115,9 +115,12 @@ class LayerStandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the input; an embedding returns zeros that take no memory."""
-        real = object.__getattribute__(self, "_real")
+        own = self.__dict__
+        real = own["_real"]
         given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
-        if not makes_event(real):
+        if own["_makes_event"] is None:
+            own["_makes_event"] = makes_event(real)
+        if not own["_makes_event"]:
             return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
         if isinstance(real, nn.Embedding) and isinstance(given, Tensor):
             dtype = self._placeholders.of_weight(real.weight).dtype
