@@ -1,8 +1,9 @@
 """How much of a ring's transfer is hidden behind the attention to the keys that are there, between two hosts with a slow link.
 
     python benchmarks/ring_overlap.py [--mbit 400] [--length 4096] [--steps 6] [--keep]     --keep writes benchmarks/rows/ring_overlap.json
-    python benchmarks/ring_overlap.py --crossover [--mbit 50 200 800] [--degrees 2 4] [--keep]
-                     steps around a ring over those by heads, by link, degree and heads; --keep writes rows/exchanges_measured.json
+    python benchmarks/ring_overlap.py --crossover [--mbit 50 200 800] [--degrees 2 4] [--limit 120] [--keep]
+                     steps around a ring over those by heads, by link, degree and heads; --keep writes rows/exchanges_measured.json after
+                     every cell. Four trainings a cell, each of which is ended after --limit seconds
 
 Hosts are network namespaces (`network_namespaces.py`): root and iproute2 are needed. Both runs are explained ones, `cp=2 exchange=ring`:
 
@@ -25,7 +26,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,24 +81,37 @@ def _wait_at_once() -> None:
     ring_attention._shift = shift  # type: ignore[assignment]
 
 
-def trained(hosts: Sequence[Host], way: str, settings: Sequence[str], out: Path) -> None:
-    """Train with one rank on each host.
+def trained(hosts: Sequence[Host], way: str, settings: Sequence[str], out: Path, limit_s: float) -> None:
+    """Train with one rank on each host; none of them is left when this returns.
 
     Raises:
-        RuntimeError: a rank failed.
+        RuntimeError: a rank failed, or they took longer than `limit_s` seconds.
     """
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
+    out.mkdir(parents=True)
+    said = [out / f"rank{rank}.txt" for rank in range(len(hosts))]  # a pipe that nobody reads would hold a rank up
     for rank, host in enumerate(hosts):
         where = {"RANK": rank, "WORLD_SIZE": len(hosts), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         where |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": slow_links.PORT}
         env = {**os.environ, **{key: str(value) for key, value in where.items()}}
         given = json.dumps([way, len(hosts), list(settings), str(out)])
         words = host.command(sys.executable, __file__, "--worker", given)
-        started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    said = [process.communicate()[0] for process in started]
-    failed = [text for process, text in zip(started, said, strict=True) if process.returncode]
+        with said[rank].open("wb") as file:
+            started.append(subprocess.Popen(words, env=env, stdout=file, stderr=subprocess.STDOUT))
+    end = time.monotonic() + limit_s
+    try:
+        while (codes := [process.poll() for process in started]) and None in codes and not any(codes):
+            if time.monotonic() > end:
+                texts = "\n".join(path.read_text()[-1000:] for path in said)
+                raise RuntimeError(f"training on hosts took more than {limit_s:.0f} s (--limit):\n{texts}")
+            time.sleep(0.1)
+    finally:
+        for process in started:  # others wait for one that failed
+            process.kill()
+            process.wait()
+    failed = [path for code, path in zip(codes, said, strict=True) if code]
     if failed:
-        raise RuntimeError(f"training on hosts failed:\n{failed[0][-2000:]}")
+        raise RuntimeError(f"training on hosts failed:\n{failed[0].read_text()[-2000:]}")
 
 
 def figures_of(out: Path, mbit: float) -> dict[str, float]:
@@ -125,7 +140,7 @@ def figures_of(out: Path, mbit: float) -> dict[str, float]:
     }
 
 
-def rows_of(mbit: float, length: int, steps: int) -> list[dict[str, Any]]:
+def rows_of(mbit: float, length: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
     """Return a row for each way.
 
     Raises:
@@ -135,7 +150,7 @@ def rows_of(mbit: float, length: int, steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, network(2, mbit * 1e6) as hosts:
         for way in WAYS:
             out = Path(folder) / way
-            trained(hosts, way, settings_of(length, steps), out)
+            trained(hosts, way, settings_of(length, steps), out, limit_s)
             rows.append({"way": way, **figures_of(out, mbit)})
     return rows
 
@@ -160,13 +175,15 @@ HEADS = {"8 heads": (8, 8), "8 heads, 2 of keys": (8, 2)}
 """Heads of queries, and of keys and values, of a measured model."""
 
 
-def measured_rows(rates: Sequence[float], degrees: Sequence[int], length: int, steps: int) -> list[dict[str, Any]]:
-    """Return a row for each link, degree and number of heads: the seconds of a step by heads and around a ring, one host a rank.
+def measured_rows(
+    rates: Sequence[float], degrees: Sequence[int], length: int, steps: int, limit_s: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each link, degree and number of heads: the seconds of a step by heads and around a ring, one host a rank.
 
     Raises:
         NetworkError: this machine cannot make the hosts.
+        RuntimeError: a training failed, or took longer than `limit_s` seconds.
     """
-    rows = []
     for mbit, degree in itertools.product(rates, degrees):
         with tempfile.TemporaryDirectory() as folder, network(degree, mbit * 1e6) as hosts:
             for name, (heads, of_keys) in HEADS.items():
@@ -174,21 +191,24 @@ def measured_rows(rates: Sequence[float], degrees: Sequence[int], length: int, s
                 more = [f"model.config.num_attention_heads={heads}", f"model.config.num_key_value_heads={of_keys}"]
                 for way in ("heads", "ring"):
                     out = Path(folder) / f"{way} {name}"
-                    trained(hosts, way, [*settings_of(length, steps), *more], out)
+                    trained(hosts, way, [*settings_of(length, steps), *more], out, limit_s)
                     row[f"{way}_s"] = figures_of(out, mbit)["step_s"]
-                rows.append(row)
-    return rows
+                yield row
 
 
 def measured_markdown(path: Path = MEASURED) -> str:
-    """Return the table of measured steps around a ring over those by heads: below 1 a ring is faster."""
+    """Return the table of measured steps around a ring over those by heads, empty cells where none was measured: below 1 a ring is faster."""
+    if not path.exists():
+        return "No measurement is kept."
     found = json.loads(path.read_text())["rows"]
     columns = list(dict.fromkeys((row["degree"], row["heads"]) for row in found))
     lines = [f"| link | {' | '.join(f'cp={degree}, {heads}' for degree, heads in columns)} |"]
     lines.append("| --- |" + " ---: |" * len(columns))
     for mbit in dict.fromkeys(row["mbit"] for row in found):
         ratios = {(row["degree"], row["heads"]): row["ring_s"] / row["heads_s"] for row in found if row["mbit"] == mbit}
-        lines.append(f"| {mbit:,.0f} Mbit/s | {' | '.join(f'{ratios[one]:.2f}' for one in columns)} |")
+        lines.append(
+            f"| {mbit:,.0f} Mbit/s | {' | '.join(f'{ratios[one]:.2f}' if one in ratios else '' for one in columns)} |"
+        )
     return "\n".join(lines)
 
 
@@ -227,6 +247,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--crossover", action="store_true")
     parser.add_argument("--degrees", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a training is ended")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
@@ -234,18 +255,22 @@ def main(words: Sequence[str] | None = None) -> int:
         work(*json.loads(given.worker))
         return 0
     kept, table = (MEASURED, measured_markdown) if given.crossover else (ROWS, markdown)
-    found: dict[str, Any] = {"mbit": given.mbit, "length": given.length, "steps": given.steps}
-    try:
-        if given.crossover:
-            found["rows"] = measured_rows(given.mbit, given.degrees, given.length, given.steps)
-        else:
-            found |= {"mbit": given.mbit[0], "rows": rows_of(given.mbit[0], given.length, given.steps)}
-    except NetworkError as error:
-        print(error)
-        return 2
+    size = {"length": given.length, "steps": given.steps}
+    found: dict[str, Any] = {"mbit": given.mbit if given.crossover else given.mbit[0], **size, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         path = kept if given.keep else Path(folder) / "rows.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            if given.crossover:
+                for row in measured_rows(given.mbit, given.degrees, **size, limit_s=given.limit):
+                    print(json.dumps(row), file=sys.stderr, flush=True)
+                    found["rows"].append(row)
+                    path.write_text(json.dumps(found, indent=1) + "\n")
+            else:
+                found["rows"] = rows_of(given.mbit[0], **size, limit_s=given.limit)
+                path.write_text(json.dumps(found, indent=1) + "\n")
+        except (NetworkError, RuntimeError) as error:
+            print(error)
+            return 2 if isinstance(error, NetworkError) else 1
         print(table(path))
     return 0
 

@@ -260,6 +260,12 @@ def ring_overlap() -> str:
     return str(importlib.import_module("ring_overlap").markdown())
 
 
+def exchanges_measured() -> str:
+    """Measured steps around a ring over those by heads, by link, degree and heads, as `benchmarks/ring_overlap.py --crossover` has kept them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("ring_overlap").measured_markdown())
+
+
 def exchanges() -> str:
     """Predicted steps with a ring over those with heads."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -538,6 +544,7 @@ TABLES = {
     "long_context": long_context,
     "ring_overlap": ring_overlap,
     "exchanges": exchanges,
+    "exchanges_measured": exchanges_measured,
     "launchers": launchers,
     "gpu": gpu,
     "family_counts": family_counts,

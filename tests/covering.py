@@ -43,7 +43,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble"),
     "microbatch": (None, 2, 3),
-    "recompute": ("none", "selective", "full", "offload"),
+    "recompute": ("none", "selective", "alternate", "full", "offload"),
     "accumulate": ("sharded", "full"),
     "reduce": ("ring", "root"),
     "offload": (False, True),

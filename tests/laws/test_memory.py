@@ -216,7 +216,7 @@ def test_recompute_never_holds_more(drawn: Case) -> None:
                 precision=drawn.job.numerics.precision,
             ).program
         ).activations
-        for recompute in ("full", "selective", "none")
+        for recompute in ("full", "alternate", "selective", "none")
     ]
     assert held == sorted(held)
 

@@ -69,7 +69,7 @@ def _layouts() -> st.SearchStrategy[Layout]:
             "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
             "zero": st.sampled_from([0, 1, 2, 3]),
             "microbatch": st.sampled_from([None, 1, 3]),
-            "recompute": st.sampled_from(["none", "selective", "full", "offload"]),
+            "recompute": st.sampled_from(["none", "selective", "alternate", "full", "offload"]),
             "offload": st.booleans(),
             "sequence_parallel": st.booleans(),
             "accumulate": st.sampled_from(["sharded", "full"]),

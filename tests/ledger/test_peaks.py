@@ -107,6 +107,7 @@ LAYOUTS = [
     "dp=1 microbatch=4",
     "dp=1 recompute=full",
     "dp=1 recompute=selective microbatch=4",
+    "dp=1 recompute=alternate microbatch=4",
     "dp=1 recompute=offload microbatch=4",
     "dp=2",
     "dp=2 zero=1 microbatch=2",

@@ -79,6 +79,7 @@ def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> list[
                 ("tp=2", "gpt2_with_dropout"),
                 ("tp=2 dp=1 pp=2 microbatch=2", "llama"),
                 ("tp=2 sequence_parallel recompute=selective", "llama"),
+                ("tp=2 recompute=alternate", "gpt2_with_dropout"),
                 ("dp=2 zero=3 recompute=selective", "llama"),
                 ("dp=1 pp=2 microbatch=2 recompute=selective", "plain_with_dropout"),
             ]
@@ -106,6 +107,7 @@ def test_blocks_under_tp_and_sequence_parallel_are_one_graph_without_islands():
             for layout, model in [
                 ("dp=2", "llama"),
                 ("dp=2 recompute=selective", "llama"),
+                ("dp=2 recompute=alternate", "llama"),
                 ("dp=2 zero=1 microbatch=2", "gpt2_with_dropout"),
                 ("dp=2 zero=1 offload", "plain"),
             ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from samestep.planning.recipes.deepspeed import nested
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
+from samestep.program.repeated_products import KEEPS_PRODUCTS
 
 _PRECISION = {"float32": "no"}
 
@@ -92,8 +93,8 @@ def _batch(facts: RecipeFacts) -> Said:
 
 
 def _recompute(facts: RecipeFacts) -> Said:
-    if facts.layout.recompute == "selective":
-        return Said(lacks="recompute=selective: whole blocks are repeated; full works")
+    if facts.layout.recompute in KEEPS_PRODUCTS:
+        return Said(lacks=f"recompute={facts.layout.recompute}: whole blocks are repeated; full works")
     if facts.layout.recompute == "offload":
         return Said(lacks="recompute=offload: inputs of blocks stay on the device; full works")
     if _uses_fsdp(facts):

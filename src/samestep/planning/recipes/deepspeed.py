@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
+from samestep.program.repeated_products import KEEPS_PRODUCTS
 from samestep.strategies.context import exchange_of
 
 
@@ -79,8 +80,10 @@ def _pipeline(facts: RecipeFacts) -> Said:
 
 
 def _recompute(facts: RecipeFacts) -> Said:
-    if facts.layout.recompute == "selective":
-        return Said(lacks="recompute=selective: deepspeed.checkpointing repeats whole blocks; full works")
+    if facts.layout.recompute in KEEPS_PRODUCTS:
+        return Said(
+            lacks=f"recompute={facts.layout.recompute}: deepspeed.checkpointing repeats whole blocks; full works"
+        )
     if facts.layout.recompute == "offload":
         return Said(
             {"activation_checkpointing.cpu_checkpointing": True},

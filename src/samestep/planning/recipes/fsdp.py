@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.models.spec import ModelSpec
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
+from samestep.program.repeated_products import KEEPS_PRODUCTS
 
 _STYLES = {
     "column": "ColwiseParallel()",
@@ -55,7 +56,7 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
 
 def _not_repeated(recompute: str) -> str:
     reasons = {
-        "selective": "recompute=selective: this file repeats whole blocks",
+        **{one: f"recompute={one}: this file repeats whole blocks" for one in KEEPS_PRODUCTS},
         "offload": "recompute=offload: this file leaves the inputs of blocks on the device",
     }
     return reasons.get(recompute, "")

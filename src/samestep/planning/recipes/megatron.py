@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said, flags
+from samestep.program.repeated_products import KEEPS_PRODUCTS
 from samestep.strategies.context import exchange_of
 
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
@@ -21,7 +22,9 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     layout = facts.layout
     by_ring, is_hybrid = (exchange_of(facts.model, layout) == one for one in ("ring", "hybrid"))
     offloads = layout.recompute == "offload"
-    recompute: dict[str, Any] = {"--recompute-granularity": "full" if offloads else layout.recompute}
+    in_parts = layout.recompute in KEEPS_PRODUCTS
+    granularity = "selective" if in_parts else "full" if offloads else layout.recompute
+    recompute: dict[str, Any] = {"--recompute-granularity": granularity}
     if layout.recompute in ("full", "offload"):
         recompute |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
     return {
@@ -49,8 +52,8 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             recompute,
             lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else "",
             differs="selective recompute repeats the core of the attention alone, and keeps all else; here the results of "
-            "matrix products are kept and all else is repeated"
-            if layout.recompute == "selective"
+            f"{'every second' if layout.recompute == 'alternate' else 'all'} matrix products are kept and all else is repeated"
+            if in_parts
             else "",
         ),
         "loss_chunk": Said(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said, flags
+from samestep.program.repeated_products import KEEPS_PRODUCTS
 
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 _PRECISION = {"bf16": "bfloat16", "float32": "float32"}
@@ -18,8 +19,10 @@ _PRECISION = {"bf16": "bfloat16", "float32": "float32"}
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     layout = facts.layout
     offloads = layout.recompute == "offload"
-    recompute: dict[str, Any] = {"--activation_checkpoint.mode": "full" if offloads else layout.recompute}
-    if layout.recompute == "selective":
+    in_parts = layout.recompute in KEEPS_PRODUCTS
+    mode = "selective" if in_parts else "full" if offloads else layout.recompute
+    recompute: dict[str, Any] = {"--activation_checkpoint.mode": mode}
+    if in_parts:
         recompute["--activation_checkpoint.selective_ac_option"] = "op"
     return {
         "dp_replicate": _replicas(facts),
@@ -44,7 +47,11 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "virtual_stages": Said(),
         "microbatch": _batch(facts),
         "recompute": Said(
-            recompute, lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else ""
+            recompute,
+            lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else "",
+            differs="every second product is kept, as with recompute=alternate"
+            if layout.recompute == "selective"
+            else "",
         ),
         "loss_chunk": Said(lacks="loss_chunk: logits of a micro-batch exist whole"),
         "accumulate": Said(lacks="accumulate=full: gradients are reduced in each micro-batch"),
