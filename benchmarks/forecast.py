@@ -15,7 +15,7 @@ from samestep.layout import Layout
 from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.simulation import clock, cost, memory, reserved_memory
+from samestep.simulation import clock, cost, memory
 from samestep.strategies import ProgramBuilder
 
 UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
@@ -37,8 +37,6 @@ class Outcome:
     measured_s: float = 0.0
     predicted_bytes: int = 0
     measured_bytes: float = 0.0
-    figure: str = ""
-    """Which memory was measured, and is predicted."""
     fits: bool = True
     """Predicted: with what no tensor can have."""
     out_of_memory: bool = False
@@ -216,25 +214,10 @@ WORKSPACE_BYTES = 128 * 2**20
 
 
 def _peak(case: Case, programs: Sequence[Program]) -> int:
-    """Bytes of tensors of the fullest stage, or of the one that was measured."""
-    return _fullest(case, programs)[0]
-
-
-def _fullest(case: Case, programs: Sequence[Program]) -> tuple[int, Program]:
-    """Return the bytes of tensors of the fullest stage, or of the one that was measured, and its program."""
+    """Bytes of the fullest stage, which may be an inner one; or of the one that was measured."""
     stages = programs if case.stage is None else (programs[case.stage],)
-    held, program = max(((_held(case, _shortened(one)), one) for one in stages), key=lambda found: found[0])
-    return held + WORKSPACE_BYTES * (case.machine.num_units > 0), program
-
-
-def _figure(case: Case, programs: Sequence[Program]) -> tuple[int, int]:
-    """Return the bytes of the figure that was measured, and those of tensors."""
-    allocated, program = _fullest(case, programs)
-    if case.memory_figure != "reserved" or case.is_lean:
-        return allocated, allocated
-    expandable = "titan" in case.source.lower() or "torchao" in case.source.lower()  # whose scripts set it
-    found = reserved_memory.reserved_bytes(program, case.states_per_param, expandable=expandable)
-    return found.reserved + WORKSPACE_BYTES * (case.machine.num_units > 0), allocated
+    held = max(_held(case, program) for program in map(_shortened, stages))
+    return held + WORKSPACE_BYTES * (case.machine.num_units > 0)
 
 
 def _held(case: Case, program: Program) -> int:
@@ -268,20 +251,20 @@ def _fits(case: Case, peak: float) -> bool:
     return peak + case.machine.reserved_bytes <= case.machine.memory_bytes
 
 
-_KNOWN: dict[tuple[object, ...], tuple[str, float, tuple[int, int]]] = {}
+_KNOWN: dict[tuple[object, ...], tuple[str, float, int]] = {}
 """Layout, seconds and bytes of configurations that were predicted: many rows of a source have the same."""
 
 
-def _predicted(case: Case) -> tuple[str, float, tuple[int, int]]:
-    """Return the layout of a case, its predicted seconds, and the bytes of what was measured and of tensors; zero where none was measured."""
+def _predicted(case: Case) -> tuple[str, float, int]:
+    """Return the layout of a case, and its predicted seconds and bytes; zero where none was measured."""
     key = (
         case.model, case.machine, *case.words.items(), case.recompute, case.microbatches, case.sent_rows, case.chunks,
         case.precision, case.products, case.global_batch, case.stage, case.states_per_param, case.repeats_half,
-        case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s), case.memory_figure, case.source,
+        case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s),
     )  # fmt: skip
     if key not in _KNOWN:
         programs, step = written(case)
-        held = _figure(case, programs) if case.memory_bytes or case.out_of_memory else (0, 0)
+        held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
         predicted_s = step.step_s(case.machine) if case.step_s else 0.0
         _KNOWN[key] = str(programs[0].step.layout), predicted_s, held
     return _KNOWN[key]
@@ -292,7 +275,7 @@ def predict(row: Row) -> Outcome:
     source = row.get("source") or row["file"]
     try:
         case = case_of(row)
-        layout, predicted_s, (held, allocated) = _predicted(case)
+        layout, predicted_s, held = _predicted(case)
     except (SkippedError, InputError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
     except UNREADABLE as error:
@@ -307,8 +290,7 @@ def predict(row: Row) -> Outcome:
         measured_s=case.step_s or 0.0,
         predicted_bytes=held,
         measured_bytes=case.memory_bytes or 0.0,
-        figure=case.memory_figure if held else "",
-        fits=_fits(case, allocated),
+        fits=_fits(case, held),
         out_of_memory=case.out_of_memory,
         reason="" if case.step_s or held else "nothing was measured",
     )

@@ -40,7 +40,6 @@ from forecast import Outcome, predict, rounded
 from foresight_fits import CONSTANTS, PER_SOURCE, calibrate, cross_validate
 from foresight_parts import by_part, coverage, interval, over_sources, own_factors, ratios
 from published import TARGETS
-from published_memory import FIGURES
 
 from samestep.planning.calibration.factors import FACTORS
 
@@ -320,7 +319,6 @@ def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, objec
         "measured": figures([o for row, o in zip(rows, outcomes, strict=True) if row["file"] not in aside]),
         "sources": {name: figures(found) for name, found in by_file.items()},
         "memory": memory_figures(outcomes),
-        "memory_by_figure": {name: memory_figures([o for o in outcomes if o.figure == name]) for name in FIGURES},
         "memory_sources": {name: memory_figures(found) for name, found in by_file.items()},
         "parts": {name: figures(alike) for name, alike in by_part(rows, outcomes).items()},
         "own_factors": own_factors(rows, outcomes),
@@ -351,11 +349,7 @@ def memory_table(record: dict[str, Any]) -> Table:
     found = {name: figure for name, figure in record["memory_sources"].items() if figure["rows"]}
     lines = [[name, *(figure[key] for key in _MEMORY_KEYS)] for name, figure in found.items()]
     head = ("source", *(key.replace("_", " ") for key in _MEMORY_KEYS))
-    apart = [
-        [f"all of which {name}", *(found[key] for key in _MEMORY_KEYS)]
-        for name, found in record["memory_by_figure"].items()
-    ]
-    return head, [*lines, *apart, ["all", *(record["memory"][key] for key in _MEMORY_KEYS)]]
+    return head, [*lines, ["all", *(record["memory"][key] for key in _MEMORY_KEYS)]]
 
 
 def parts_table(record: dict[str, Any]) -> Table:

@@ -40,7 +40,6 @@ from functools import lru_cache
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from published_experts import sent_rows, with_experts
 from published_machines import is_by_engine, is_late, machine_of
-from published_memory import is_titan, memory_figure
 from published_models import decoder_of, recipe_of
 
 from samestep.hardware import Hardware
@@ -106,8 +105,6 @@ class Case:
     global_batch: int
     step_s: float | None
     memory_bytes: float | None
-    memory_figure: str
-    """Which memory was measured: a word of `FIGURES`."""
     out_of_memory: bool
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
@@ -160,7 +157,7 @@ def case_of(row: Row) -> Case:
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
-    if is_titan(row):
+    if _is_titan(row):
         model = replace(model, layers=tuple(map(_without_every_second, model.layers)))
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
@@ -195,11 +192,10 @@ def case_of(row: Row) -> Case:
             row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision, bool(printed_batch)
         ),
         memory_bytes=_memory_bytes(row, is_said=_says_microbatch(row, per_rank, dp)),
-        memory_figure=memory_figure(row),
         out_of_memory=_failed(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
-        repeats_half=is_titan(row),
+        repeats_half=_is_titan(row),
         is_lean=recipe is not None,
     )
 
@@ -251,7 +247,9 @@ def _memory_bytes(row: Row, *, is_said: bool) -> float | None:
     size = number(row, "metric_memory_gib")
     if not is_said and not is_timed(row) and not _failed(row):
         raise SkippedError("its memory alone was measured, and its micro-batch is not printed")
-    if not size or not is_said or "nvidia-smi" in joined(row, "notes"):  # which counts contexts and libraries too
+    if (
+        not size or not is_said or "nvidia-smi" in joined(row, "notes")
+    ):  # which counts what the allocator keeps for later too
         return None
     return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 
@@ -367,6 +365,10 @@ def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: i
     if decoder is None or tp == 1 or decoder.sequence % tp:
         return False
     return said in _YES or (not said and (is_late(machine) or decoder.experts > 0))
+
+
+def _is_titan(row: Row) -> bool:
+    return re.search(r"titan|torchao", joined(row, "source"), re.IGNORECASE) is not None
 
 
 def _without_every_second(layer: LayerSpec) -> LayerSpec:

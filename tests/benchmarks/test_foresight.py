@@ -192,29 +192,11 @@ def test_a_finetuning_recipe_keeps_what_fits() -> None:
     assert qlora.predicted_bytes < lora.predicted_bytes - 8e9  # a quarter of the weights of the blocks
 
 
-@pytest.mark.parametrize(
-    ("source", "notes", "figure"),
-    [
-        ("own", "peak reserved memory; eager", "reserved"),
-        ("torchtitan", "", "reserved"),
-        ("own", "max allocated", "allocated"),
-        ("own", "max is 30 GB", "not said"),
-    ],
-)
-def test_memory_is_held_against_the_figure_that_was_measured(source: str, notes: str, figure: str) -> None:
-    cells = {"n_layers": 8, "hidden": 2048, "heads": 16, "seq_len": 1024, "zero_stage": 3, "dp_shard": 8}
-    found = forecast.predict(row(**cells, source=source, notes=notes, metric_memory_gib=10, recompute="none"))
-    assert found.figure == figure
-    plain = forecast.predict(row(**cells, notes="max allocated", metric_memory_gib=10, recompute="none"))
-    assert (found.predicted_bytes > plain.predicted_bytes) == (figure == "reserved")
-    assert found.predicted_bytes >= plain.predicted_bytes
-
-
 def test_memory_is_that_of_the_fullest_stage_though_it_is_an_inner_one(monkeypatch: pytest.MonkeyPatch) -> None:
     case = published.case_of(row(pp=4, n_gpus=4, metric_memory_gib=10))
     programs = forecast.chosen_programs(case)
     monkeypatch.setattr(forecast, "_held", lambda _, program: (5, 7, 9, 6)[program.step.stage])
-    assert forecast._fullest(case, programs) == (9 + forecast.WORKSPACE_BYTES, programs[2])
+    assert forecast._peak(case, programs) == 9 + forecast.WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(
