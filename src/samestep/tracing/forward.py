@@ -27,9 +27,9 @@ from samestep.building.families import facts_of
 from samestep.building.named_tensors import address, inner_tensor, tensors_of
 from samestep.building.torch_seams import DispatchMode, autograd_sequence_number
 from samestep.errors import ModelError, module_name
-from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Cutting, Exchange, Factors, Product
-from samestep.tracing import batch_norms
-from samestep.tracing.checkpointed import Point, TracedPlaces
+from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Cutting, Factors, Product
+from samestep.tracing import attention_exchanges, batch_norms
+from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.custom_functions import report_module_hooks
 from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.flow_recorder import FlowRecorder
@@ -78,7 +78,6 @@ class ForwardTracer(DispatchMode):
         self.recorder = recorder
         """Records every operation, if there is one."""
         self.places = places or TracedPlaces()
-        """The points of the forward among the checkpoints of the model's code."""
         self.styles = styles
         self.cut: set[int] = set()
         """Storages of which a tensor cut leaves a rank its part."""
@@ -129,7 +128,7 @@ class ForwardTracer(DispatchMode):
         """Whether its code looks at values: with others it may use other weights."""
         self.read_before_look = frozenset[int]()
         """The weights, by their storages, that were read before its code looked at a value first."""
-        self.exchanges: list[tuple[str, int, Exchange, Point]] = []
+        self.exchanges: list[attention_exchanges.PlacedExchange] = []
         """Inputs and outputs of attentions, with region, storage, and the point at which ranks send them."""
         self.batch_norms: list[tuple[str, BatchNormCall]] = []
         """Calls of batch norm that take the statistics of samples, with their regions."""
@@ -139,7 +138,6 @@ class ForwardTracer(DispatchMode):
         """Storages that depend on what these have returned."""
         self.kept_after: dict[int, str] = {}
         """The buffers with a value after the step, each with the region whose code gives it last."""
-        """Storages of the buffers that get a value after the step."""
         self.saves: Counter[int] = Counter()
         """Number of times that each storage is kept."""
         self.pairs: set[int] = set()
@@ -366,27 +364,14 @@ class ForwardTracer(DispatchMode):
         """Record the inputs and the output of an attention; one without a dimension of heads exchanges nothing."""
         if query.dim() != 4:
             return
-        roles = {"query": query, "key": key, "value": value, "output": output}
-        has_gradient = any(tensor.requires_grad for tensor in (query, key, value))
-        for role, tensor in roles.items():
-            exchange = Exchange(
-                role=role,  # type: ignore[arg-type]
-                elements=tensor.numel(),
-                heads=tensor.shape[1],
-                query_heads=query.shape[1],
-                is_cut=self.key(query) in self.cut,
-                takes_gradient=has_gradient if role == "output" else tensor.requires_grad,
-            )
+        is_cut = self.key(query) in self.cut
+        for tensor, exchange in attention_exchanges.exchanges_of(query, key, value, output, is_cut=is_cut):
             self.exchanges.append((self.region, self.key(tensor), exchange, self.places.point()))
 
     def attended(self, output: Tensor) -> None:
         """Record that an attention has kept what it keeps: ranks send its output behind that."""
         if self.exchanges and output.dim() == 4:
-            point = self.places.point(output)
-            for index in range(len(self.exchanges) - 4, len(self.exchanges)):
-                region, key, exchange, before = self.exchanges[index]
-                before = point if exchange.role == "output" else before._replace(nodes=point.nodes)
-                self.exchanges[index] = region, key, exchange, before
+            self.exchanges[-4:] = attention_exchanges.behind(self.exchanges[-4:], self.places.point(output))
 
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Record the call of a custom Function of autograd, whose operations have been recorded before.
