@@ -14,6 +14,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
 | recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
+| end of a repeated forward   | that of the block; before its last product in MosaicML, MaxText and torchtitan           |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
@@ -157,8 +158,7 @@ def case_of(row: Row) -> Case:
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
-    if _is_titan(row):
-        model = replace(model, layers=tuple(map(_without_every_second, model.layers)))
+    model = _as_it_recomputes(row, model)
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     precision, products = _precision(row, machine)
@@ -369,6 +369,26 @@ def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: i
 
 def _is_titan(row: Row) -> bool:
     return re.search(r"titan|torchao", joined(row, "source"), re.IGNORECASE) is not None
+
+
+_ENDS_EARLY = re.compile("mosaic|maxtext|google", re.IGNORECASE)
+"""Sources of libraries that repeat a block's forward no further than its backward asks for: by torch's checkpoint without
+reentrance, as torchtitan does too, or by a compiler that leaves out what nobody reads."""
+
+
+def _as_it_recomputes(row: Row, model: ModelSpec) -> ModelSpec:
+    """Let blocks keep and repeat what those of a row's library do."""
+    if _is_titan(row):
+        return replace(model, layers=tuple(map(_without_every_second, model.layers)))
+    if _ENDS_EARLY.search(joined(row, "source")):
+        return model
+    return replace(model, layers=tuple(map(_repeated_to_its_end, model.layers)))
+
+
+def _repeated_to_its_end(layer: LayerSpec) -> LayerSpec:
+    """Repeat all of a block, as the checkpoints of Megatron-LM and DeepSpeed do."""
+    products = tuple(replace(product, is_repeated=True) for product in layer.products)
+    return replace(layer, products=products) if layer.is_block else layer
 
 
 def _without_every_second(layer: LayerSpec) -> LayerSpec:
