@@ -37,13 +37,17 @@ class KeptProducts(NamedTuple):
     repeated: int
     """Number of them that a repeated forward does not end before."""
     total: int
+    keeps_last: bool = False
+    """Whether the others are kept: a graph of both passes might repeat them where what follows the block asks for its output."""
 
     def keeps(self, number: int) -> bool:
         """Return whether the result of a product is kept, by its number in the forward, from 0.
 
         A block may run more of them than the traced one, as where values decide which experts run: the count goes on.
         """
-        return (self.repeated - 1 - number) % self.every == 0 and not self.repeated <= number < self.total
+        if self.repeated <= number < self.total:
+            return self.keeps_last
+        return (self.repeated - 1 - number) % self.every == 0
 
 
 def kept_products(step: StepSpec, layer: LayerSpec, products: tuple[Product, ...] | None = None) -> KeptProducts:
@@ -52,7 +56,8 @@ def kept_products(step: StepSpec, layer: LayerSpec, products: tuple[Product, ...
     counted = [one for one in products if _is_counted(one)]
     repeats_all = _repeats_all(step, layer)
     repeated = sum(repeats_all or one.is_repeated for one in counted)
-    return KeptProducts(2 if step.layout.recompute == "alternate" else 1, repeated, len(counted))
+    every = 2 if step.layout.recompute == "alternate" else 1
+    return KeptProducts(every, repeated, len(counted), keeps_last=repeats_in_graphs(step))
 
 
 def repeated_products(step: StepSpec, layer: LayerSpec) -> tuple[Product, ...]:

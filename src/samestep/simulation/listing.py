@@ -27,8 +27,8 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
         [
             *lines,
             found.timeline.to_text(100),
-            f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}{chance}',
             *allocator_summary(found.peak, found.reserved_bytes, found.hardware),
+            f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}{chance}',
             _compact(found.to_record()),
         ]
     )
