@@ -316,7 +316,13 @@ class _SampleProver(Prover):
         given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         self.decisions.follow(
             [(self.key(one), one, isinstance(self.known.of(one), Along)) for one in given],
-            [(self.key(one), isinstance(self.known.of(one), Mixed)) for one in results],
+            [(self.key(one), isinstance(self.known.of(one), Mixed) and not _is_place(func, one)) for one in results],
             f"{self.where} by {func.overloadpacket.__name__}, and its code acts on the number for all of them",
             asks=asks_of_parts(func, args, self.value_of),
         )
+
+
+def _is_place(func: Any, result: Tensor) -> bool:
+    """Return whether a result names places, as the experts that `topk` chooses, and is no number that was rounded."""
+    is_whole = not (result.is_floating_point() or result.is_complex() or result.dtype is torch.bool)
+    return is_whole and func.overloadpacket is not torch.ops.aten._to_copy
