@@ -106,6 +106,12 @@ def _keep_products(kept: KeptProducts, others: frozenset[Any]) -> Contexts:
     return create_selective_checkpoint_contexts(policy)
 
 
+@functools.cache
+def _keeping(kept: KeptProducts, others: frozenset[Any]) -> ContextFn:
+    """Return what makes the contexts of blocks that keep the same: one function, so that equal blocks share a compiler's graph."""
+    return functools.partial(_keep_products, kept, others)
+
+
 def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
     """Return the layout that runs: with recompute=full where the model checkpoints its blocks itself."""
     return replace(layout, recompute="full") if analysis.recomputes_blocks and layout.recompute == "none" else layout
@@ -126,8 +132,8 @@ def apply(model: nn.Module, program: Program, device: torch.device) -> None:
                 kept, in_graph = None, _drop_in_graph
                 if recompute in KEEPS_PRODUCTS and not _hides_operations(path, block, program):
                     mine = kept_products(program.step, layer, _products_of(layer, path))
-                    kept = functools.partial(_keep_products, mine, others)
-                    in_graph = functools.partial(_keep_products, mine, others | frozenset(_KEPT_IN_GRAPHS))
+                    kept = _keeping(mine, others)
+                    in_graph = _keeping(mine, others | frozenset(_KEPT_IN_GRAPHS))
                 around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
                 around = _both(around, _marked(layer.name))
                 moved = on_host.around(index, path) if on_host else None
