@@ -269,8 +269,9 @@ def test_the_update_waits_for_every_reduction(layout: str) -> None:
 def test_flops_are_conserved(case: Case) -> None:
     """Over all ranks that read samples each is computed once, and one of another rank where a micro-batch is empty."""
     step = case.program.step
-    once = sum(layer.forward_flops for layer in case.model.layers if layer.is_block)
-    total = 0
+    each = [layer.forward_flops for layer in case.model.layers if layer.is_block]
+    again = {"full": sum(each), "offload": sum(each), "alternate": sum(flops // 2 for flops in each)}
+    once, total = again.get(case.layout.recompute, 0), 0
     for replica in range(case.layout.dp):
         program = program_of(case.model, case.job, case.layout, step.ranks_per_node, replica=replica)
         sizes = program.step.microbatch_sizes
@@ -279,7 +280,7 @@ def test_flops_are_conserved(case: Case) -> None:
             flops[op.kind] += op.flops
         assert flops[OpKind.FORWARD] == case.model.forward_flops * sum(sizes)
         assert flops[OpKind.BACKWARD] == 2 * flops[OpKind.FORWARD]
-        assert flops[OpKind.RECOMPUTE] == (once * sum(sizes) if case.layout.recompute in ("full", "offload") else 0)
+        assert flops[OpKind.RECOMPUTE] == once * sum(sizes)
         assert max(sizes) <= step.microbatch_samples
         total += sum(sizes)
     assert total >= step.global_batch
@@ -358,6 +359,8 @@ def test_stages_share_the_work_of_one(case: Case) -> None:
     layout = replace(case.layout, pp=1, schedule="1f1b", virtual_stages=1)
     alone = programs_of(case.model, case.job, layout)
     assume(alone[0].step.num_microbatches == case.program.step.num_microbatches)
+    # A split backward asks for a repeated forward to its end, whose last product then counts among every second one.
+    assume(not case.program.step.splits_backward or case.layout.recompute in ("none", "selective"))
 
     def flops(programs: tuple[Program, ...]) -> dict[str, int]:
         found: Counter[str] = Counter()
