@@ -89,7 +89,7 @@ def tensors_in_functions(module: nn.Module) -> tuple[str, Tensor | None]:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 where it has none, or none of its own."""
+    """Return the address of a tensor's memory; 0 where it has none, or shares it."""
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 

@@ -1,4 +1,4 @@
-"""A parameter that a module keeps in an attribute of its own too, such as `dict(self.named_parameters())`.
+"""A parameter that a module also keeps in a plain attribute, such as `dict(self.named_parameters())`.
 
 A run puts parameters of its own into the module, which move, are cut and are gathered; one that is kept elsewhere stays as it was
 built, without values. Code may keep such a tensor and never read it. Where it does, the error says which one.

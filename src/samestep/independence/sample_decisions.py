@@ -98,7 +98,7 @@ class Decisions:
 
 
 def act_on(first: Decisions, again: Callable[[Decisions], None]) -> str:
-    """Return the operation that made a number of all samples on which the code acts; empty if none is found.
+    """Return the operation that computed a number of all samples on which the code acts; empty if none is found.
 
     `first` is what a forward has noted, and `again` runs the same one.
     """

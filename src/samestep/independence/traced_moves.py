@@ -191,7 +191,7 @@ class TracedMoves(TorchFunctionMode):
 
 
 def _made_of(operand: Tensor, result: Tensor) -> list[Tensor]:
-    """Return what a call has made of an operand: the result, and what it is a view of, since code that writes into the view makes
+    """Return the tensors that a call has computed of an operand: the result, and what it is a view of, since code that writes into the view makes
     another node of the view, and keeps that of what is viewed."""
     base = result._base
     return [result] if base is None or base is operand or base is operand._base else [result, base]

@@ -15,7 +15,7 @@ Cutting = Literal["", "columns", "inner", "count"]
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlace:
-    """A place of a layer's forward among the checkpoints that the model's own code makes (`torch.utils.checkpoint`)."""
+    """A place of a layer's forward among the checkpoints in the model's code (`torch.utils.checkpoint`)."""
 
     at: int = 0
     """Number of checkpoints that have begun or ended before it."""

@@ -170,7 +170,7 @@ class ModelSpec:
         return sum(layer.forward_flops for layer in self.layers)
 
     def repeats_own_code(self, on_stages: bool) -> bool:
-        """Return whether checkpoints of its own code repeat what ranks send, on pipeline stages or without them."""
+        """Return whether checkpoints in its code repeat what ranks send, on pipeline stages or without them."""
         runs = self.checkpoints == "repeat" or (self.checkpoints == "plain on stages" and not on_stages)
         return runs and self._makes_checkpoints
 

@@ -1,4 +1,4 @@
-"""What the checkpoints of a model's own code send again, put where a backward asks for it. No torch.
+"""The collectives that checkpoints in the model's code repeat, each placed where a backward asks for it. No torch.
 
 ```
     forward    checkpoint 1 [ a  b (kept)  c ]  d            c is sent behind all that is kept, so nobody repeats it
@@ -21,7 +21,7 @@ _LAYER = 0
 
 
 class SentBackward(NamedTuple):
-    """What a layer sends in its backward, in three parts."""
+    """The collectives of a layer's backward, in three parts."""
 
     ahead: list[Op]
     """In front of the repeat of the whole layer's forward, if that is repeated."""

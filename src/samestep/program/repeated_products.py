@@ -30,7 +30,7 @@ KEEPS_PRODUCTS = ("selective", "alternate")
 
 
 class KeptProducts(NamedTuple):
-    """Which results of a block's counted products are kept: those that are neither attentions nor batched, by their number."""
+    """The rule by which results of a block's counted products are kept: those that are neither attentions nor batched, by their number."""
 
     every: int
     """1 if all are kept, 2 if every second one is."""
@@ -94,7 +94,7 @@ def is_one_graph(step: StepSpec, layer: LayerSpec) -> bool:
 
 
 def _repeats_all(step: StepSpec, layer: LayerSpec) -> bool:
-    """Return whether the forward is repeated to its end: by a graph, or by functions with a backward of their own."""
+    """Return whether the forward is repeated to its end: by a graph, or by autograd functions that save what they need after their forward."""
     in_graph = is_one_graph(step, layer) and not repeats_in_graphs(step)
     return in_graph or step.splits_backward or bool(layer.chunk_tokens)
 

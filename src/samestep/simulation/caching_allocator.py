@@ -174,7 +174,7 @@ class _Pool:
         self._insert(rest)
 
     def _join(self, before: MemoryBlock | None, after: MemoryBlock | None) -> None:
-        """Make two blocks neighbours; a block without one behind it ends its segment."""
+        """Make two blocks neighbours; a block without a successor ends its segment."""
         if before is not None:
             before.after = after
         if after is not None:

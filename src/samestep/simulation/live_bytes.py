@@ -279,7 +279,7 @@ class LiveBytes:
         self.activations -= size_bytes
 
     def _leave(self, layer: int | None) -> None:
-        """Of a layer's activations all but its boundaries are free from here on, which `_look` is told in a number."""
+        """Of a layer's activations all but its boundaries are free from here on, which `_look` is given as a number."""
 
     def _keep_logits(self, layer: int | None, size_bytes: int) -> None:
         """Keep what the loss saves; less than 0 bytes are freed."""

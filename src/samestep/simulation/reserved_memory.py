@@ -40,7 +40,7 @@ MOST_ALIKE = 64
 
 
 class ReservedBytes(NamedTuple):
-    """What steps of a program take of a device, without its overhead."""
+    """The bytes that steps of a program take of a device, without its overhead."""
 
     allocated: int
     """The most bytes of blocks that tensors have at once."""
@@ -141,7 +141,7 @@ class _PlayedSteps:
     blocks: dict[tuple[tuple[str, Hashable], int], list[MemoryBlock]] = field(default_factory=dict)
 
     def do(self, microbatch: int, changes: Iterable[MemoryChange]) -> None:
-        """Carry out changes, one after the other; each micro-batch has its own activations."""
+        """Carry out changes, one after the other; each micro-batch has separate activations."""
         take, give, blocks = self.allocator.take, self.allocator.give, self.blocks
         for owner, sizes, stream, is_copied in changes:
             key = owner, microbatch if owner[0] == "activations" else -1
@@ -272,7 +272,7 @@ class _Tensors:
         return self._of_layer[key]
 
     def of_loss(self, layer: int | None, size_bytes: int) -> tuple[int, ...]:
-        """Divide bytes of the loss behind a layer: tensors as large as the layer's output in master precision."""
+        """Divide bytes of the loss after a layer: tensors as large as the layer's output in master precision."""
         if layer is None or not size_bytes:
             return ()
         step = self._step
@@ -331,7 +331,7 @@ def _held_at_rest(program: Program, states_per_param: int, rank: int) -> Iterato
 
 
 def _states(program: Program, states_per_param: int, rank: int) -> list[MemoryChange]:
-    """Return that the states of the optimizer, and masters, are allocated: with the first update, of each weight its own."""
+    """Return that the states of the optimizer, and masters, are allocated with the first update, one by one for each weight."""
     held = at_rest(program, states_per_param, rank).optimizer
     numels = [param.numel for param in program.step.model.params if param.trainable]
     sizes = [one for share in shares(held, numels) for one in shares(share, [1] * (states_per_param + 1))]

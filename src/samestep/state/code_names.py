@@ -1,4 +1,4 @@
-"""The names by which code reaches variables outside of its own: globals, and attributes by the object that they are taken of.
+"""The names by which code reaches variables that are not local: globals, and attributes by the object that they are taken of.
 
     count               global count                      the variable `count` of the file
     self.count          a local, its attribute count      none, whatever the file has of that name

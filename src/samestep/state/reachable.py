@@ -273,7 +273,7 @@ class CodeWalk:
     def _of_file(
         self, held: dict[str, Any], name: str, chains: Collection[Chain], attributes: Set[str]
     ) -> Iterator[Variable]:
-        """Yield a variable of a file, or for a module those of its own that the code takes of it."""
+        """Yield a variable of a file, or for a module those of its variables that the code takes of it."""
         value = held[name]
         if isinstance(value, ModuleType):
             yield from self._of_module(value, chains, attributes)

@@ -163,7 +163,7 @@ class ProgramBuilder:
         self._shared: dict[tuple[object, ...], Program] = {}
 
     def of_batch(self, job: Job) -> ProgramBuilder:
-        """Return the builder of a job that differs in its global batch alone: it shares what has been made for this one."""
+        """Return the builder of a job that differs in its global batch alone: it shares the parts that both have."""
         other = ProgramBuilder(self.model, job, self._ranks_per_node, self._cuts_loss)
         other._shared = self._shared
         return other

@@ -89,12 +89,12 @@ def apply(program: Program) -> Program:
 
 
 def repeats_own_code(step: StepSpec) -> bool:
-    """Return whether checkpoints of the model's own code repeat what ranks send: a compiler's graph keeps it."""
+    """Return whether checkpoints in the model's code repeat what ranks send: a compiler's graph keeps it."""
     return step.compile == "none" and step.model.repeats_own_code(on_stages=step.layout.pp > 1)
 
 
 def _with_own(program: Program, key: BodyKey, ops: Ops, repeated: Collection[int]) -> Iterator[Op]:
-    """Yield the ops of a backward with what the checkpoints of layers' own code repeat, and of `repeated` ones the whole forward."""
+    """Yield the ops of a backward with what the checkpoints in layers' code repeat, and of `repeated` ones the whole forward."""
     layers, step = program.step.model.layers, program.step
     forwards = _by_layer(program.bodies[key._replace(kind=TaskKind.FORWARD)])
     number = 0

@@ -127,7 +127,7 @@ class Point(NamedTuple):
 
 @dataclass(slots=True)
 class TracedPlaces:
-    """The points of a traced forward among the checkpoints of the model's code, what is kept for the backward behind each, and which
+    """The points of a traced forward among the checkpoints of the model's code, what is kept for the backward after each, and which
     of them the backward reaches."""
 
     _time: int = 0
@@ -157,13 +157,13 @@ class TracedPlaces:
             kept.clear()
 
     def point(self, made: Any = ()) -> Point:
-        """Return the point at which the forward is, and has `made` some tensors."""
+        """Return the point at which the forward is, when it has computed some tensors, `made`."""
         self._time += 1
         nodes = {one.grad_fn._sequence_nr() for one in tensors_in(made) if one.grad_fn is not None}
         return Point(self._time, self._edges, tuple(self._open), frozenset(nodes))
 
     def keep(self, module: str | None) -> None:
-        """Record that the newest node keeps a tensor, in a top-most module or behind all."""
+        """Record that the newest node keeps a tensor, in a top-most module or after all."""
         self._time += 1
         if module is not None:
             self._kept_in[module] = self._time
@@ -191,11 +191,11 @@ class TracedPlaces:
         self._reached = frozenset(node._sequence_nr() for node in nodes_from(root.grad_fn for root in roots))
 
     def is_reached(self, point: Point) -> bool:
-        """Return whether the backward reaches what is made at a point; where that is not known, it is assumed."""
+        """Return whether the backward reaches the tensors of a point; where that is not known, it is assumed."""
         return self._reached is None or not self._reached.isdisjoint(point.nodes)
 
     def is_kept_behind(self, point: Point, modules: Collection[str]) -> bool:
-        """Return whether one of these top-most modules keeps something behind a point."""
+        """Return whether one of these top-most modules keeps something after a point."""
         return any(self._kept_in.get(module, 0) > point.time for module in modules)
 
     def place(self, point: Point, modules: Collection[str], *, is_kept: bool = False) -> ForwardPlace:

@@ -369,7 +369,7 @@ class ForwardTracer(DispatchMode):
             self.exchanges.append((self.region, self.key(tensor), exchange, self.places.point()))
 
     def attended(self, output: Tensor) -> None:
-        """Record that an attention has kept what it keeps: ranks send its output behind that."""
+        """Record that an attention has kept what it keeps: ranks send its output after that."""
         if self.exchanges and output.dim() == 4:
             self.exchanges[-4:] = attention_exchanges.behind(self.exchanges[-4:], self.places.point(output))
 
@@ -399,7 +399,7 @@ class ForwardTracer(DispatchMode):
 
     @property
     def here(self) -> str | None:
-        """Path of the top-most module with weights entered last; None in the model's own code behind it, which is not repeated with it."""
+        """Path of the top-most module with weights entered last; None in the model's code after it, which is not repeated with it."""
         return self.regions[self.region].path if self._depth else None
 
     def given(self, batch: Any) -> Any:

@@ -299,7 +299,7 @@ def _layer_specs(
 
 
 def _products_of(regions: Sequence[Region]) -> Iterator[Product]:
-    """Yield the products of a layer's regions, and whether a repeated forward repeats them: those behind the last tensor that
+    """Yield the products of a layer's regions, and whether a repeated forward repeats them: those after the last tensor that
     autograd keeps are not."""
     last = max((number for number, region in enumerate(regions) if region.repeated), default=-1)
     for number, region in enumerate(regions):

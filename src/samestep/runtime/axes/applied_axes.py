@@ -70,7 +70,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class AppliedAxes:
-    """What the axes have put around the modules of a model, whose weights are still on the meta device."""
+    """The parts that axes have put around the modules of a model, whose weights are still on the meta device."""
 
     traced: TracedModel
     program: Program

@@ -44,7 +44,7 @@ def run_once(graph: Callable[..., Any], inputs: Sequence[Any]) -> None:
 
 
 def _copy_of(given: Tensor) -> Tensor:
-    """Return a tensor with a memory of its own, which has the values, the strides and the place in a graph of another."""
+    """Return a tensor with separate memory, which has the values, the strides and the place in a graph of another."""
     if (place := rank_crossings.trial_place(given)) is not None:
         return place
     values = given.detach()

@@ -37,7 +37,7 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
 
 
 def differentiates_graphs(total: Tensor) -> bool:
-    """Return whether a loss depends on gradients that it has taken through a graph of torch.compile, which has none of its own."""
+    """Return whether a loss depends on gradients that it has taken through a graph of torch.compile, which torch cannot differentiate again."""
     start = get_gradient_edge(total).node
     return any(node.name().startswith("CompiledFunctionBackwardBackward") for node in nodes_from([start]))
 

@@ -78,7 +78,7 @@ class GeneratorWatch:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Leave out samples that are read inside a call, as a pipeline's stage reads ahead; where calls are not told apart, the
+        """Leave out samples that are read inside a call, as a pipeline's stage reads ahead; where single calls are not compared, the
         generators stand after it where they stood (`datasets/reading.py`).
         """
         before = self._states() if self.is_close else None
