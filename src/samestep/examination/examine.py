@@ -115,8 +115,6 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         chunks_examined=chunks,
         stages=job.model.stages,
         detached_checkpoints=forward.checkpointed.detached,
-        recomputes_calls=of_calls,
-        recomputes_blocks=of_blocks,
         **of_plan,
     )
     return TracedModel(built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None)

@@ -65,14 +65,12 @@ class PartCalls:
 
     places: TracedPlaces
     """The points of the forward."""
-    calls: list[tuple[str, int, GatheredPart]] = field(default_factory=list)
-    """Path of the block, number of its call, and the part."""
-    moves: list[tuple[str, int, TokenMove]] = field(default_factory=list)
-    """Path of the block, number of its call, and a call that needs tokens of neighbours."""
+    calls: list[tuple[str, int, GatheredPart, Point]] = field(default_factory=list)
+    """Path of the block, number of its call, the part, and the point at which it is entered, with the nodes of what it returns."""
+    moved: list[tuple[str, int, TokenMove, Point]] = field(default_factory=list)
+    """Path of the block, number of its call, a call that needs tokens of neighbours, and the point at which they are sent."""
     within: set[tuple[str, int, int]] = field(default_factory=set)
     """Attentions within parts: path of the block, number of its call, number of the attention."""
-    _points_of_calls: list[Point] = field(default_factory=list)
-    _points_of_moves: list[Point] = field(default_factory=list)
     _blocks: dict[str, int] = field(default_factory=dict)
     _block: str = ""
     _attentions: int = 0
@@ -90,15 +88,13 @@ class PartCalls:
 
     def enter(self, part: GatheredPart) -> None:
         """Record the call of a part with its arguments."""
-        self.calls.append((self._block, self._number, replace(part, before=self._attended)))
-        self._points_of_calls.append(self.places.point())
+        self.calls.append((self._block, self._number, replace(part, before=self._attended), self.places.point()))
 
-    def moved(self, move: TokenMove, point: Point) -> None:
+    def move(self, move: TokenMove, point: Point) -> None:
         """Record a call that needs tokens of neighbours, which are sent at a point of the forward."""
         block, number = self._block, self._number
         parts = sum((block, number) == one[:2] for one in self.calls)
-        self.moves.append((block, number, replace(move, before=self._attended, parts_before=parts)))
-        self._points_of_moves.append(point)
+        self.moved.append((block, number, replace(move, before=self._attended, parts_before=parts), point))
 
     @property
     def _number(self) -> int:
@@ -111,9 +107,14 @@ class PartCalls:
 
     def leave(self, returned: Iterable[tuple[str, int]], output: Any) -> None:
         """Record what the last part returns, and the places of it that a rank keeps a part of."""
-        self._points_of_calls[-1] = self._points_of_calls[-1]._replace(nodes=self.places.point(output).nodes)
-        *_, (block, number, part) = self.calls
-        self.calls[-1] = block, number, replace(part, returned=tuple(returned))
+        block, number, part, entered = self.calls[-1]
+        point = entered._replace(nodes=self.places.point(output).nodes)
+        self.calls[-1] = block, number, replace(part, returned=tuple(returned)), point
+
+    @property
+    def moves(self) -> list[tuple[str, int, TokenMove]]:
+        """The calls that need tokens of neighbours, which those of a slice and of the whole sequence must have alike."""
+        return [(block, number, move) for block, number, move, _ in self.moved]
 
     @property
     def shapes(
@@ -123,7 +124,7 @@ class PartCalls:
         return [
             (block, number, part.owner,
              tuple((one.place, one.dim, one.is_known, one.takes_gradient) for one in part.given), part.returned)
-            for block, number, part in self.calls
+            for block, number, part, _ in self.calls
         ]  # fmt: skip
 
     def added_to(
@@ -138,7 +139,7 @@ class PartCalls:
             names = layer.modules if layer.modules and not layer.repeats else layer.again
             parts = [
                 (replace(part, place=self.places.place(point, layer.called)), self.places.is_reached(point))
-                for (block, call, part), point in zip(self.calls, self._points_of_calls, strict=True)
+                for block, call, part, point in self.calls
                 if block in names and call == number
             ]
             within = {one for block, call, one in self.within if block in names and call == number}
@@ -153,7 +154,7 @@ class PartCalls:
             ]
             moves = tuple(
                 self._placed(move, point, layer)
-                for (block, call, move), point in zip(self.moves, self._points_of_moves, strict=True)
+                for block, call, move, point in self.moved
                 if block in names and call == number
             )
             found.append(replace(layer, gathered_parts=tuple(sized), token_moves=moves, exchanges=exchanges))

@@ -7,9 +7,9 @@ may still meet the same branch. So the forward is traced once more for each look
     assert x.max() < 1e4                an exception: a check, on which no result depends
     seen.append(float(x.max()))         the same operations: noted, and nothing more
 
-A bound far from the number, as `x.max() > 1e4` of values near one, asks nothing either: the answer is that of all parts. A look at whole numbers, or at a yes or no of each sample (`lengths.max()`,
-`done.all()`, `torch.isnan(x).any()`), mostly concerns padding that is masked, samples that are done, or the experts that `topk` has
-chosen: that is tried on real batches, as all other looks are.
+A bound far from the number, as `x.max() > 1e4` of values near one, asks nothing either: the answer is that of all parts. A look at
+whole numbers, or at a yes or no of each sample (`lengths.max()`, `done.all()`, `torch.isnan(x).any()`), mostly concerns padding that
+is masked, samples that are done, or the experts that `topk` has chosen: that is tried on real batches, as all other looks are.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ and the operation. What is not clear is listed to be tried on the run's first ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -123,16 +123,8 @@ def examine(
     refusal = refusal or act_on(watch.decisions, run_again)
     if both := watch.batch_norm_views.keys() & watch.otherwise_called:
         refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
-    for tensor in tensors_in(outputs):
-        if not tensor.is_floating_point() or (read is not None and address(tensor) not in read):
-            continue
-        found = watch.known.of(tensor)
-        if isinstance(found, Mixed) and found.shown:
-            refusal = refusal or found.where
-        elif isinstance(found, Along) and (alone := watch.histories.difference(address(tensor))):
-            refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
-        elif not watch.known.is_ordered(tensor):
-            tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
+    refused, unproven = watch.judge(tensor for tensor in tensors_in(outputs) if read is None or address(tensor) in read)
+    refusal, tried = refusal or refused, [*tried, *unproven]
     tried += [f"{where}, which looks at values" for where in watch.reads]
     listed = () if refusal else tuple(dict.fromkeys(tried))
     asked = mark_of(loss)
@@ -303,6 +295,22 @@ class _SampleProver(Prover):
         elif len(given) == 1:
             return self.decisions.answer(self.key(given[0]), outcome)
         return outcome
+
+    def judge(self, outputs: Iterable[Tensor]) -> tuple[str, list[str]]:
+        """Return why an output of a sample depends on others, if one does, and what has made those of which that is not known."""
+        refusal, unproven = "", list[str]()
+        for tensor in outputs:
+            if not tensor.is_floating_point():
+                continue
+            found = self.known.of(tensor)
+            if isinstance(found, Mixed) and found.shown:
+                refusal = refusal or found.where
+            elif isinstance(found, Along) and (alone := self.histories.difference(address(tensor))):
+                refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
+            elif not self.known.is_ordered(tensor):
+                where = "the outputs, which are not one for each sample"
+                unproven.append(found.where if isinstance(found, Mixed) else where)
+        return refusal, unproven
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor that code reads, or other ones where it is asked what the code does with these."""

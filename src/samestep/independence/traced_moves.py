@@ -186,13 +186,15 @@ class TracedMoves(TorchFunctionMode):
                 is_cut=watch.key(operand) in watch.cut,
                 takes_gradient=operand.requires_grad and torch.is_grad_enabled(),
             )
-        watch.parts.moved(move, point._replace(nodes=watch.places.point(_made_of(operand, result)).nodes))
+        watch.parts.move(move, point._replace(nodes=watch.places.point(_made_of(operand, result)).nodes))
         return outcome
 
 
 def _made_of(operand: Tensor, result: Tensor) -> list[Tensor]:
-    """Return the tensors that a call has computed of an operand: the result, and what it is a view of, since code that writes into the view makes
-    another node of the view, and keeps that of what is viewed."""
+    """Return the tensors that a call has computed of an operand: the result, and what it is a view of.
+
+    Code that writes into the view makes another node of the view, and keeps that of what is viewed.
+    """
     base = result._base
     return [result] if base is None or base is operand or base is operand._base else [result, base]
 

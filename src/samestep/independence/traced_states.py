@@ -94,7 +94,7 @@ class TracedStates:
                 function=call.name,
                 is_of_weights=call.convention.is_layer,
             )
-        watch.parts.moved(move, watch.places.point((tokens, state)))
+        watch.parts.move(move, watch.places.point((tokens, state)))
         watch.tried.append(f"{watch.where} by {call.name}")
         return call.returned(tokens, state)
 

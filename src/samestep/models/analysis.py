@@ -83,10 +83,6 @@ class ModelAnalysis:
     """Whether it has been examined whether logits and loss can be computed in chunks of tokens."""
     states: tuple[StateSpec, ...] = ()
     """State that a forward keeps, other than the statistics of torch's norms."""
-    recomputes_blocks: bool = False
-    """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
-    recomputes_calls: bool = False
-    """Whether it runs modules that stages may begin with under `torch.utils.checkpoint`, of a model without a list of blocks."""
     stages: tuple[str, ...] = ()
     """The modules that `model.stages` names."""
     detached_checkpoints: bool = False

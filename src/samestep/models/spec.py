@@ -171,8 +171,11 @@ class ModelSpec:
 
     def repeats_own_code(self, on_stages: bool) -> bool:
         """Return whether checkpoints in its code repeat what ranks send, on pipeline stages or without them."""
-        runs = self.checkpoints == "repeat" or (self.checkpoints == "plain on stages" and not on_stages)
-        return runs and self._makes_checkpoints
+        return not self.runs_checkpoints_plainly(on_stages) and self._makes_checkpoints
+
+    def runs_checkpoints_plainly(self, on_stages: bool) -> bool:
+        """Return whether checkpoints in its code run without repeating anything, on pipeline stages or without them."""
+        return self.checkpoints == "plain" or (self.checkpoints == "plain on stages" and on_stages)
 
     @cached_property
     def _makes_checkpoints(self) -> bool:

@@ -92,9 +92,9 @@ class Bucket:
             yield member, max(0, min(member.offset + member.numel, last) - max(member.offset, first))
 
 
-def round_up(numel: int, multiple: int) -> int:
-    """Return a number of elements rounded up to a multiple of `multiple`."""
-    return -(-numel // multiple) * multiple
+def round_up(number: int, multiple: int) -> int:
+    """Return a number of elements, or of bytes, rounded up to a multiple of `multiple`."""
+    return -(-number // multiple) * multiple
 
 
 BUCKET_BYTES = 25 * 2**20

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from samestep.program.buckets import round_up
+
 LEAST_BLOCK = 512
 """Bytes to whose multiples all sizes are rounded up."""
 MOST_SMALL = 2**20
@@ -37,14 +39,9 @@ OWN_UNIT = 2 * 2**20
 """Bytes to whose multiples such segments are rounded up."""
 
 
-def rounded_up(size_bytes: int, unit: int) -> int:
-    """Return the least multiple of `unit` that is no smaller than a size in bytes."""
-    return -(-size_bytes // unit) * unit
-
-
 def block_bytes(size_bytes: int) -> int:
     """Return the bytes of the block that a tensor of a size in bytes gets."""
-    return max(LEAST_BLOCK, rounded_up(size_bytes, LEAST_BLOCK))
+    return max(LEAST_BLOCK, round_up(size_bytes, LEAST_BLOCK))
 
 
 class MemoryBlock:
@@ -145,12 +142,12 @@ class _Pool:
         """Take bytes from the device so that a free block holds a size; return how many."""
         page = SMALL_SEGMENT if self._is_small else LARGE_SEGMENT
         if not self._expandable:
-            taken = page if size < LEAST_OWN else rounded_up(size, OWN_UNIT)
+            taken = page if size < LEAST_OWN else round_up(size, OWN_UNIT)
             self._insert(MemoryBlock(self, self.reserved_bytes, taken))
         else:
             last = self._last
             has = last.size if last is not None and last.is_free else 0
-            taken = rounded_up(size - has, page)
+            taken = round_up(size - has, page)
             if last is not None and last.is_free:
                 self._remove(last)
                 last.size += taken

@@ -169,8 +169,8 @@ class LiveBytes:
     """Bytes alive beyond those at rest, followed op by op through one body.
 
     Activations and logits count from the start of the body; buffers are those that ops allocate and free. Every change is one call
-    of `_keep`, `_drop`, `_leave`, `_keep_logits`, `_allocate` or `_free`, and what is held for a moment one of `_look`: a follower that keeps more than the
-    most of it overrides these.
+    of `_keep`, `_drop`, `_leave`, `_keep_logits`, `_allocate` or `_free`, and what is held for a moment one of `_look`: a follower that
+    keeps more than the most of it overrides these.
     """
 
     def __init__(self, sizes: OpSizes, buffers: frozenset[Buffer], *, keeps: bool = True) -> None:

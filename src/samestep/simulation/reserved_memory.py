@@ -291,8 +291,7 @@ class _Tensors:
     def _divided(self, layer: LayerSpec, left: int) -> Iterator[int]:
         one = self._step.microbatch_samples * BYTES_OF[self._step.compute_dtype]
         for product in layer.products:
-            columns = product.inner // 2 if product.is_attention else product.columns
-            size = product.rows * columns * product.count * one
+            size = product.result_elements * one
             if 0 < size <= left:
                 yield size
                 left -= size

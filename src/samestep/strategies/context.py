@@ -31,7 +31,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from samestep.layout import Layout
-from samestep.models.layer_parts import Exchange, GatheredPart, Product, TokenMove
+from samestep.models.layer_parts import Exchange, ForwardPlace, GatheredPart, Product, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below, with_attentions
 from samestep.program.graphs import one_graph
@@ -320,21 +320,18 @@ def _by_place(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) ->
             yield part.before, _gathered(part, step, after, backward=backward)
 
 
+def _awaited(kind: OpKind, owner: str, axis: str, dtype: str, after: Op, place: ForwardPlace) -> Op:
+    """Return an op of the tokens of a block, for which its compute waits."""
+    return Op(kind=kind, owner=owner, axis=axis, dtype=dtype, after=(after.name,), is_exposed=True, place=place)
+
+
 def _gathered(part: GatheredPart, step: StepSpec, after: Op, *, backward: bool) -> list[Op]:
     """Return the gathers of a part that computes all tokens.
 
     The backward adds up the gradients of what was gathered, of which each rank has those of its own tokens' results.
     """
     kind = OpKind.REDUCE_SCATTER if backward else OpKind.ALL_GATHER
-    op = Op(
-        kind=kind,
-        owner=part.owner,
-        axis=AXIS,
-        dtype=step.compute_dtype,
-        after=(after.name,),
-        is_exposed=True,
-        place=part.place,
-    )
+    op = _awaited(kind, part.owner, AXIS, step.compute_dtype, after, part.place)
     sent = [one for one in part.gathered if one.takes_gradient or not backward]
     return [op.sized(one.elements * step.microbatch_samples) for one in sent]
 
@@ -343,15 +340,7 @@ def _passed(move: TokenMove, step: StepSpec, after: Op, *, backward: bool) -> li
     """Return the messages of a call that needs tokens of neighbours, whose gradients go back."""
     if backward and not move.takes_gradient:
         return []
-    op = Op(
-        kind=OpKind.SHIFT,
-        owner=move.owner,
-        axis=AXIS,
-        dtype=step.master_dtype,
-        after=(after.name,),
-        is_exposed=True,
-        place=move.place,
-    )
+    op = _awaited(OpKind.SHIFT, move.owner, AXIS, step.master_dtype, after, move.place)
     cut, times = step.layout.tp if move.is_cut else 1, step.layout.cp - 1 if move.kind == "state" else 1
     return [op.sized(elements // cut * step.microbatch_samples) for elements in move.messages] * times
 
@@ -388,8 +377,8 @@ def _exchanged(
         return
     numel = sum(_sent_elements(one, step, ranks.heads) for one in parts) * step.microbatch_samples
     owner = f"{layer.repeats or layer.name}.{role}"
-    op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=ranks.heads_axis, dtype=step.compute_dtype, after=(after.name,))
-    yield op.but(is_exposed=True, place=parts[0].place).sized(numel)
+    op = _awaited(OpKind.ALL_TO_ALL, owner, ranks.heads_axis, step.compute_dtype, after, parts[0].place)
+    yield op.sized(numel)
 
 
 def _sent_elements(exchange: Exchange, step: StepSpec, degree: int) -> int:
@@ -424,15 +413,7 @@ def _shifts(
         return
     numel = step.microbatch_samples * sum(_sent_elements(one, step, ranks.heads) for one in (key, value))
     owner = f"{layer.repeats or layer.name}.{KEYS_VALUES}"
-    passed = Op(
-        kind=OpKind.SHIFT,
-        owner=owner,
-        axis=ranks.ring_axis,
-        dtype=step.compute_dtype,
-        after=(after.name,),
-        is_exposed=True,
-        place=key.place,
-    ).sized(numel)
+    passed = _awaited(OpKind.SHIFT, owner, ranks.ring_axis, step.compute_dtype, after, key.place).sized(numel)
     if not backward:
         yield from itertools.repeat(passed.but(beside=beside), degree - 1)
     elif output.takes_gradient:

@@ -386,8 +386,7 @@ class ForwardTracer(DispatchMode):
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
         if self._depth:  # and not the model's own code behind it, which is not recomputed with it
-            region = self.regions[self.region]
-            region.repeated = len(region.products)
+            self.regions[self.region].keep()
         self.places.keep(self.here)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
@@ -491,9 +490,7 @@ class ForwardTracer(DispatchMode):
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
         """Make the module's tensors of integers, or all of its tensors, known while a forward runs inside."""
         for one in tensors_of(module):
-            is_pairs = (
-                one.kind == "buffer" and one.tensor.shape[-1:] == one.tensor.shape[-2:-1]
-            )  # such as a mask of ones
+            is_pairs = one.kind == "buffer" and one.tensor.shape[-1:] == one.tensor.shape[-2:-1]  # as a mask of ones
             is_small = one.tensor.numel() <= self.values.limit
             is_wanted = self.values.keeps_all or ((is_whole(one.tensor) or is_pairs) and is_small)
             if value_of is not None and is_wanted:

@@ -93,6 +93,10 @@ class Region:
     results: set[int] = field(default_factory=set)
     """Storages written by matrix products, convolutions and attention."""
 
+    def keep(self) -> None:
+        """Record that autograd keeps something, behind the products so far."""
+        self.repeated = len(self.products)
+
 
 @dataclass(slots=True)
 class Visit:

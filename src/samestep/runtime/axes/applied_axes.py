@@ -121,7 +121,6 @@ class AppliedAxes:
         traced, program, mesh, norms = self.traced, self.program, self.mesh, self.batch_norms
         other_stages.mark(traced.module)
         stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred)
-        keeps_calls = traced.analysis.recomputes_calls and isinstance(stage, pipeline.Stage)
         repeated = (
             functools.partial(precision.recompute_contexts, program),
             functools.partial(recomputed_draws.recompute_contexts, traced.module),
@@ -143,7 +142,7 @@ class AppliedAxes:
             pending=chunked_loss.pending_of(traced.module, program, mesh, self.compiled.run),
             checkpoints=recompute.in_our_modes(
                 functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),
-                plainly=traced.analysis.recomputes_blocks or keeps_calls,
+                plainly=traced.spec.runs_checkpoints_plainly(on_stages=isinstance(stage, pipeline.Stage)),
                 detached=traced.analysis.detached_checkpoints,
             ),
         )

@@ -114,7 +114,8 @@ def _keeping(kept: KeptProducts, others: frozenset[Any]) -> ContextFn:
 
 def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
     """Return the layout that runs: with recompute=full where the model checkpoints its blocks itself."""
-    return replace(layout, recompute="full") if analysis.recomputes_blocks and layout.recompute == "none" else layout
+    is_around_blocks = analysis.spec.checkpoints == "plain"
+    return replace(layout, recompute="full") if is_around_blocks and layout.recompute == "none" else layout
 
 
 def apply(model: nn.Module, program: Program, device: torch.device) -> None:
