@@ -6,8 +6,10 @@ prediction knows the program alone, and divides what a layer keeps by its produc
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,16 @@ class Placed(Live):
             allocator.give(block)
 
 
+@pytest.fixture
+def _uncounted() -> Iterator[None]:
+    """Leave out of what is counted the tensors that other tests of this process have left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_uncounted")
 @pytest.mark.parametrize(
     ("layout", "precision"),
     daily(
