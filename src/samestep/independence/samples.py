@@ -297,7 +297,7 @@ class _SampleProver(Prover):
         return outcome
 
     def judge(self, outputs: Iterable[Tensor]) -> tuple[str, list[str]]:
-        """Return why an output of a sample depends on others, if one does, and what has made those of which that is not known."""
+        """Return why an output of a sample depends on other samples, if one does, and which operations leave it open."""
         refusal, unproven = "", list[str]()
         for tensor in outputs:
             if not tensor.is_floating_point():

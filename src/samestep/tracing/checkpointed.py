@@ -157,7 +157,7 @@ class TracedPlaces:
             kept.clear()
 
     def point(self, made: Any = ()) -> Point:
-        """Return the point at which the forward is, when it has computed some tensors, `made`."""
+        """Return the point at which the forward is, when it has computed some tensors."""
         self._time += 1
         nodes = {one.grad_fn._sequence_nr() for one in tensors_in(made) if one.grad_fn is not None}
         return Point(self._time, self._edges, tuple(self._open), frozenset(nodes))

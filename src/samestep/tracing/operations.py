@@ -94,7 +94,7 @@ class Region:
     """Storages written by matrix products, convolutions and attention."""
 
     def keep(self) -> None:
-        """Record that autograd keeps something, behind the products so far."""
+        """Record that autograd keeps something that the products so far have computed."""
         self.repeated = len(self.products)
 
 

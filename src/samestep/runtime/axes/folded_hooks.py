@@ -79,7 +79,7 @@ def _folded(module: nn.Module, before: Sequence[Hook], after: Sequence[tuple[Hoo
 
 
 def forward_of(module: nn.Module) -> Hook:
-    """Return the forward of a module as a function of the module, its own or that of its class."""
+    """Return the forward of a module as a function of the module: the instance's if it has one, else that of its class."""
     given = vars(module).get("forward")
     if given is None:
         return type(module).forward

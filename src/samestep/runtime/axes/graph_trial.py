@@ -1,4 +1,4 @@
-"""The first run of a graph that a compiler has made: forward and backward on copies, before anything depends on it.
+"""The first run of a compiled graph: forward and backward on copies, before anything depends on it.
 
 Compilers refuse some code only when its graph runs, or when its backward is compiled, which is after modules behind it have
 run, and other ranks have been sent something. So each new graph runs once before its first call, on copies of what that is given:

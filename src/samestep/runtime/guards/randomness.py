@@ -26,7 +26,7 @@ from samestep.state.snapshot import Snapshot
 
 
 def _states(device: torch.device, own: Sequence[Any] = ()) -> tuple[object, ...]:
-    """Return marks of the states of the process-wide generators and of `own`; equal if nothing was drawn between."""
+    """Return marks of the states of the process-wide and the given generators; equal if nothing was drawn between."""
     states = states_of(own)
     if device.type != "cuda":
         return states

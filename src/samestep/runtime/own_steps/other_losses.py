@@ -1,4 +1,4 @@
-"""Losses of `run.backward` other than that of the run: each is checked, tried and named once, as the run's own is when it is prepared."""
+"""Losses of `run.backward` other than that of the run: each is checked, tried and named once, as that of the run is when it is prepared."""
 
 from __future__ import annotations
 

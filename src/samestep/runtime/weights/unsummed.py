@@ -63,7 +63,7 @@ class Unsummed(Replicated):
         self._own.clear()
 
     def _copy_gradients(self) -> None:
-        """Copy gradients to memory of their own: autograd keeps the tensors that a CUDA graph has returned, and its next run writes them."""
+        """Copy gradients to new memory: autograd keeps the tensors that a CUDA graph has returned, and its next run writes them."""
         for name, param in self.params.items():
             if param.grad is not None and param.grad is not self._own.get(name):
                 self._own[name] = param.grad = param.grad.clone()

@@ -77,7 +77,7 @@ class NeighbourTokens:
 
     @property
     def place(self) -> _Owner | None:
-        """The calls of the module that runs, and how many it has made; None if it makes none."""
+        """The calls of the running module with the count of those that have returned; None if it has none."""
         calls = self._running[-1] if self._running else None
         return None if calls is None else calls._replace(made=Counter(calls.made))
 
