@@ -139,6 +139,41 @@ def test_a_layout_of_fused_kernels_is_one_device_without(layout):
     prove_compiled(layout, "llama", "inductor")
 
 
+@pytest.mark.parametrize(
+    ("layout", "model", "precision"),
+    [
+        ("cp=2 exchange=heads recompute=selective", "gpt2_with_dropout", "bf16"),
+        ("cp=2 exchange=ring", "dropping_llama", "float32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                ("cp=2 exchange=heads", "llama", "float32"),
+                ("cp=2 exchange=heads", "dropping_llama", "bf16"),
+                ("cp=2 exchange=heads recompute=full", "llama", "bf16"),
+                ("cp=2 exchange=heads recompute=alternate", "llama", "float32"),
+                ("cp=2 exchange=ring", "llama", "bf16"),
+                ("cp=2 exchange=ring recompute=full", "gpt2_with_dropout", "float32"),
+                ("cp=2 exchange=ring recompute=selective", "gpt2_with_dropout", "bf16"),
+                ("cp=4 exchange=hybrid", "many_heads", "float32"),
+                ("tp=2 cp=2 sequence_parallel exchange=ring", "llama_even", "bf16"),
+                ("tp=2 cp=2 exchange=ring recompute=selective", "llama_even", "float32"),
+                ("dp=2 cp=2 zero=3 exchange=heads", "llama", "bf16"),
+                ("pp=2 cp=2 microbatch=4 exchange=ring", "llama", "float32"),
+            ]
+        ),
+    ],
+)
+def test_graphs_of_slices_of_sequences_give_the_bits_of_code_that_is_not_compiled(layout, model, precision):
+    with_graphs: list[Case] = on_ranks(layout, observed, model, job_of("aot_eager", precision))
+    without: list[Case] = on_ranks(layout, observed, model, job_of("", precision))
+    assert_ledger([seen for seen, _, _ in with_graphs], layout)
+    for (ours, remarks, graphs), (theirs, _, _) in zip(with_graphs, without, strict=True):
+        assert ours.losses == theirs.losses
+        assert all(torch.equal(a, b) for a, b in zip(bits(ours), bits(theirs), strict=True))
+        assert graphs == 1
+        assert " as 1 graph of aot_eager, with 0 islands" in remarks[0]
+
+
 # -- one device ------------------------------------------------------------------------------------
 
 
