@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from samestep.building.attention import DocumentMask
 from samestep.randomness.graph_draws import drop_weights
 from samestep.runtime.axes.context.ring_attention import Ring
 from samestep.runtime.axes.context.ring_operation import RingPlace, attend_around
@@ -40,7 +41,9 @@ class BlockExchanges:
         index: int,
         ring_of: Callable[[int, str], Ring],
     ) -> None:
-        self._degree, self._num_hops, self._mine = ranks.heads, ranks.ring, index % ranks.heads
+        # Compilers make numbers that differ from run to run symbols, and lengths of tuples constants.
+        self._of_heads, self._of_ring = tuple(range(ranks.heads)), tuple(range(ranks.ring))
+        self._mine = index % ranks.heads
         given, output, passed = f"{block}.{GIVEN}", f"{block}.output", f"{block}.{KEYS_VALUES}"
         swap = functools.partial(apply_move, group=of_heads, owner=given, there=_swapped, back=_swapped)
         self._given = RankCrossing(given, of_heads, "swap", "swap", swap)
@@ -55,7 +58,7 @@ class BlockExchanges:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return what an attention is given for this rank's heads and all tokens."""
-        heads, degree = query.shape[1], self._degree
+        heads, degree = query.shape[1], len(self._of_heads)
         parts = [query, _repeat_heads(key, heads, degree), _repeat_heads(value, heads, degree)]
         query, key, value = _all_to_heads(parts, degree, self._given)
         if mask is not None and mask.dim() == 3:  # for each head
@@ -75,7 +78,9 @@ class BlockExchanges:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> bool:
-        """Return whether `attend_in_graph` computes such a `scaled_dot_product_attention`."""
+        """Return whether `attend_in_graph` computes such a `scaled_dot_product_attention`: not within packed documents."""
+        if isinstance(attn_mask, DocumentMask):
+            return False
         shapes = query.shape, key.shape, value.shape
         if {len(one) for one in shapes} != {4} or (attn_mask is not None and (attn_mask.dim() > 4 or is_causal)):
             return False
@@ -94,10 +99,10 @@ class BlockExchanges:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Return `scaled_dot_product_attention` of this rank's tokens to all, as a compiler traces it."""
-        if self._degree > 1:
+        if len(self._of_heads) > 1:
             query, key, value, attn_mask, _ = self.by_heads(query, key, value, attn_mask, None)
-        if self._num_hops > 1:
-            drop = drop_weights(query, dropout_p, num_keys=self._num_hops * query.shape[2]) if dropout_p else None
+        if len(self._of_ring) > 1:
+            drop = drop_weights(query, dropout_p, num_keys=len(self._of_ring) * query.shape[2]) if dropout_p else None
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             how = self._ring_place.place, is_causal, scale, dropout_p
             output = attend_around(query, key, value, attn_mask, drop, *how)
@@ -106,7 +111,7 @@ class BlockExchanges:
             output = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=shared
             )
-        return output if self._degree == 1 else self.output(output)
+        return output if len(self._of_heads) == 1 else self.output(output)
 
 
 def _repeat_heads(part: Tensor, query_heads: int, degree: int) -> Tensor:
