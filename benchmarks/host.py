@@ -7,6 +7,9 @@ operations of real ones. Each row runs both contestants in the same processes by
 the turns of the ratio of their thread times (waiting and being descheduled do not count), with its quartiles. A second copy of the
 peer against the first shows the noise. The calls of ATen and of Python functions in a step are counted too: a bound of them needs no
 clock (`tests/benchmarks/test_host.py`).
+
+Rows of compiled blocks are held against the same layout without a compiler. One that is slower beyond its quartiles is named under the table;
+nothing is compiled by default.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,8 @@ class Row:
     """Samples of a micro-batch."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the model."""
+    backend: str = ""
+    """The compiler of its blocks; empty where they run as they are."""
 
     @property
     def num_ranks(self) -> int:
@@ -63,6 +68,7 @@ class Row:
         return samestep.Layout.parse(self.layout).world_size
 
 
+UNCOMPILED = "the same, not compiled"
 _DRY = {"dropout": 0.0}
 _TWO = {"layers": 8}
 ROWS = (
@@ -83,6 +89,9 @@ ROWS = (
     Row(name="pp=2, 1f1b", aim=1.20, layout="pp=2", peer="torch's Schedule1F1B", options=_TWO, microbatches=8),
     Row(name="ResNet-50, dp=2", aim=1.10, model="resnet", layout="dp=2", peer="DDP and an autograd function", samples=2),
     Row(name="ResNet-50, dp=2, beside local statistics", aim=2.0, model="resnet", layout="dp=2", peer="DDP", samples=2),
+    Row(name="Llama, compiled", aim=1.0, peer=UNCOMPILED, options=_TWO, backend="inductor"),
+    Row(name="GPT with dropout, compiled", aim=1.0, model="gpt", peer=UNCOMPILED, options=_TWO, backend="inductor"),
+    Row(name="tp=2, compiled", aim=1.0, layout="tp=2", peer=UNCOMPILED, options=_TWO, backend="inductor"),
 )  # fmt: skip
 
 
@@ -97,7 +106,7 @@ def ours(row: Row) -> Iterator[float]:
         },
         optimizer={"clip_norm": host_peers.CLIP_NORM},
         numerics={"precision": row.precision},
-        run={"device": "cpu"},
+        run={"device": "cpu", **({"compile": "blocks", "compile_backend": row.backend} if row.backend else {})},
     )
     layout = row.layout + (f" microbatch={row.samples}" if row.microbatches > 1 else "")
     run = samestep.parallelize(
@@ -111,10 +120,21 @@ def ours(row: Row) -> Iterator[float]:
         yield run.step(batch).loss
 
 
+def peer_of(row: Row) -> Callable[[Row], Iterator[float]]:
+    """Return what a row is held against: a function that yields the losses of its steps."""
+    return ours if row.peer == UNCOMPILED else host_peers.PEERS[row.peer]
+
+
 class CountedCalls(TorchDispatchMode):
     """Counts calls of ATen, and those among them that are collectives."""
 
     number = collectives = 0
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled blocks run compiled."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += 1
@@ -147,10 +167,10 @@ def python_calls_of(steps: Iterator[float], *, warm: int = 9) -> int:
 def measured(_: Any, row: Row, rounds: int) -> dict[str, Any]:
     """Return the ratios of one row on this rank: thread time of ours and of the peer's second copy over the peer's."""
     torch.set_num_threads(1)
-    peer = host_peers.PEERS[row.peer]
-    contestants = {"peer": peer(row), "ours": ours(row)}
+    peer, plain = peer_of(row), replace(row, backend="")
+    contestants = {"peer": peer(plain), "ours": ours(row)}
     if row.num_ranks == 1:  # two schedules of torch's, or two DDPs, would share their groups
-        contestants["twin"] = peer(row)
+        contestants["twin"] = peer(plain)
     for steps in contestants.values():
         for _ in range(WARM_STEPS):
             next(steps)
@@ -177,6 +197,11 @@ def measured(_: Any, row: Row, rounds: int) -> dict[str, Any]:
         "calls": calls,
         "python": python,
     }
+
+
+def is_slower(row: Row, found: dict[str, Any]) -> bool:
+    """Return whether compiled blocks take longer than the same without a compiler, beyond the quartiles of the turns."""
+    return bool(row.backend) and statistics.quantiles(found["ratios"]["ours"], n=4)[0] > 1.0
 
 
 def told(row: Row, found: dict[str, Any]) -> list[str]:
@@ -217,6 +242,11 @@ def main() -> None:
         cells.append(told(row, found))
         print("  ".join(cells[-1]), flush=True)
     print(align_columns([HEADINGS, *cells]))
+    slower = [row.name for row in rows if is_slower(row, values[row.name])]
+    if slower:
+        print(
+            f"slower than without a compiler, beyond the quartiles: {'; '.join(slower)}: run.compile = 'none' (the default) works"
+        )
     print(f"load now {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}")
     if words.json:
         words.json.write_text(json.dumps(values, indent=1) + "\n")

@@ -168,3 +168,25 @@ def test_a_batch_norm_over_ranks_has_few_calls_and_a_collective_in_each_directio
     # that is detached.
     assert (many - few) - (all_sent - sent) <= 4 * (11 + 12 + 5)
     assert many_in_python - few_in_python <= 4 * 72
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+def test_a_compiled_layer_calls_hardly_more_than_one_that_is_not(model: str) -> None:
+    """A graph contains operations that torch's functions hide, and nothing else: without fusion they are counted."""
+    row = replace(LLAMA, model=model, peer=host.UNCOMPILED, backend="aot_eager")
+    for_each = [host.calls_of(host.ours(replace(row, options={"layers": n}))) for n in (2, 6)]
+    plain = [host.calls_of(host.ours(replace(row, options={"layers": n}, backend=""))) for n in (2, 6)]
+    assert for_each[1] - for_each[0] <= 1.12 * (plain[1] - plain[0])
+
+
+@pytest.mark.parametrize(("ratios", "is_slower"), [((1.1, 1.2, 1.3, 1.2), True), ((0.9, 1.2, 0.95, 1.1), False)])
+def test_compiled_rows_that_are_slower_beyond_their_quartiles_are_named(
+    ratios: tuple[float, ...], is_slower: bool
+) -> None:
+    found = {"ratios": {"ours": [*ratios]}}
+    compiled = [row for row in host.ROWS if row.backend]
+    assert compiled
+    assert all(row.peer == host.UNCOMPILED and row.aim == 1.0 for row in compiled)
+    assert [host.is_slower(row, found) for row in compiled] == [is_slower] * len(compiled)
+    assert not host.is_slower(LLAMA, found)

@@ -7,6 +7,7 @@ has no islands it computes the same bits. `inductor`, which fuses kernels, is fo
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from tests.laboratory import (
     on_ranks,
     reference,
 )
-from tests.models import LENGTH, MODELS, Tokens
+from tests.models import LENGTH, MODELS, PackedTokens, Tokens
+from tests.parity import axes  # noqa: F401 (it adds models)
 
 Case = tuple[Observed, list[str], int]
 """What a rank has observed, its run's remarks, and the number of its graphs."""
@@ -43,9 +45,9 @@ def job_of(backend: str, precision: str = "float64", part: str = "blocks", **tra
     return Job(**{**clipped(precision, **train).model_dump(), "run": run})
 
 
-def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Case:
-    run = make_run(rank, world, model, layout, job)
-    seen = follow(run, Tokens(), job, record=True)
+def observed(rank: int, world: int, model: str, layout: str, job: Job, data: Callable[[], Any] = Tokens) -> Case:
+    run = make_run(rank, world, model, layout, job, data)
+    seen = follow(run, data(), job, record=True)
     said = run._stepper.refusals.remarks
     remarks = [line for line in said if line.startswith("run.compile") and not line.startswith(NOT_OF_MODULES)]
     return seen, remarks, run.assembly.model.compiled.compiler.num_graphs
@@ -137,6 +139,77 @@ def test_experts_run_outside_of_graphs(layout):
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2", "dp=1 pp=2 microbatch=4"])
 def test_a_layout_of_fused_kernels_is_one_device_without(layout):
     prove_compiled(layout, "llama", "inductor")
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "precision"),
+    [
+        ("cp=2 exchange=heads recompute=selective", "gpt2_with_dropout", "bf16"),
+        ("cp=2 exchange=ring", "dropping_llama", "float32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                ("cp=2 exchange=heads", "llama", "float32"),
+                ("cp=2 exchange=heads", "dropping_llama", "bf16"),
+                ("cp=2 exchange=heads recompute=full", "llama", "bf16"),
+                ("cp=2 exchange=heads recompute=alternate", "llama", "float32"),
+                ("cp=2 exchange=ring", "llama", "bf16"),
+                ("cp=2 exchange=ring recompute=full", "gpt2_with_dropout", "float32"),
+                ("cp=2 exchange=ring recompute=selective", "gpt2_with_dropout", "bf16"),
+                ("cp=4 exchange=hybrid", "many_heads", "float32"),
+                ("tp=2 cp=2 sequence_parallel exchange=ring", "llama_even", "bf16"),
+                ("tp=2 cp=2 exchange=ring recompute=selective", "llama_even", "float32"),
+                ("dp=2 cp=2 zero=3 exchange=heads", "llama", "bf16"),
+                ("pp=2 cp=2 microbatch=4 exchange=ring", "llama", "float32"),
+            ]
+        ),
+    ],
+)
+def test_graphs_of_slices_of_sequences_give_the_bits_of_code_that_is_not_compiled(layout, model, precision):
+    for _, remarks, graphs in slices_with_the_same_bits(layout, model, precision):
+        assert graphs == 1
+        assert " as 1 graph of aot_eager, with 0 islands" in remarks[0]
+
+
+def slices_with_the_same_bits(layout: str, model: str, precision: str, data: Callable[[], Any] = Tokens) -> list[Case]:
+    """Hold slices of sequences with graphs against the same without, and what is sent against the program; return the cases."""
+    with_graphs: list[Case] = on_ranks(layout, observed, model, job_of("aot_eager", precision), data)
+    without: list[Case] = on_ranks(layout, observed, model, job_of("", precision), data)
+    assert_ledger([seen for seen, _, _ in with_graphs], layout)
+    for (ours, _, _), (theirs, _, _) in zip(with_graphs, without, strict=True):
+        assert ours.losses == theirs.losses
+        assert all(torch.equal(a, b) for a, b in zip(bits(ours), bits(theirs), strict=True))
+    return with_graphs
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("dropping_gpt2_eager", "it writes its attention out, which cp computes"),
+        pytest.param("neighbours", "it needs tokens of neighbours under cp", marks=pytest.mark.nightly),
+    ],
+)
+def test_blocks_of_which_cp_computes_single_operations_run_uncompiled(model, reason):
+    for _, remarks, graphs in slices_with_the_same_bits("cp=2", model, "float32"):
+        assert not graphs
+        assert remarks[0].endswith(f"uncompiled: {reason}")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("layout", "model", "data"),
+    [
+        ("cp=2", "squared", Tokens),  # parts that all ranks compute on all tokens
+        ("cp=2", "fused recurrence", Tokens),
+        ("cp=2 exchange=heads", "deep_llama", PackedTokens),
+        ("cp=2 exchange=ring", "deep_llama", PackedTokens),
+    ],
+)
+def test_what_no_graph_of_slices_holds_is_an_island_in_it(layout, model, data):
+    for _, remarks, graphs in slices_with_the_same_bits(layout, model, "float32", data):
+        assert graphs
+        assert len(remarks) == 1
+        assert "with 0 islands" not in remarks[0]
 
 
 # -- one device ------------------------------------------------------------------------------------

@@ -20,7 +20,10 @@ from samestep.errors import JobError, LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.axes.rank_crossings import RankCrossing, cross, share
+from samestep.program.ring_visits import SlicePlacement
+from samestep.runtime.axes.context.ring_attention import Ring
+from samestep.runtime.axes.context.ring_operation import RingPlace, attend_around
+from samestep.runtime.axes.rank_crossings import RankCrossing, cross, share, trial_place
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
@@ -289,22 +292,19 @@ def test_modes_that_no_backend_takes_are_refused(run, message):
         Job(**{**clipped("float32").model_dump(), "run": run})
 
 
-@pytest.mark.parametrize("name", ["drop_mask", "all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "name", ["drop_mask", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "ring_attention"]
+)
 def test_what_differs_from_step_to_step_is_in_no_cuda_graph(name):
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.samestep, name).default.tags
 
 
-@pytest.mark.parametrize(
-    ("layout", "works"),
-    [
-        ("dp=1 pp=2 schedule=zero-bubble microbatch=2", "schedule=1f1b works"),
-        ("dp=1 cp=2", "cp=1 works"),
-    ],
-)
-def test_layouts_that_work_within_a_block_are_refused_by_name(layout, works):
+def test_a_split_backward_is_refused_by_name():
     spec = make_run(0, 1, "llama", "dp=1", clipped())._own.source.prepared.spec
-    with pytest.raises(LayoutError, match=rf"run\.compile = 'blocks'.*{works}, and so does run\.compile = 'none'"):
-        program_of(spec, JOB, Layout.parse(layout))
+    with pytest.raises(
+        LayoutError, match=r"run\.compile = 'blocks'.*schedule=1f1b works, and so does run\.compile = 'none'"
+    ):
+        program_of(spec, JOB, Layout.parse("dp=1 pp=2 schedule=zero-bubble microbatch=2"))
 
 
 # -- a whole model ---------------------------------------------------------------------------------
@@ -396,20 +396,11 @@ class _CountsProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("layout", "works"),
-    [
-        ("tp=2", "'blocks' works"),
-        ("dp=1 pp=2 microbatch=2", "'blocks' works"),
-        ("dp=1 cp=2", "'none' works"),
-        ("dp=2 zero=2", "'blocks' works"),
-        ("dp=2 zero=3", "'blocks' works"),
-    ],
-)
-def test_a_whole_model_is_refused_where_its_forward_communicates(layout, works):
+@pytest.mark.parametrize("layout", ["tp=2", "dp=1 pp=2 microbatch=2", "dp=1 cp=2", "dp=2 zero=2", "dp=2 zero=3"])
+def test_a_whole_model_is_refused_where_its_forward_communicates(layout):
     spec = make_run(0, 1, "llama", "dp=1", clipped())._own.source.prepared.spec
     with pytest.raises(
-        LayoutError, match=rf"run\.compile = 'model' makes one graph of the model: run\.compile = {works}"
+        LayoutError, match=r"run\.compile = 'model' makes one graph of the model: run\.compile = 'blocks' works"
     ):
         program_of(spec, with_whole(), Layout.parse(layout))
 
@@ -467,3 +458,30 @@ def test_crossings_of_one_tensor_are_one_in_a_graph_unless_it_is_written(write, 
     with torch.no_grad():
         assert torch.equal(torch.compile(module, backend=keep)(x.clone()), module(x.clone()))
     assert sum(node.target is cross for graph in kept for node in graph.nodes) == number
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drops", [False, True])
+def test_operations_between_slices_return_what_a_compiler_is_told(alone: dist.ProcessGroup, dtype, drops):
+    """The shapes, the strides and the dtypes of results, and that none shares memory with what is given."""
+    ring = RingPlace("a ring of one", alone, lambda tokens: Ring(SlicePlacement(tokens, 1), 0, alone, "a ring of one"))
+    crossing = RankCrossing("a swap", alone, "swap", "swap", lambda x: x)
+    query, key = torch.randn(2, 4, 6, 8, dtype=dtype), torch.randn(2, 2, 6, 8, dtype=dtype)
+    drop = torch.rand(2, 4, 6, 6) < 0.3 if drops else None
+    checks = ("test_schema", "test_faketensor")
+    for place in (ring.place, torch.tensor(-1)):
+        given = (query, key, key + 1.0, None, drop, place, True, 0.3, 0.3 * drops)
+        torch.library.opcheck(torch.ops.samestep.ring_attention, given, test_utils=checks)
+    for place in (crossing.place, torch.tensor(-1)):
+        torch.library.opcheck(torch.ops.samestep.all_to_all, (query.transpose(0, 1), place), test_utils=checks)
+
+
+def test_a_graph_that_is_tried_sends_nothing_around_a_ring(alone: dist.ProcessGroup):
+    ring = RingPlace("a ring of one", alone, lambda tokens: pytest.fail("a graph that is tried asks for no ring"))
+    place = trial_place(ring.place)
+    assert place is not None
+    three = [torch.randn(2, 2, 6, 8, requires_grad=True) for _ in range(3)]
+    output = attend_around(*three, None, None, place, True, 0.3, 0.0)
+    output.sum().backward()
+    assert output.shape == (2, 2, 6, 8)
+    assert all(torch.equal(one.grad, torch.zeros_like(one)) for one in three)

@@ -121,7 +121,7 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
     draws: dict[tuple[str, str], int] = {}
     calls: dict[str, list[tuple[str, str]]] = {}
     for node in _nodes(graph):
-        if node.op != "call_function" or node.target not in DROPPING:
+        if node.op != "call_function" or (node.target not in DROPPING and node.target is not drop_weights):
             continue
         p = _probability(node.target, node.args, node.kwargs)
         if p == 0:
@@ -141,12 +141,28 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
     return ""
 
 
+def drop_weights(query: Tensor, p: float, *, num_keys: int) -> Tensor:
+    """Return which weights of an attention are dropped, bool [B, A, queries, keys], where code in a graph attends in a way of its own.
+
+    The graph calls its replacement, as that of other dropouts.
+    """
+    return query.new_zeros((*query.shape[:3], num_keys), dtype=torch.bool)
+
+
+def _draw_weights(
+    source: MaskSource | _GraphSource, func: Callable[..., Tensor], query: Tensor, p: float, num_keys: int
+) -> Tensor:
+    shape = torch.Size((*query.shape[:3], num_keys))
+    return source.drop(query, shape, p, F.scaled_dot_product_attention.__name__)
+
+
 def _drawing(function: Callable[..., Any], source: _GraphSource) -> Callable[..., Any]:
     """Return the replacement of a dropout in a graph, under the name of that dropout."""
+    handler = _draw_weights if function is drop_weights else HANDLERS[function]
 
     @functools.wraps(function)
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        return HANDLERS[function](source, function, *args, **kwargs)
+        return handler(source, function, *args, **kwargs)
 
     return drawn
 

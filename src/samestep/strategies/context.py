@@ -34,7 +34,6 @@ from samestep.layout import Layout
 from samestep.models.layer_parts import Exchange, ForwardPlace, GatheredPart, Product, TokenMove
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below, with_attentions
-from samestep.program.graphs import one_graph
 from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
@@ -59,11 +58,6 @@ LEAST_TOKENS = 2
 def refusal(step: StepSpec) -> str | None:
     """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
-    if one_graph(step):
-        return (
-            f"cp={degree} exchanges heads for tokens in the middle of a block, and {one_graph(step)}: "
-            "cp=1 works, and so does run.compile = 'none'"
-        )
     if at := model.picks_at:
         return f"cp={degree}: shapes or branches at {at} depend on values: cp=1 works"
     if at := _looks_on_slices(model):

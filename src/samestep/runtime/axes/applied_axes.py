@@ -93,13 +93,14 @@ class AppliedAxes:
         norms = batch_norm.shared_samples(model, program, mesh)
         deferred = Deferred(traced, program)
         folded_hooks.fold(model, program)
-        if repeats_in_graphs(program.step):
-            recompute.apply(model, program, mesh.device)
-        compiled = compile_blocks(traced, program, settings)
+        repeats = repeats_in_graphs(program.step)
+        if repeats:
+            recompute.apply(model, program, mesh.device, slicing.in_graph)
+        compiled = compile_blocks(traced, program, settings, functools.partial(slicing.in_graph, is_repeated=repeats))
         dropout.leave_out(model, compiled.in_graph)
         dropout.track_modules(model)
         dropout.place_samples(model, traced.spec.masks)
-        if not repeats_in_graphs(program.step):
+        if not repeats:
             recompute.apply(model, program, mesh.device)
         return cls(traced, program, mesh, slicing, norms, compiled, deferred)
 

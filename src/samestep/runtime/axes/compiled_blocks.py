@@ -58,9 +58,12 @@ from samestep.program.step import StepSpec
 from samestep.randomness import graph_draws
 from samestep.randomness.mask_source import MaskSource
 from samestep.runtime.axes import rank_crossings
+from samestep.runtime.axes.context.ring_operation import attend_around
+from samestep.runtime.axes.context.slicing import Exchanging
 from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, first_line, pluralise
 from samestep.strategies import whole_graph
 
+InGraph = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _ISLAND = "samestep keeps it outside of the graph"
 LOSS = "the loss"
 """What lines of a run call the functions of the loss that samestep has written."""
@@ -73,7 +76,15 @@ _CHANGES = 8
 class CompiledBlocks:
     """The blocks of this rank, or its model, that run as graphs, and the results of their compilation."""
 
-    def __init__(self, backend: str = "", mode: CompileMode = "default", *, is_whole: bool = False) -> None:
+    def __init__(
+        self,
+        backend: str = "",
+        mode: CompileMode = "default",
+        *,
+        is_whole: bool = False,
+        in_graph: InGraph | None = None,
+    ) -> None:
+        self._as_in_graph: InGraph = in_graph or (lambda path, forward: forward)
         self.in_graph: Set[nn.Module] = set()
         """Modules whose calls a graph contains, so that a hook on them would not run."""
         self.num_blocks = 0
@@ -143,7 +154,7 @@ class CompiledBlocks:
         """Return a function that runs a module's forward as a graph, which modules of one structure may share."""
         forward, compiler = module.forward, self.compiler
         names = {id(inner): name for name, inner in module.named_modules()}
-        graph = torch.compile(forward, backend=compiler.backend_for(structure))
+        graph = torch.compile(self._as_in_graph(path, forward), backend=compiler.backend_for(structure))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_off or not torch.is_grad_enabled() or path in compiler.uncompiled:
@@ -181,7 +192,7 @@ class CompiledBlocks:
         source = next((mode for mode in modes if isinstance(mode, MaskSource)), None)
         islands = self._num_islands
         try:
-            with self._without_masks(modes), graph_draws.running(path, source):
+            with self._without(modes), graph_draws.running(path, source):
                 return graph(*args, **kwargs)
         except dynamo().exc.TorchDynamoException as error:
             reason = f"it cannot be compiled: {first_line(getattr(error, 'inner_exception', error))}"
@@ -198,19 +209,20 @@ class CompiledBlocks:
             self._num_islands += 1
             if not self._aside:
                 return call(*args, **kwargs)
-            with self._with_masks():
+            with self._with_all():
                 return call(*args, **kwargs)
 
         module._compiled_call_impl = torch.compiler.disable(island, reason=_ISLAND)
 
     @contextmanager
-    def _without_masks(self, modes: list[TorchFunctionMode]) -> Iterator[None]:
-        """Suspend the modes that draw masks, which a graph would draw once for all steps."""
-        if not any(isinstance(mode, MaskSource) for mode in modes):
+    def _without(self, modes: list[TorchFunctionMode]) -> Iterator[None]:
+        """Suspend the modes that draw masks, which a graph would draw once for all steps, and those that exchange what attentions need."""
+        kept = [mode for mode in modes if not isinstance(mode, MaskSource | Exchanging)]
+        if len(kept) == len(modes):
             yield
             return
         outer, self._aside = self._aside, modes
-        _replace_modes([mode for mode in modes if not isinstance(mode, MaskSource)])
+        _replace_modes(kept)
         try:
             yield
         finally:
@@ -218,7 +230,7 @@ class CompiledBlocks:
             self._aside = outer
 
     @contextmanager
-    def _with_masks(self) -> Iterator[None]:
+    def _with_all(self) -> Iterator[None]:
         """Put back the modes that a graph has suspended."""
         inner, outer = current_function_modes(), self._aside
         _replace_modes(outer)
@@ -240,8 +252,10 @@ def _replace_modes(modes: list[TorchFunctionMode]) -> None:
 # -- which modules ---------------------------------------------------------------------------------
 
 
-def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) -> CompiledBlocks:
+def compile_blocks(traced: TracedModel, program: Program, settings: RunTable, in_graph: InGraph) -> CompiledBlocks:
     """Replace the forward of each block of this rank, or of its model, by its compiled form, if the job asks for it.
+
+    `in_graph` returns the forward of a module that a graph contains, by the module's path.
 
     Call it when the axes have put their hooks on the modules, and before hooks that report each module's forward: those
     must be left off the modules `in_graph`.
@@ -254,7 +268,8 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         return CompiledBlocks()
     check(settings)
     _prepare_compiler()
-    blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode, is_whole=settings.compile == "model")
+    is_whole = settings.compile == "model"
+    blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode, is_whole=is_whole, in_graph=in_graph)
     model, step = traced.module, program.step
     if step.captures:
         blocks.not_captured = (
@@ -265,7 +280,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     blocks.compiler.drawing = {mask.owner for mask in step.model.masks}
     uncompiled = {mask.owner: reason for mask in step.model.masks if (reason := _kept_out(mask, model, program))}
     uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
-    uncompiled |= dict(_of_all_samples(step))
+    uncompiled |= dict(_of_all_samples(step)) | dict(_of_other_slices(step))
     uncompiled |= dict.fromkeys(
         _keeping(model, traced.analysis), "its forward writes what it reads, and a backward would read it anew"
     )
@@ -347,6 +362,8 @@ def _prepare_compiler() -> None:
     # It is said of each checkpoint with contexts; a graph that contains it removes operations in place first.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.allow_in_graph(rank_crossings.cross)
+    torch.compiler.allow_in_graph(attend_around)
+    torch.compiler.allow_in_graph(graph_draws.drop_weights)
     by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
 
 
@@ -368,6 +385,14 @@ def _of_all_samples(step: StepSpec) -> Iterator[tuple[str, str]]:
         yield from ((path, "it takes statistics of samples (batch norm)") for path in step.model.batch_norm_owners)
     for layer in step.model.layers:
         yield from ((call.owner, "it takes values of all samples (samestep.batch_sum)") for call in layer.batch_values)
+
+
+def _of_other_slices(step: StepSpec) -> Iterator[tuple[str, str]]:
+    """Yield each block whose operations a rank of `cp` computes with tokens of others, one by one, with the reason why it has no graph."""
+    for layer in step.model.layers if step.layout.cp > 1 else ():
+        yield from ((path, "it writes its attention out, which cp computes") for path, some in layer.written if some)
+        if layer.token_moves and layer.is_block:
+            yield from ((path, "it needs tokens of neighbours under cp") for path in layer.modules)
 
 
 def _broken_repeats(blocks: Sequence[str], islands: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,9 @@ operations of this file, each one collective, which compilers neither look into 
     scatter     a rank's tokens of the sum, [B, T, D] to [B, T/N, D]  reduce_scatter
     own         a rank's tokens, [B, T, D] to [B, T/N, D]           none
     gather_last, own_last    the same along the last dimension      all_gather, none
+    swap        part n of each rank n, [N, ...] to [N, ...]          all_to_all
+    to_heads    tokens for heads, [B, A, T/N, D] to [B, A/N, T, D]   all_to_all
+    to_tokens   heads for tokens, the way back                       all_to_all
     keep        x itself                                            none
 
 A graph serves all blocks that are equal, so what differs between them is no constant of it: each crossing has a place, an integer
@@ -30,10 +33,29 @@ from torch import Tensor
 from samestep.runtime import ledger
 from samestep.runtime.processes.mesh import all_gather, reduce_scatter
 
-MoveName = Literal["sum", "gather", "scatter", "own", "gather_last", "own_last", "keep"]
+MoveName = Literal[
+    "sum", "gather", "scatter", "own", "gather_last", "own_last", "swap", "to_heads", "to_tokens", "keep"
+]
 
 
-class RankCrossing:
+class GraphPlace:
+    """A place in this process that sends something within graphs, whose operations are given its number and look it up when they run."""
+
+    def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
+        self.owner, self.group = owner, group
+        number = len(_NUMBERED)
+        self.place = torch.tensor(number)
+        """The number, int64, as the operations of a graph are given it."""
+        _NUMBERED.append(None)
+        _PLACES[number] = self
+
+
+_NUMBERED: list[None] = []
+"""One element for each place so far: numbers are not used twice."""
+_PLACES: WeakValueDictionary[int, GraphPlace] = WeakValueDictionary()
+
+
+class RankCrossing(GraphPlace):
     """One crossing of a module: `uncompiled(x)`, and in a graph the moves `there` and, for the gradient, `back`.
 
     Collective over `group` where its moves are, see [Note: collective calls].
@@ -49,14 +71,9 @@ class RankCrossing:
         *,
         is_shared: bool = False,
     ) -> None:
-        self.owner, self.group = owner, group
+        super().__init__(owner, group)
         self.degree, self.index = dist.get_world_size(group), dist.get_rank(group)
         self._there, self._back, self._uncompiled, self._is_shared = there, back, uncompiled, is_shared
-        number = len(_NUMBERED)
-        self.place = torch.tensor(number)
-        """The number of this crossing in this process, int64, as the operations of a graph are given it."""
-        _NUMBERED.append(None)
-        _CROSSINGS[number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x after the move there."""
@@ -65,18 +82,13 @@ class RankCrossing:
         return self._uncompiled(x)
 
 
-_NUMBERED: list[None] = []
-"""One element for each crossing so far: numbers are not used twice."""
-_CROSSINGS: WeakValueDictionary[int, RankCrossing] = WeakValueDictionary()
-
-
 def trial_place(given: Tensor) -> Tensor | None:
-    """Return the place of a crossing that sends nothing, in the stead of one of this process; None for any other tensor."""
-    return _NOWHERE if any(given is one.place for one in _CROSSINGS.values()) else None
+    """Return the number of a place that sends nothing, in the stead of one of this process; None for any other tensor."""
+    return _NOWHERE if any(given is one.place for one in _PLACES.values()) else None
 
 
 _NOWHERE = torch.tensor(-1)
-"""The place of crossings in a graph that is tried, each of which computes a result of its shape from x alone."""
+"""The place in a graph that is tried, at which each operation computes a result of its shape from x alone."""
 
 
 # -- in a graph ------------------------------------------------------------------------------------
@@ -124,6 +136,19 @@ def _gather_last(x: Tensor, at: _At) -> Tensor:
     return torch.cat(torch.ops.samestep.all_gather(x, at.degree, at.place).split(x.shape[0]), dim=-1)
 
 
+def _to_heads(x: Tensor, at: _At) -> Tensor:
+    sent = torch.unflatten(x, 1, (at.degree, -1)).movedim(1, 0)
+    received: Tensor = torch.ops.samestep.all_to_all(sent, at.place)
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+def _to_tokens(x: Tensor, at: _At) -> Tensor:
+    sent = torch.unflatten(x, 2, (at.degree, -1)).movedim(2, 0)
+    received: Tensor = torch.ops.samestep.all_to_all(sent, at.place)
+    # The heads of a token side by side, as the kernels write them: code may view the output so.
+    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+
+
 _MOVES: dict[str, Callable[[Tensor, _At], Tensor]] = {
     "sum": lambda x, at: torch.ops.samestep.all_reduce(x, at.place),
     "gather": _gather,
@@ -131,6 +156,9 @@ _MOVES: dict[str, Callable[[Tensor, _At], Tensor]] = {
     "own": lambda x, at: x.chunk(at.degree, dim=1)[at.rank].contiguous(),
     "gather_last": _gather_last,
     "own_last": lambda x, at: x.chunk(at.degree, dim=-1)[at.rank].contiguous(),
+    "swap": lambda x, at: torch.ops.samestep.all_to_all(x, at.place),
+    "to_heads": _to_heads,
+    "to_tokens": _to_tokens,
     "keep": lambda x, at: x.view_as(x),
 }
 
@@ -177,22 +205,22 @@ _WRITING = {
 # -- the operations --------------------------------------------------------------------------------
 
 
-def _sending(place: Tensor) -> RankCrossing | None:
-    """Return the crossing of a place; None where nothing is sent."""
+def sending(place: Tensor) -> Any:
+    """Return the `GraphPlace` of a number; None where nothing is sent."""
     number = int(place)
-    return None if number < 0 else _CROSSINGS[number]
+    return None if number < 0 else _PLACES[number]
 
 
 def _all_reduce(x: Tensor, place: Tensor) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    if (crossing := _sending(place)) is not None:
+    if (crossing := sending(place)) is not None:
         with ledger.owned(crossing.owner):
             dist.all_reduce(total, group=crossing.group)
     return total
 
 
 def _all_gather(x: Tensor, degree: int, place: Tensor) -> Tensor:
-    if (crossing := _sending(place)) is None:
+    if (crossing := sending(place)) is None:
         return torch.cat([x] * degree)
     parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
     with ledger.owned(crossing.owner):
@@ -201,7 +229,7 @@ def _all_gather(x: Tensor, degree: int, place: Tensor) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, degree: int, place: Tensor) -> Tensor:
-    if (crossing := _sending(place)) is None:
+    if (crossing := sending(place)) is None:
         return x[: x.shape[0] // degree].clone(memory_format=torch.contiguous_format)
     mine = x.new_empty(x.shape[0] // degree, *x.shape[1:])
     with ledger.owned(crossing.owner):
@@ -209,11 +237,21 @@ def _reduce_scatter(x: Tensor, degree: int, place: Tensor) -> Tensor:
     return mine
 
 
+def _all_to_all(x: Tensor, place: Tensor) -> Tensor:
+    sent = x.contiguous()
+    if (crossing := sending(place)) is None:
+        return sent.clone()
+    received = torch.empty_like(sent)
+    with ledger.owned(crossing.owner):
+        dist.all_to_all_single(received, sent, group=crossing.group)
+    return received
+
+
 _LIBRARY = torch.library.Library("samestep", "FRAGMENT")
 
 
-def _define(schema: str, carry_out: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
-    """Define an operation that communicates, with the function that gives a result of its shape on fake tensors."""
+def define(schema: str, carry_out: Callable[..., Any], shape: Callable[..., Any]) -> None:
+    """Define an operation that communicates, with the function that gives results of its shapes on fake tensors."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,))  # the ledger and the place are read in each call
     _LIBRARY.impl(name, carry_out, "CompositeExplicitAutograd")
@@ -221,14 +259,15 @@ def _define(schema: str, carry_out: Callable[..., Tensor], shape: Callable[..., 
     ledger.SENDING[f"samestep::{name}"] = carry_out
 
 
-_define("all_reduce(Tensor x, Tensor place) -> Tensor", _all_reduce, lambda x, place: x.new_empty(x.shape))
-_define(
+define("all_reduce(Tensor x, Tensor place) -> Tensor", _all_reduce, lambda x, place: x.new_empty(x.shape))
+define(
     "all_gather(Tensor x, int degree, Tensor place) -> Tensor",
     _all_gather,
     lambda x, degree, place: x.new_empty(degree * x.shape[0], *x.shape[1:]),
 )
-_define(
+define(
     "reduce_scatter(Tensor x, int degree, Tensor place) -> Tensor",
     _reduce_scatter,
     lambda x, degree, place: x.new_empty(x.shape[0] // degree, *x.shape[1:]),
 )
+define("all_to_all(Tensor x, Tensor place) -> Tensor", _all_to_all, lambda x, place: x.new_empty(x.shape))

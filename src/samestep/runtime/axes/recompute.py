@@ -42,6 +42,7 @@ from samestep.program.program import Program
 from samestep.program.repeated_products import KEEPS_PRODUCTS, KeptProducts, kept_products
 from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
 from samestep.runtime.axes import precision, rank_crossings  # noqa: F401 (it defines those that cross ranks)
+from samestep.runtime.axes.context import ring_operation  # noqa: F401 (it defines that of a ring)
 from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
@@ -85,7 +86,8 @@ _ATTENTIONS = frozenset(
 )
 """Operations whose results both keep."""
 _KEPT_IN_GRAPHS = [
-    getattr(torch.ops.samestep, name).default for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter")
+    getattr(torch.ops.samestep, name).default
+    for name in ("drop_mask", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_attention")
 ]
 """Operations whose results a graph keeps: what other ranks send, and masks, which a backward could not ask for."""
 
@@ -118,8 +120,13 @@ def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
     return replace(layout, recompute="full") if is_around_blocks and layout.recompute == "none" else layout
 
 
-def apply(model: nn.Module, program: Program, device: torch.device) -> None:
-    """Make each block of `model` recompute its forward, as the layout says."""
+def apply(
+    model: nn.Module,
+    program: Program,
+    device: torch.device,
+    in_graph: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> None:
+    """Make each block of `model` recompute its forward, as the layout says; in a graph the forward is what `in_graph` returns for a path."""
     recompute = program.step.layout.recompute
     if recompute == "none":
         return
@@ -130,15 +137,17 @@ def apply(model: nn.Module, program: Program, device: torch.device) -> None:
         if layer.is_block:
             for path in layer.modules:
                 block = model.get_submodule(path)
-                kept, in_graph = None, _drop_in_graph
+                kept, contexts = None, _drop_in_graph
                 if recompute in KEEPS_PRODUCTS and not _hides_operations(path, block, program):
                     mine = kept_products(program.step, layer, _products_of(layer, path))
                     kept = _keeping(mine, others)
-                    in_graph = _keeping(mine, others | frozenset(_KEPT_IN_GRAPHS))
+                    contexts = _keeping(mine, others | frozenset(_KEPT_IN_GRAPHS))
                 around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
                 around = _both(around, _marked(layer.name))
                 moved = on_host.around(index, path) if on_host else None
-                block.forward = _recompute_forward(path, block.forward, around, in_graph, moved, raises)
+                traced = precision.with_islands_raised(block.forward) if raises else block.forward
+                traced = in_graph(path, traced) if in_graph else traced
+                block.forward = _recompute_forward(path, (block.forward, traced), around, contexts, moved)
 
 
 def _products_of(layer: LayerSpec, path: str) -> tuple[Product, ...]:
@@ -190,15 +199,15 @@ def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
 
 def _recompute_forward(
     path: str,
-    forward: Callable[..., Any],
+    forms: tuple[Callable[..., Any], Callable[..., Any]],
     around: ContextFn | None,
     in_graph: ContextFn,
     moved: Repeatable | None,
-    raises: bool,
 ) -> Callable[..., Any]:
-    """Return a forward that is repeated before its backward, by torch or by the graph of a compiler that contains both."""
+    """Return a forward that is repeated before its backward, by torch or by the graph of a compiler that contains both, which has a
+    form of its own."""
     made_here = _Around(around)
-    traced = precision.with_islands_raised(forward) if raises else forward
+    forward, traced = forms
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,9 @@ from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, v
 from samestep.runtime.axes.context.shifts import shift
 from samestep.strategies.context import OF_GRADIENTS
 
+_Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Queries of this rank, keys and values of a rank, and the mask of the whole sequence."""
+
 
 class Ring(NamedTuple):
     """A rank's place in the ring; the carrier of attentions across ranks (`building/attention/carriers.py`)."""
@@ -69,7 +72,7 @@ class Ring(NamedTuple):
         if key.shape[1] != value.shape[1]:
             heads = query.shape[1]
             key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
-        how = _How(self, spec.but(mask=None, sinks=None), scale_of(spec, query))
+        how = RingForm(self, spec.but(mask=None, sinks=None), scale_of(spec, query))
         found: tuple[Tensor, Tensor] = _RingAttention.apply(query, key, value, spec.mask, spec.sinks, how)
         return found
 
@@ -83,7 +86,7 @@ class Ring(NamedTuple):
         return Pairs(self.placement.runs(self.rank), self.placement.runs(source))
 
 
-class _How(NamedTuple):
+class RingForm(NamedTuple):
     """What an attention around the ring is, without the tensors that take gradients."""
 
     ring: Ring
@@ -118,69 +121,98 @@ class _How(NamedTuple):
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, how: _How
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, how: RingForm
     ) -> tuple[Tensor, Tensor]:
         ctx.how = how
         ctx.set_materialize_grads(False)
-        sums = _Softmax.of(query, value, sinks)
-        here = _packed(key, value)
-        for hop, source, seen in how.visits():
-            arriving = how.shift(here) if hop < how.ring.degree - 1 else None
-            if seen is not None:
-                keys, values = _unpacked(here, key, value)
-                with disable_current_modes():  # selective recompute would keep the products of all blocks
-                    _visit_forward(how, source, seen, (query, keys, values, mask), sums)
-            here = here if arriving is None else arriving()
-        # The heads of a token side by side, as the kernels write them: code may view the output so.
-        output = sums.output.transpose(1, 2).to(query.dtype).contiguous().transpose(1, 2)
-        ctx.save_for_backward(query, key, value, mask, sinks, output, sums.log_sum_exp)
-        ctx.mark_non_differentiable(sums.log_sum_exp)
-        return output, sums.log_sum_exp
+        output, log_sum_exp = ring_forward(how, (query, key, value, mask), sinks)
+        ctx.save_for_backward(query, key, value, mask, sinks, output, log_sum_exp)
+        ctx.mark_non_differentiable(log_sum_exp)
+        return output, log_sum_exp
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask, sinks, output, log_sum_exp = ctx.saved_tensors
-        how, needs = ctx.how, ctx.needs_input_grad
-        given = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
-        products = (widen(given) * widen(output)).sum(-1)
-        into = Gradients(query, key, value, mask if needs[3] else None, sinks if needs[4] else None)
-        back = _Back(given, output, log_sum_exp, products.unsqueeze(-1), into)
-        here, returns = _packed(key, value), needs[1] or needs[2]
-        own, mine, sums = how.ring.rank, here, (Sum(key), Sum(value))
-        early, late = how.halves_of_own(fits_flash(query, value, how.spec.but(mask=mask)))
-        coming: Callable[[], Tensor] | None = None
+        query, key, value, mask, sinks, *found = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2], *ctx.needs_input_grad[3:5]
+        return *ring_backward(
+            ctx.how, gradients[0], (query, key, value, mask), sinks, (found[0], found[1]), needs
+        ), None
 
-        def add(source: int, message: Tensor, seen: RingVisit | None) -> None:
-            if seen is not None:
-                keys, values = _unpacked(message, key, value)
-                with disable_current_modes():
-                    _visit_backward(how, source, seen, (query, keys, values, mask), back)
 
-        for hop, source, seen in how.visits():
-            arriving = how.shift(here) if hop < how.ring.degree - 1 else None
-            into.of_keys, into.of_values = (Sum(key), Sum(value)) if hop else sums
-            for part in (seen,) if hop else early:
-                add(source, here, part)
-            if hop and returns:
-                total = coming() if coming is not None else torch.zeros_like(here, dtype=wide(key))
-                for whole, found in zip(_unpacked(total, key, value), (into.of_keys, into.of_values), strict=True):
-                    if not found.is_empty:
-                        whole.add_(found.value)
-                coming = how.shift(total, OF_GRADIENTS)
-            here = here if arriving is None else arriving()
-        into.of_keys, into.of_values = sums
-        for part in late:  # while the gradients of this rank's keys come back
-            add(own, mine, part)
-        back_home = (None, None) if coming is None else _unpacked(coming(), key, value)
-        of_keys, of_values = (
-            None if found is None else (found if part.is_empty else found.add_(part.value)).to(key.dtype)
-            for found, part in zip(back_home, sums, strict=True)
-        )
-        if needs[4]:
-            add_to_sinks(into, sinks, log_sum_exp, products)
-        of_sinks = None if into.of_sinks is None else into.of_sinks.to(sinks.dtype)
-        return into.of_queries.like(query), of_keys, of_values, into.of_mask, of_sinks, None
+def ring_forward(how: RingForm, given: _Given, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exps of this rank's queries over the keys of all ranks.
+
+    Collective over the group of the ring, see [Note: collective calls].
+    """
+    query, key, value, mask = given
+    sums = _Softmax.of(query, value, sinks)
+    here = _packed(key, value)
+    for hop, source, seen in how.visits():
+        arriving = how.shift(here) if hop < how.ring.degree - 1 else None
+        if seen is not None:
+            keys, values = _unpacked(here, key, value)
+            with disable_current_modes():  # selective recompute would keep the products of all blocks
+                _visit_forward(how, source, seen, (query, keys, values, mask), sums)
+        here = here if arriving is None else arriving()
+    # The heads of a token side by side, as the kernels write them: code may view the output so.
+    output = sums.output.transpose(1, 2).to(query.dtype).contiguous().transpose(1, 2)
+    return output, sums.log_sum_exp
+
+
+def ring_backward(
+    how: RingForm,
+    gradient: Tensor,
+    tensors: _Given,
+    sinks: Tensor | None,
+    found: tuple[Tensor, Tensor],
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of queries, keys, values, mask and sinks, given that of the output and what the forward has `found`.
+
+    `needs` says whether keys and values, the mask and the sinks take one. Collective over the group of the ring, see [Note: collective calls].
+    """
+    (query, key, value, mask), (output, log_sum_exp), (returns, of_mask, of_sinks) = tensors, found, needs
+    given = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+    products = (widen(given) * widen(output)).sum(-1)
+    into = Gradients(query, key, value, mask if of_mask else None, sinks if of_sinks else None)
+    back = _Back(given, output, log_sum_exp, products.unsqueeze(-1), into)
+    here = mine = _packed(key, value)
+    sums = Sum(key), Sum(value)
+    early, late = how.halves_of_own(fits_flash(query, value, how.spec.but(mask=mask)))
+    coming: Callable[[], Tensor] | None = None
+
+    def add(source: int, message: Tensor, seen: RingVisit | None) -> None:
+        if seen is not None:
+            keys, values = _unpacked(message, key, value)
+            with disable_current_modes():
+                _visit_backward(how, source, seen, (query, keys, values, mask), back)
+
+    for hop, source, seen in how.visits():
+        arriving = how.shift(here) if hop < how.ring.degree - 1 else None
+        into.of_keys, into.of_values = (Sum(key), Sum(value)) if hop else sums
+        for part in (seen,) if hop else early:
+            add(source, here, part)
+        if hop and returns:
+            total = coming() if coming is not None else torch.zeros_like(here, dtype=wide(key))
+            for whole, some in zip(_unpacked(total, key, value), (into.of_keys, into.of_values), strict=True):
+                if not some.is_empty:
+                    whole.add_(some.value)
+            coming = how.shift(total, OF_GRADIENTS)
+        here = here if arriving is None else arriving()
+    into.of_keys, into.of_values = sums
+    for part in late:  # while the gradients of this rank's keys come back
+        add(how.ring.rank, mine, part)
+    back_home = (None, None) if coming is None else _unpacked(coming(), key, value)
+    of_keys, of_values = (
+        None if some is None else (some if part.is_empty else some.add_(part.value)).to(key.dtype)
+        for some, part in zip(back_home, sums, strict=True)
+    )
+    if of_sinks:
+        assert sinks is not None
+        add_to_sinks(into, sinks, log_sum_exp, products)
+    given_to_sinks = None if into.of_sinks is None or sinks is None else into.of_sinks.to(sinks.dtype)
+    return into.of_queries.like(query), of_keys, of_values, into.of_mask, given_to_sinks
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -198,9 +230,6 @@ def _unpacked(message: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 # -- one block -------------------------------------------------------------------------------------
-
-_Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Queries of this rank, keys and values of another one, and the mask of the whole sequence."""
 
 
 class _Softmax(NamedTuple):
@@ -240,7 +269,7 @@ class _Back(NamedTuple):
 
 
 def _blocks(
-    how: _How, source: int, seen: RingVisit, given: _Given
+    how: RingForm, source: int, seen: RingVisit, given: _Given
 ) -> Iterator[tuple[AttentionSpec, Pairs, AttentionTile]]:
     """Yield the blocks of a visit in which a query may see a key."""
     spec, pairs = how.spec.but(mask=given[3]), how.ring.pairs(source)
@@ -249,7 +278,7 @@ def _blocks(
             yield spec, pairs, block
 
 
-def _visit_forward(how: _How, source: int, seen: RingVisit, given: _Given, sums: _Softmax) -> None:
+def _visit_forward(how: RingForm, source: int, seen: RingVisit, given: _Given, sums: _Softmax) -> None:
     """Add the attention to the keys and values of one rank."""
     query, key, value, mask = given
     if fits_flash(query, value, how.spec.but(mask=mask)):
@@ -265,7 +294,7 @@ def _visit_forward(how: _How, source: int, seen: RingVisit, given: _Given, sums:
         sums.add(block.rows, output, log_sum_exp)
 
 
-def _visit_backward(how: _How, source: int, seen: RingVisit, given: _Given, back: _Back) -> None:
+def _visit_backward(how: RingForm, source: int, seen: RingVisit, given: _Given, back: _Back) -> None:
     """Add the gradients of queries and mask, and those of the keys and values of one rank that are seen."""
     query, key, value, mask = given
     into, rows = back.into, seen.queries

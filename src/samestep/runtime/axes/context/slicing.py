@@ -16,12 +16,11 @@ Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -34,24 +33,24 @@ from samestep.building.loss import target_of
 from samestep.errors import LayoutError
 from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import ModelSpec, with_attentions
+from samestep.models.spec import ModelSpec, is_below, with_attentions
 from samestep.models.written_attention import has_open
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.mask_source import dropped_of_written, dropped_weights
 from samestep.runtime.axes.context import whole_parts
+from samestep.runtime.axes.context.block_exchanges import BlockExchanges
 from samestep.runtime.axes.context.neighbour_tokens import NeighbourTokens
 from samestep.runtime.axes.context.ring_attention import Ring
-from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.contexts import Anew
-from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.strategies.context import GIVEN, KEYS_VALUES, attention_ranks, num_sent_heads, placement_of
+from samestep.strategies.context import attention_ranks, placement_of
 from samestep.tracing.checkpointed import Contexts
 from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+Forward = Callable[..., Any]
 MakeDropped = Callable[[AttentionCall], DroppedWeights | None]
 """Returns the weights that a call drops on a rank, whose queries and heads it has."""
 
@@ -81,6 +80,10 @@ class WholeSequences:
         """Return the shape of hidden states between blocks."""
         return shape
 
+    def in_graph(self, path: str, forward: Forward, *, is_repeated: bool = False) -> Forward:
+        """Return the forward of a module as a graph contains it."""
+        return forward
+
 
 class Slicing:
     """This rank's slice of every sequence, active while a forward runs in `of`."""
@@ -109,6 +112,13 @@ class Slicing:
         """Name of the block that was entered last."""
         self.exchanged = 0
         """Number of attentions since then."""
+        self._exchanges = {
+            layer.name: BlockExchanges(
+                layer.name, self._ranks, self._of_heads, self._of_ring, self.index, self._ring_of
+            )
+            for layer in self._spec.layers
+            if layer.is_block
+        }
         for layer in program.step.model.layers:
             for path in layer.modules if layer.is_block else ():
                 block = model.get_submodule(path)
@@ -151,7 +161,7 @@ class Slicing:
         before, before_written = (self.length, self.block, self.exchanged), self.formulas.place
         self.length, self.block, self.exchanged, self.formulas.place = length, block, 0, written
         try:
-            with _Exchanging(self), self.moves.receiving(), self.moves.at(moves):
+            with Exchanging(self), self.moves.receiving(), self.moves.at(moves):
                 yield
         finally:
             self.length, self.block, self.exchanged = before
@@ -258,33 +268,68 @@ class Slicing:
         """
         self.exchanged += 1
         dropped = dropped or (lambda call: dropped_weights(call, None, self.length))
-        if self._ranks.heads == 1:
-            return call.attend(dropped(call), across=self._ring)
-        heads, degree = call.query.shape[1], self._ranks.heads
-        given = [call.query, *(self._repeat_heads(part, heads) for part in (call.key, call.value))]
-        query, key, value = _all_to_heads(given, self._of_heads, f"{self.block}.{GIVEN}")
-        mask, sinks, mine = call.attn_mask, call.sinks, self.index % degree
-        if mask is not None and mask.dim() == 3:  # for each head
-            mask = mask.unsqueeze(0)
-        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = mask.chunk(degree, dim=1)[mine]
-        sinks = None if sinks is None else sinks.chunk(degree)[mine]
-        call = call._replace(query=query, key=key, value=value, attn_mask=mask, sinks=sinks)
-        output = call.attend(dropped(call), across=None if self._ranks.ring == 1 else self._ring)
-        return apply_move(output, self._of_heads, f"{self.block}.output", _to_tokens, _to_heads)
+        exchanges, ranks = self._exchanges[self.block], self._ranks
+        if ranks.heads > 1:
+            query, key, value, mask, sinks = exchanges.by_heads(*call[:4], call.sinks)
+            call = call._replace(query=query, key=key, value=value, attn_mask=mask, sinks=sinks)
+        output = call.attend(
+            dropped(call), across=exchanges.ring(self.length // ranks.ring) if ranks.ring > 1 else None
+        )
+        return output if ranks.heads == 1 else exchanges.output(output)
 
-    @property
-    def _ring(self) -> Ring:
-        placement, rank = self.placement(self.length).ring, self.index // self._ranks.heads
-        return Ring(placement, rank, self._of_ring, f"{self.block}.{KEYS_VALUES}")
+    def _ring_of(self, tokens: int, owner: str) -> Ring:
+        """Return this rank's place in a ring of which each rank has so many tokens."""
+        placement = self.placement(tokens * self._ranks.ring).ring
+        return Ring(placement, self.index // self._ranks.heads, self._of_ring, owner)
 
     def _attend_written(self, call: AttentionCall, written: WrittenCall) -> Tensor:
         return self.attend(call, functools.partial(dropped_of_written, written, self.length))
 
-    def _repeat_heads(self, part: Tensor, query_heads: int) -> Tensor:
-        heads = part.shape[1]
-        times = num_sent_heads(heads, query_heads, self._ranks.heads) // heads
-        return part.repeat_interleave(times, dim=1) if times > 1 else part
+    # -- in graphs ---------------------------------------------------------------------------------
+
+    def in_graph(self, path: str, forward: Forward, *, is_repeated: bool = False) -> Forward:
+        """Return the forward of a module as a graph contains it: its attentions exchange what they do outside of one.
+
+        A forward that a graph repeats does so by itself.
+        """
+        layer = next(
+            layer.name
+            for layer in self._spec.layers
+            if layer.is_block and any(is_below(path, one) for one in layer.modules)
+        )
+        mode = GraphAttentions(self, self._exchanges[layer])
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_repeated and torch.compiler.is_dynamo_compiling():
+                return forward(*args, **kwargs)
+            with mode:
+                return forward(*args, **kwargs)
+
+        return call
+
+    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
+        """Return the result of a function that code on slices calls under a mode."""
+        if not self.block:
+            return func(*args, **kwargs)
+        moves = self.moves
+        if moves.are_here and (moved := moves.intercept(func, args, kwargs)) is not NotImplemented:
+            return moved
+        if func is F.scaled_dot_product_attention:
+            return self.attend(AttentionCall(*args, **kwargs))
+        if func is F.multi_head_attention_forward:
+            return multi_head_attention(mode, *args, **kwargs)
+        if self.formulas.are_here:
+            found = self.formulas.intercept(func, args, kwargs)
+            if found is not NotImplemented or has_scores(args):
+                return func(*args, **kwargs) if found is NotImplemented else found
+        size = self.length // self.degree
+        args = fit_reshape(func, args, self.length, size)
+        args = slice_whole_operands(func, args, self.length, size, self.rows_of)
+        if moves.sources is not None:
+            result = func(*args, **kwargs)
+            moves.sources.note(result, args, kwargs)
+            return result
+        return func(*args, **kwargs)
 
 
 class RankFormulas(KnownFormulas):
@@ -352,76 +397,41 @@ def on_meta(module: nn.Module, model: ModelSpec, samples: Any, degree: int) -> I
         yield
 
 
-class _Exchanging(TorchFunctionMode):
+class Exchanging(TorchFunctionMode):
     """A function mode in which a sliced block's attention sees whole sequences."""
 
     def __init__(self, slicing: Slicing) -> None:
         super().__init__()
-        self._slicing = slicing
+        self.slicing = slicing
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        slicing, kwargs = self._slicing, kwargs or {}
-        if slicing.block:
-            moves = slicing.moves
-            if moves.are_here and (moved := moves.intercept(func, args, kwargs)) is not NotImplemented:
-                return moved
-            if func is F.scaled_dot_product_attention:
-                return slicing.attend(AttentionCall(*args, **kwargs))
-            if func is F.multi_head_attention_forward:
-                return multi_head_attention(self, *args, **kwargs)
-            if slicing.formulas.are_here:
-                found = slicing.formulas.intercept(func, args, kwargs)
-                if found is not NotImplemented or has_scores(args):
-                    return func(*args, **kwargs) if found is NotImplemented else found
-            size = slicing.length // slicing.degree
-            args = fit_reshape(func, args, slicing.length, size)
-            args = slice_whole_operands(func, args, slicing.length, size, slicing.rows_of)
-            if moves.sources is not None:
-                result = func(*args, **kwargs)
-                moves.sources.note(result, args, kwargs)
-                return result
+        return self.slicing.intercept(func, args, kwargs or {}, self)
+
+
+class GraphAttentions(Exchanging):
+    """The same in a graph of a compiler, of the attentions of one block."""
+
+    def __init__(self, slicing: Slicing, exchanges: BlockExchanges) -> None:
+        super().__init__(slicing)
+        self._exchanges = exchanges
+        self._outside = torch.compiler.disable(self._attend_outside, reason="it has no form that a graph computes")
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_dynamo_compiling():
+            return super().__torch_function__(func, types, args, kwargs)
+        if func is F.scaled_dot_product_attention and self.slicing.length:
+            if not self._exchanges.are_traced(*args, **kwargs):
+                return self._outside(args, kwargs)
+            self.slicing.exchanged += 1
+            return self._exchanges.attend_in_graph(*args, **kwargs)
+        if func is Tensor.unflatten:  # of which a compiler cannot look into the method under a mode
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
-
-def _all_to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup, owner: str) -> list[Tensor]:
-    """Exchange tokens for heads in one message of several tensors: each [B, A, T/N, D] -> [B, A/N, T, D].
-
-    Collective over `group`, in the backward too, see [Note: collective calls].
-    """
-    degree = dist.get_world_size(group)
-    sizes = [(part.shape[1] // degree, part.shape[3]) for part in parts]
-    # [N, B, T/N, A/N D] of each, one behind the other in the last dimension
-    sent = torch.cat([part.unflatten(1, (degree, -1)).permute(1, 0, 3, 2, 4).flatten(3) for part in parts], -1)
-    received = apply_move(sent, group, owner, _swapped, _swapped)
-    found = received.split([heads * width for heads, width in sizes], -1)
-    return [
-        one.unflatten(-1, size).permute(1, 3, 0, 2, 4).flatten(2, 3) for one, size in zip(found, sizes, strict=True)
-    ]
-
-
-def _swapped(sent: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Send each rank its part along dimension 0; return those of all ranks."""
-    sent = sent.contiguous()
-    received = torch.empty_like(sent)
-    with owned(owner):
-        dist.all_to_all_single(received, sent, group=group)
-    return received
-
-
-def _to_heads(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Exchange tokens for heads: [B, A, T/N, D] -> [B, A/N, T, D]."""
-    return _all_to_all(part, 1, group, owner).movedim(0, 2).flatten(2, 3)
-
-
-def _to_tokens(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Exchange heads for tokens: [B, A/N, T, D] -> [B, A, T/N, D]."""
-    received = _all_to_all(part, 2, group, owner)
-    # The heads of a token side by side, as the kernels write them: code may view the output so.
-    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
-
-
-def _all_to_all(part: Tensor, dim: int, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Send each rank its part along `dim`; return the parts of all ranks, [N, B, A/N, T/N, D]."""
-    return _swapped(part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0), group, owner)
+    def _attend_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self.slicing.attend(AttentionCall(*args, **kwargs))

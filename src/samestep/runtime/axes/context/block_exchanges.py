@@ -1,0 +1,159 @@
+"""What the attentions of a block exchange with the other ranks of `cp`, with or without a compiler.
+
+In a graph of `torch.compile` the exchanges are operations of it (`rank_crossings.py`, `ring_operation.py`), and what happens between
+them, such as repeated heads and the attention of a rank's heads, is traced code.
+
+Legend: B samples, A heads, T tokens, N ranks that exchange heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from samestep.building.attention import DocumentMask
+from samestep.randomness.graph_draws import drop_weights
+from samestep.runtime.axes.context.ring_attention import Ring
+from samestep.runtime.axes.context.ring_operation import RingPlace, attend_around
+from samestep.runtime.axes.differentiable import apply_move
+from samestep.runtime.axes.rank_crossings import RankCrossing
+from samestep.runtime.ledger import owned
+from samestep.strategies.context import GIVEN, KEYS_VALUES, AttentionRanks, num_sent_heads
+
+
+class BlockExchanges:
+    """The exchanges of heads for tokens, and the ring, of the attentions of one block.
+
+    Each is collective over its group in the forward and in the backward, see [Note: collective calls].
+    """
+
+    def __init__(
+        self,
+        block: str,
+        ranks: AttentionRanks,
+        of_heads: dist.ProcessGroup,
+        of_ring: dist.ProcessGroup,
+        index: int,
+        ring_of: Callable[[int, str], Ring],
+    ) -> None:
+        # Compilers make numbers that differ from run to run symbols, and lengths of tuples constants.
+        self._of_heads, self._of_ring = tuple(range(ranks.heads)), tuple(range(ranks.ring))
+        self._mine = index % ranks.heads
+        given, output, passed = f"{block}.{GIVEN}", f"{block}.output", f"{block}.{KEYS_VALUES}"
+        swap = functools.partial(apply_move, group=of_heads, owner=given, there=_swapped, back=_swapped)
+        self._given = RankCrossing(given, of_heads, "swap", "swap", swap)
+        home = functools.partial(apply_move, group=of_heads, owner=output, there=_to_tokens, back=_to_heads)
+        self.output = RankCrossing(output, of_heads, "to_tokens", "to_heads", home)
+        """Exchanges heads for tokens, [B, A/N, T, D] -> [B, A, T/N, D]."""
+        self.ring: Callable[[int], Ring] = lambda tokens: ring_of(tokens, passed)
+        """Returns the ring of ranks that have so many tokens."""
+        self._ring_place = RingPlace(passed, of_ring, self.ring)
+
+    def by_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return what an attention is given for this rank's heads and all tokens."""
+        heads, degree = query.shape[1], len(self._of_heads)
+        parts = [query, _repeat_heads(key, heads, degree), _repeat_heads(value, heads, degree)]
+        query, key, value = _all_to_heads(parts, degree, self._given)
+        if mask is not None and mask.dim() == 3:  # for each head
+            mask = mask.unsqueeze(0)
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+            mask = mask.chunk(degree, dim=1)[self._mine]
+        return query, key, value, mask, None if sinks is None else sinks.chunk(degree)[self._mine]
+
+    def are_traced(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> bool:
+        """Return whether `attend_in_graph` computes such a `scaled_dot_product_attention`: not within packed documents."""
+        if isinstance(attn_mask, DocumentMask):
+            return False
+        shapes = query.shape, key.shape, value.shape
+        if {len(one) for one in shapes} != {4} or (attn_mask is not None and (attn_mask.dim() > 4 or is_causal)):
+            return False
+        alike = enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
+        return alike and key.shape[0] == value.shape[0] == query.shape[0]
+
+    def attend_in_graph(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return `scaled_dot_product_attention` of this rank's tokens to all, as a compiler traces it."""
+        if len(self._of_heads) > 1:
+            query, key, value, attn_mask, _ = self.by_heads(query, key, value, attn_mask, None)
+        if len(self._of_ring) > 1:
+            drop = drop_weights(query, dropout_p, num_keys=len(self._of_ring) * query.shape[2]) if dropout_p else None
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            how = self._ring_place.place, is_causal, scale, dropout_p
+            output = attend_around(query, key, value, attn_mask, drop, *how)
+        else:
+            shared = enable_gqa and query.shape[1] != key.shape[1]
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=shared
+            )
+        return output if len(self._of_heads) == 1 else self.output(output)
+
+
+def _repeat_heads(part: Tensor, query_heads: int, degree: int) -> Tensor:
+    """Return keys or values with as many heads as are sent."""
+    heads = part.shape[1]
+    times = num_sent_heads(heads, query_heads, degree) // heads
+    return part.repeat_interleave(times, dim=1) if times > 1 else part
+
+
+def _all_to_heads(parts: list[Tensor], degree: int, swap: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Exchange tokens for heads in one message of several tensors: each [B, A, T/N, D] -> [B, A/N, T, D]."""
+    sizes = [(part.shape[1] // degree, part.shape[3]) for part in parts]
+    # [N, B, T/N, A/N D] of each, one behind the other in the last dimension
+    sent = torch.cat([torch.unflatten(one, 1, (degree, -1)).permute(1, 0, 3, 2, 4).flatten(3) for one in parts], -1)
+    found = torch.split(swap(sent), [heads * width for heads, width in sizes], -1)
+    return [
+        torch.unflatten(one, -1, size).permute(1, 3, 0, 2, 4).flatten(2, 3)
+        for one, size in zip(found, sizes, strict=True)
+    ]
+
+
+def _swapped(sent: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Send each rank its part along dimension 0; return those of all ranks."""
+    sent = sent.contiguous()
+    received = torch.empty_like(sent)
+    with owned(owner):
+        dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+def _to_heads(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Exchange tokens for heads: [B, A, T/N, D] -> [B, A/N, T, D]."""
+    return _all_to_all(part, 1, group, owner).movedim(0, 2).flatten(2, 3)
+
+
+def _to_tokens(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Exchange heads for tokens: [B, A/N, T, D] -> [B, A, T/N, D]."""
+    received = _all_to_all(part, 2, group, owner)
+    # The heads of a token side by side, as the kernels write them: code may view the output so.
+    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _all_to_all(part: Tensor, dim: int, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Send each rank its part along `dim`; return the parts of all ranks, [N, B, A/N, T/N, D]."""
+    return _swapped(part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0), group, owner)
