@@ -303,7 +303,7 @@ class Stepper:
         norm_squared = weights.store.norm_squared(of.names)
         norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
         weights.store.watch.take_back()
-        if len(totals) == 2:  # the loss reports nothing
+        if totals.numel() == 2:  # the loss reports nothing
             return torch.cat([totals, norm_squared.view(1), uses])
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
 
