@@ -1,12 +1,13 @@
 """Host time of a step beside the loop that a person would write for the same numerics, where arithmetic is negligible.
 
-    python benchmarks/host.py [--rounds 16] [--only WORD] [--json FILE] [--markdown FILE]
+    python benchmarks/host.py [--rounds 16] [--only WORD] [--json FILE] [--keep]
 
 On a GPU the host must run ahead of the device, so what counts is the host's time per step. The models are tiny and have the
 operations of real ones. Each row runs both contestants in the same processes by turns of three steps; a figure is the median over
 the turns of the ratio of their thread times (waiting and being descheduled do not count), with its quartiles. A second copy of the
 peer against the first shows the noise. The calls of ATen and of Python functions in a step are counted too: a bound of them needs no
-clock (`tests/benchmarks/test_host.py`).
+clock (`tests/benchmarks/test_host.py`). With --keep the figures replace those in benchmarks/rows/host.json, which
+docs/reference/waits.md shows.
 
 Rows of compiled blocks are held against the same layout without a compiler. One that is slower beyond its quartiles is named under the table;
 nothing is compiled by default.
@@ -22,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import host_models
 import host_peers
+import host_rows
 import torch
 import torch.distributed as dist
+from host_rows import ROWS, Row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
@@ -41,58 +44,6 @@ from samestep.output.text_table import align_columns
 STEPS_EACH = 3
 """Timed steps of a turn; one more before them is not timed."""
 WARM_STEPS = 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A layout beside the loop by hand that computes the same."""
-
-    name: str
-    aim: float | None
-    """The largest ratio that is good enough."""
-    model: str = "llama"
-    layout: str = "dp=1"
-    peer: str = "a loop by hand"
-    precision: str = "float32"
-    microbatches: int = 1
-    samples: int = 1
-    """Samples of a micro-batch."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the model."""
-    backend: str = ""
-    """The compiler of its blocks; empty where they run as they are."""
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of processes."""
-        return samestep.Layout.parse(self.layout).world_size
-
-
-UNCOMPILED = "the same, not compiled"
-_DRY = {"dropout": 0.0}
-_TWO = {"layers": 8}
-ROWS = (
-    Row(name="Llama, one rank", aim=1.10),
-    Row(name="Llama, one rank, bf16", aim=1.20, precision="bf16"),
-    Row(name="Llama, 8 micro-batches", aim=1.03, microbatches=8),
-    Row(name="Llama, 8 micro-batches, bf16", aim=1.20, microbatches=8, precision="bf16"),
-    Row(name="GPT without dropout", aim=1.10, model="gpt", options=_DRY),
-    Row(name="GPT with dropout", aim=1.25, model="gpt"),
-    Row(name="GPT without dropout, bf16", aim=1.20, model="gpt", options=_DRY, precision="bf16"),
-    Row(name="GPT with dropout, bf16", aim=1.40, model="gpt", precision="bf16"),
-    Row(name="ResNet-50, one rank", aim=1.10, model="resnet", samples=2),
-    Row(name="dp=2", aim=1.10, layout="dp=2", peer="DDP", options=_TWO),
-    Row(name="dp=2, bf16", aim=1.20, layout="dp=2", peer="DDP", options=_TWO, precision="bf16"),
-    Row(name="zero=3", aim=1.15, layout="dp=2 zero=3", peer="fully_shard", options=_TWO),
-    Row(name="zero=3, bf16", aim=1.15, layout="dp=2 zero=3", peer="fully_shard", options=_TWO, precision="bf16"),
-    Row(name="tp=2", aim=1.30, layout="tp=2", peer="two autograd functions", options=_TWO),
-    Row(name="pp=2, 1f1b", aim=1.20, layout="pp=2", peer="torch's Schedule1F1B", options=_TWO, microbatches=8),
-    Row(name="ResNet-50, dp=2", aim=1.10, model="resnet", layout="dp=2", peer="DDP and an autograd function", samples=2),
-    Row(name="ResNet-50, dp=2, beside local statistics", aim=2.0, model="resnet", layout="dp=2", peer="DDP", samples=2),
-    Row(name="Llama, compiled", aim=1.0, peer=UNCOMPILED, options=_TWO, backend="inductor"),
-    Row(name="GPT with dropout, compiled", aim=1.0, model="gpt", peer=UNCOMPILED, options=_TWO, backend="inductor"),
-    Row(name="tp=2, compiled", aim=1.0, layout="tp=2", peer=UNCOMPILED, options=_TWO, backend="inductor"),
-)  # fmt: skip
 
 
 def ours(row: Row) -> Iterator[float]:
@@ -122,7 +73,7 @@ def ours(row: Row) -> Iterator[float]:
 
 def peer_of(row: Row) -> Callable[[Row], Iterator[float]]:
     """Return what a row is held against: a function that yields the losses of its steps."""
-    return ours if row.peer == UNCOMPILED else host_peers.PEERS[row.peer]
+    return ours if row.peer == host_rows.UNCOMPILED else host_peers.PEERS[row.peer]
 
 
 class CountedCalls(TorchDispatchMode):
@@ -199,50 +150,28 @@ def measured(_: Any, row: Row, rounds: int) -> dict[str, Any]:
     }
 
 
-def is_slower(row: Row, found: dict[str, Any]) -> bool:
-    """Return whether compiled blocks take longer than the same without a compiler, beyond the quartiles of the turns."""
-    return bool(row.backend) and statistics.quantiles(found["ratios"]["ours"], n=4)[0] > 1.0
-
-
-def told(row: Row, found: dict[str, Any]) -> list[str]:
-    """Return the cells of a row."""
-    ratio, twin = found["ratios"]["ours"], found["ratios"].get("twin")
-    low, _, high = statistics.quantiles(ratio, n=4)
-    median = statistics.median(ratio)
-    return [
-        row.name,
-        row.peer,
-        f"{median:.2f}",
-        f"{low:.2f} to {high:.2f}",
-        f"{row.aim:.2f}" if row.aim is not None else "",
-        "" if row.aim is None else ("yes" if median <= row.aim else "NO"),
-        f"{statistics.median(twin):.2f}" if twin else "",
-        f"{found['ms']['ours']:.1f} / {found['ms']['peer']:.1f}",
-        f"{found['calls']['ours']:,} / {found['calls']['peer']:,}",
-        f"{found['python']['ours']:,} / {found['python']['peer']:,}",
-    ]
-
-
-HEADINGS = ["row", "peer", "ratio", "quartiles", "aim", "met", "noise", "ms", "ATen calls", "Python calls"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=16, help="turns of each contestant")
     parser.add_argument("--only", default="", metavar="WORD", help="rows whose name contains it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all values")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table for the documents")
+    parser.add_argument(
+        "--keep", action="store_true", help=f"keep the figures in {host_rows.KEPT.name}, for the documents"
+    )
     words = parser.parse_args()
     rows = [row for row in ROWS if words.only in row.name]
     if not rows:
         sys.exit(f"no row has {words.only!r} in its name: the rows are {', '.join(row.name for row in ROWS)}")
-    cells, values = [], {}
+    lines, values = [[*host_rows.HEADINGS]], {}
     for row in rows:
         values[row.name] = found = samestep.launch(measured, (row, words.rounds), ranks=row.num_ranks, device="cpu")
-        cells.append(told(row, found))
-        print("  ".join(cells[-1]), flush=True)
-    print(align_columns([HEADINGS, *cells]))
-    slower = [row.name for row in rows if is_slower(row, values[row.name])]
+        figures = host_rows.figures_of(found)
+        lines.append(host_rows.cells(row, figures))
+        print("  ".join(lines[-1]), flush=True)
+        if words.keep:
+            host_rows.keep({row.name: figures})
+    print(align_columns(lines))
+    slower = [row.name for row in rows if host_rows.is_slower(row, host_rows.figures_of(values[row.name]))]
     if slower:
         print(
             f"slower than without a compiler, beyond the quartiles: {'; '.join(slower)}: run.compile = 'none' (the default) works"
@@ -250,9 +179,6 @@ def main() -> None:
     print(f"load now {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}")
     if words.json:
         words.json.write_text(json.dumps(values, indent=1) + "\n")
-    if words.markdown:
-        lines = ["| " + " | ".join(line) + " |" for line in (HEADINGS, ["---"] * len(HEADINGS), *cells)]
-        words.markdown.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -254,6 +254,12 @@ def plans() -> str:
     return str(importlib.import_module("plans").markdown())
 
 
+def host() -> str:
+    """Host time of a step beside loops by hand, as `benchmarks/host.py --keep` has measured it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("host_rows").markdown())
+
+
 def ring_overlap() -> str:
     """How much of a ring's transfer is hidden between two hosts, as `benchmarks/ring_overlap.py` has measured it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -542,6 +548,7 @@ TABLES = {
     "plans": plans,
     "sharded": sharded,
     "long_context": long_context,
+    "host": host,
     "ring_overlap": ring_overlap,
     "exchanges": exchanges,
     "exchanges_measured": exchanges_measured,

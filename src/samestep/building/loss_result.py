@@ -73,7 +73,8 @@ class LossResult:
     @property
     def counted(self) -> Tensor:
         """The sum of the terms' counts: whether anything counts."""
-        return torch.stack([count.double() for _, count in self.terms.values()]).sum()
+        counts = [count for _, count in self.terms.values()]
+        return counts[0].double() if len(counts) == 1 else torch.stack([count.double() for count in counts]).sum()
 
     @property
     def amounts(self) -> dict[str, Amount]:
@@ -95,21 +96,20 @@ class LossResult:
                 )
         return self
 
-    def numbers(self, names: LossNames, like: Tensor) -> Tensor:
+    def numbers(self, names: LossNames, like: Tensor) -> list[Tensor]:
         """Return the sums and counts of named terms and values in the order of `names`, as `LossNames.means` takes them.
 
-        What the loss has left out counts nothing. The tensor has the dtype and the device of `like`.
+        What the loss has left out counts nothing. The scalars have the dtype and the device of `like`.
 
         Raises:
             JobError: the loss has returned a name that is not among them.
         """
         if not (names.terms or names.values or self.values) and [*self.terms] == [UNNAMED]:
-            return like.new_zeros(0)
+            return []
         self.checked(names)
         pairs = [self.terms.get(name, (0.0, 0.0)) for name in names.terms]
         pairs += [self.values.get(name, (0.0, 0.0)) for name in names.values]
-        found = [as_number(one.detach() if isinstance(one, Tensor) else one, like) for pair in pairs for one in pair]
-        return torch.stack(found) if found else like.new_zeros(0)
+        return [as_number(one.detach() if isinstance(one, Tensor) else one, like) for pair in pairs for one in pair]
 
 
 def loss_result(returned: Any, what: str = "the loss") -> LossResult:
@@ -199,8 +199,13 @@ def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
         total = torch.full((), total, dtype=torch.float64, device=device)
     if not isinstance(count, Tensor):
         count = torch.full((), count, dtype=torch.float64, device=device)
-    total = total.reshape(())
-    return (total if is_term else total.detach()), count.reshape(()).detach()
+    total = _scalar(total)
+    return (total if is_term else total.detach()), _scalar(count.detach() if count.requires_grad else count)
+
+
+def _scalar(value: Tensor) -> Tensor:
+    """Return a tensor of one number without dimensions; most have none, and a view would be another call of torch."""
+    return value.reshape(()) if value.dim() else value
 
 
 def _is_number(value: Any, *, may_be_negative: bool = False) -> bool:
@@ -226,7 +231,7 @@ def _describe_leaf(one: Any) -> str:
 def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
     """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
     if isinstance(value, Tensor):
-        return value.to(like.device, like.dtype).reshape(())
+        return _scalar(value.to(like.device, like.dtype))
     return like.new_full((), value)  # which is no copy from the host
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class DropoutState:
 
     def begin_step(self) -> None:
         """Test whether a probability has been raised since the model was found to have no dropout."""
-        if self.dropout is Dropout.ABSENT and any(fields.get(name) for fields, name in self.rates):
+        if self.dropout is Dropout.ABSENT and any(itertools.starmap(dict.get, self.rates)):
             self.dropout = Dropout.UNKNOWN
             track_modules(self.model)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,6 +70,7 @@ from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.state.fingerprints import FirstState
+from samestep.state.kept_tensors import AlikeTensors
 from samestep.strategies import program_of
 
 
@@ -85,7 +86,7 @@ class PreparedModel:
     training_modes: Mapping[nn.Module, bool]
     """Whether each module trained when it was prepared: a batch norm that was built frozen does not."""
     compiled: CompiledBlocks
-    running_buffers: Sequence[Tensor]
+    running_buffers: AlikeTensors
     """Running statistics, which a skipped step restores."""
     first_state: FirstState
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
@@ -234,7 +235,9 @@ def _prepare_model(decided: _Decided, axes: AppliedAxes, store: WeightStore) -> 
         master_dtype=precision.DTYPES[program.step.master_dtype],
         compiled=axes.compiled,
         training_modes={module: module.training for module in model.modules()},
-        running_buffers=[*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)],
+        running_buffers=AlikeTensors(
+            [*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)]
+        ),
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, written, program),
         dropout=axes.dropout_state(decided.job.run),

@@ -78,7 +78,7 @@ class HostDecidesHere(HostDecides):
         """Return whether the backwards of the step wrote weights unseen, on the device (float64 [])."""
         return self.is_exception and self.updater.live.was_written_unseen(device)
 
-    def begin(self, sums: Tensor) -> Tensor:
+    def begin(self, sums: Tensor) -> Tensor | tuple[float, float]:
         """Return the two numbers that the host reads with the sums; gradients that are sent are multiplied already."""
         if not self.sends:
             return HostDecides.begin(self, sums)

@@ -56,8 +56,9 @@ def master_on_host(value: Tensor) -> Tensor:
 class Reading:
     """Numbers of a device on their way to the host, which waits for nothing that was asked of the device afterwards."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._held, self._arrived = numbers, None
+    def __init__(self, numbers: Tensor, known: Sequence[float] = ()) -> None:
+        """Begin to read `numbers`; those that are `known` on the host follow them."""
+        self._held, self._known, self._arrived = numbers, known, None
         if numbers.device.type == "cuda":
             self._held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._held.copy_(numbers, non_blocking=True)
@@ -68,8 +69,7 @@ class Reading:
         """Wait until the numbers are on the host, and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: list[float] = self._held.tolist()
-        return found
+        return [*self._held.tolist(), *self._known]
 
 
 def send_to_values(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:

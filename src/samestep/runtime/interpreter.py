@@ -93,7 +93,7 @@ class Interpreter:
             model.dropout.end_step()
         for part in parallel.step_parts:
             part.end_backwards()
-        return totals / layout.model_ranks  # which count the same samples
+        return totals if layout.model_ranks == 1 else totals / layout.model_ranks  # which count the same samples
 
     def _run(self, task: Task, microbatches: Microbatches, totals: Tensor) -> None:
         """Carry out one task, and add the loss and the count of a micro-batch to the totals."""
@@ -133,7 +133,8 @@ class Interpreter:
             self.trials.refuse_moved_counts(objective.sums.moved)
         if weight and not self.trials.loss_is_tried:
             self.trials.try_loss(self.assembly, loss.own, outputs, *mine)
-        totals += loss.numbers(found, objective.names, totals) * weight
+        numbers = loss.numbers(found, objective.names, totals)
+        totals += numbers if weight == 1.0 else numbers * weight
         self._left_out[task.microbatch] = loss.left_out
         if loss.is_constant:
             self._constant.add(task.microbatch)

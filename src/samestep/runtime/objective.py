@@ -56,8 +56,8 @@ class LossPart:
 
         The tensor [2 + `StepSpec.num_reported`] has the dtype and the device of `like`.
         """
-        both = torch.stack([as_number(self.total.detach(), like), as_number(self.count, like)])
-        return torch.cat([both, found.numbers(names, like)])
+        both = as_number(self.total.detach(), like), as_number(self.count, like)
+        return torch.stack([*both, *found.numbers(names, like)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,12 @@ class HostDecides:
         """Return whether the backwards of the step wrote weights as no count of torch shows, where steps are decided on by the device."""
         return False
 
-    def begin(self, sums: Tensor) -> Tensor:
-        """Return two numbers that the host reads with the sums (float64 [2]): 1, as no update is launched and gradients are not
-        multiplied, and 1 if weights were written since the last update.
+    def begin(self, sums: Tensor) -> Tensor | tuple[float, float]:
+        """Return two numbers that the host reads with the sums (float64 [2] where the device knows them): 1, as no update is launched
+        and gradients are not multiplied, and 1 if weights were written since the last update.
         """
+        if not self.updater.live.are_copied:
+            return 1.0, 0.0
         return torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
 
 

@@ -43,7 +43,6 @@ from samestep.runtime.step_backward import WHOLE, StepBackward
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
-from samestep.state.kept_tensors import KeptTensors
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -140,7 +139,7 @@ class Stepper:
         self.guards.begin_step(held, batch)
         # Forwards and backwards, of one replica after the other.
         weights = held.weights
-        running = KeptTensors.of(held.model.running_buffers)
+        running = held.model.running_buffers.keep()
         self._deciders.begin_step(weights.updater)
         numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
@@ -149,11 +148,12 @@ class Stepper:
             host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
             sums = self._agree(own, decider.wrote_unseen(self.place.device))
+        also = decider.begin(sums)
         return OpenStep(
             batch=batch,
             began_s=began,
             running_buffers=running,
-            sums=Reading(torch.cat([sums, decider.begin(sums)])),
+            sums=Reading(torch.cat([sums, also])) if isinstance(also, Tensor) else Reading(sums, also),
             numerator=numerator,
             lr_factor=weights.updater.rates.factors(weights.lr_factor, batch.step),
             data_wait_s=self._data_wait_s,
@@ -300,9 +300,11 @@ class Stepper:
             self.guards.refuse_state(batch, reason)
         self.guards.refuse_lost_writes(assembly, batch)
         updater = weights.updater
-        overflow = updater.loss_scale.overflow(updater.pieces, self.place.device, of.names)
-        norm_squared = weights.store.norm_squared(of.names) + overflow
+        norm_squared = weights.store.norm_squared(of.names)
+        norm_squared = updater.loss_scale.with_overflow(norm_squared, updater.pieces, of.names)
         weights.store.watch.take_back()
+        if totals.numel() == 2:  # the loss reports nothing
+            return torch.cat([totals, norm_squared.view(1), uses])
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
 
     def forward_backward(self, batch: StepBatch, index: int = 0, of: StepBackward = WHOLE) -> Tensor:

@@ -24,14 +24,7 @@ class KeptTensors:
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> KeptTensors:
         """Copy the values of tensors."""
-        alike: dict[tuple[Any, ...], list[Tensor]] = {}
-        for held in tensors:
-            alike.setdefault((held.dtype, held.device, min(held.dim(), 2)), []).append(held)
-        copies = [
-            torch.stack(held) if dims == 0 else torch.cat(held if dims == 1 else [one.flatten() for one in held])
-            for (_, _, dims), held in alike.items()
-        ]
-        return cls(tuple(alike.values()), tuple(copies))
+        return AlikeTensors(tensors).keep()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -39,3 +32,25 @@ class KeptTensors:
         for tensors, copies in zip(self.tensors, self.copies, strict=True):
             for held, value in zip(tensors, copies.split([held.numel() for held in tensors]), strict=True):
                 held.copy_(value.view(held.shape))
+
+
+class AlikeTensors:
+    """Tensors whose values are copied again and again, in lists of those that one call copies."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        alike: dict[tuple[Any, ...], list[Tensor]] = {}
+        for held in tensors:
+            alike.setdefault((held.dtype, held.device, held.dim()), []).append(held)
+        self._lists = tuple(alike.values())
+        self._dims = [dims for _, _, dims in alike]
+
+    def keep(self) -> KeptTensors:
+        """Copy the values."""
+        for tensors, dims in zip(self._lists, self._dims, strict=True):
+            if {*map(Tensor.dim, tensors)} != {dims}:  # code has given one of them another tensor's values, by `.data`
+                return KeptTensors.of(held for tensors in self._lists for held in tensors)
+        copies = [
+            torch.stack(held) if dims == 0 else torch.cat(held if dims == 1 else [one.flatten() for one in held])
+            for held, dims in zip(self._lists, self._dims, strict=True)
+        ]
+        return KeptTensors(self._lists, tuple(copies))

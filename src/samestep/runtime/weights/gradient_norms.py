@@ -5,6 +5,7 @@ What several ranks hold alike is divided by their number (`norm_of_pieces`), or 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence, Set
 
@@ -38,11 +39,11 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
         if tensor.numel() < _ROW:
             rest.append(tensor)
             continue
-        flat = tensor.reshape(-1)
-        whole = flat.numel() - flat.numel() % _ROW
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-        if whole < flat.numel():
-            rest.append(flat[whole:])
+        if left := tensor.numel() % _ROW:
+            flat = tensor.reshape(-1)
+            tensor = flat[:-left]
+            rest.append(flat[-left:])
+        norms.append(torch.linalg.vector_norm(tensor.reshape(-1, _ROW), dim=1))
     if rest:
         norms.append(torch.stack(torch._foreach_norm(rest)))
     return torch.cat(norms).double().square().sum()
@@ -55,30 +56,42 @@ def norm_of_pieces(
     ranks that hold it alike, so that their shares add up to one.
     """
     copies, numbers = step.copies
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    shares: list[Tensor] = []
     for number in numbers:
         mine = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
         alike = gradients_of(mine if names is None else [piece for piece in mine if piece.name in names])
-        total += squared_norm(alike, device) / number
-    return total
+        shares.append(_share(squared_norm(alike, device), number))
+    return _sum(shares, device)
 
 
 def norm_of_buckets(flats: Sequence[FlatBuffer], step: StepSpec, mesh: Mesh, names: Set[str] | None = None) -> Tensor:
     """Return this rank's share of the squared norm (float64 []) of the gradients in buckets, or of those of some weights."""
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    shares: list[Tensor] = []
     for copies in sorted({flat.bucket.holding.num_copies for flat in flats}):
         alike = [flat for flat in flats if flat.bucket.holding.num_copies == copies]
         _, repeated_over = _axes_of(step, alike[0].bucket.holding)
         mine = [part for flat in alike for part in _share_of(flat, step, mesh, names)]
-        total += squared_norm(mine, mesh.device) / (math.prod(map(mesh.size, repeated_over)) * copies)
-    return total
+        shares.append(_share(squared_norm(mine, mesh.device), math.prod(map(mesh.size, repeated_over)) * copies))
+    return _sum(shares, mesh.device)
+
+
+def _share(norm_squared: Tensor, number: int) -> Tensor:
+    """Return the share of one of so many ranks that hold the same gradients."""
+    return norm_squared if number == 1 else norm_squared / number
+
+
+def _sum(shares: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of shares (float64 []), which most often is of one: each call of torch costs the host as much as that of a model."""
+    if not shares:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return functools.reduce(torch.add, shares)
 
 
 def _share_of(flat: FlatBuffer, step: StepSpec, mesh: Mesh, names: Set[str] | None) -> Iterator[Tensor]:
     """Yield the runs of a bucket's gradients, or of those of some weights, whose squares this rank adds up."""
     divided_over, _ = _axes_of(step, flat.bucket.holding)
     number, index = (mesh.size(divided_over), mesh.index(divided_over)) if divided_over else (1, 0)
-    share = flat.gradients.view(number, -1)[index]
+    share = flat.gradients if number == 1 else flat.gradients.view(number, -1)[index]
     if names is None:
         yield share
         return

@@ -7,6 +7,7 @@ the forward reads the masters, and there is nothing to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ def live_weights(pieces: Sequence[Piece]) -> UpdatedInPlace:
 
 class UpdatedInPlace:
     """Weights that the forward reads where the optimizer updates them: nothing is copied, and what is written there is kept."""
+
+    are_copied: ClassVar[bool] = False
+    """Whether the forward reads copies of the masters."""
 
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads."""
@@ -53,6 +57,8 @@ class UpdatedInPlace:
 
 class CopiedWeights(UpdatedInPlace):
     """The targets of some pieces, at least one."""
+
+    are_copied: ClassVar[bool] = True
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         held = [(piece, piece.target) for piece in pieces if piece.target is not None]
