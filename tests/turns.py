@@ -1,8 +1,8 @@
-"""Rows take turns in `make test`: a commit runs a third of the rows of a function, the next one perhaps another third.
+"""Rows take turns in `make test`: a commit runs a quarter of the rows of a function, the next one perhaps another quarter.
 
 The rows of one test function hold the same claim of other cases: other code, another optimizer, another spelling. Every commit runs each
 function, each value of a parameter that has few, and each setting of a layout that `test_products.py` lacks; of the rows that hold
-nothing else it runs those whose turn it is. Three turns run every row, `make parity` runs all, and so does whoever runs a file by itself.
+nothing else it runs those whose turn it is. Four turns run every row, `make parity` runs all, and so does whoever runs a file by itself.
 The rows of `DEAR` take turns; a test that is marked `every_turn` takes none.
 """
 
@@ -16,19 +16,29 @@ import pytest
 
 from tests import covering
 
-TURNS = 3
+TURNS = 4
+FEW = 2
+"""How many values a parameter has at most of which every turn runs each."""
 DEAR = (
-    "parity", "code", "benchmarks/test_host.py", "crashes/test_canary.py", "crashes/test_hangs.py", "device/test_captures.py",
-    "device/test_waits.py", "launchers/test_variables.py", "laws/test_candidates.py", "laws/test_search.py", "ledger/test_peaks.py",
-    "unit/test_calibrate.py", "unit/test_cli.py", "unit/test_compiled_blocks.py", "unit/test_compiled_loss.py", "unit/test_door.py",
-    "unit/test_errors.py", "unit/test_evaluations.py", "unit/test_foreign_traces.py", "unit/test_graph_trial.py", "unit/test_launch.py",
-    "unit/test_lengths.py", "unit/test_locality.py", "unit/test_measure.py", "unit/test_packed_states.py", "unit/test_plan.py",
-    "unit/test_recorder.py", "unit/test_shared_weights.py", "unit/test_token_moves.py", "unit/test_trace.py", "unit/test_traced_model.py",
+    "parity", "code",
+    "benchmarks/test_foresight.py", "benchmarks/test_host.py",
+    "crashes/test_canary.py", "crashes/test_hangs.py", "crashes/test_other_data.py", "crashes/test_watch.py",
+    "device/test_captures.py", "device/test_layouts.py", "device/test_waits.py",
+    "launchers/test_variables.py",
+    "laws/test_candidates.py", "laws/test_codecs.py", "laws/test_program.py", "laws/test_search.py",
+    "ledger/test_data_axis.py", "ledger/test_peaks.py", "ledger/test_repeated_products.py",
+    "proof/test_plain_loop.py", "proof/test_replicas_apart.py", "proof/test_verify.py",
+    "security/test_foreign_models.py", "security/test_strangers_at_the_rendezvous.py",
+    "unit/test_calibrate.py", "unit/test_chat.py", "unit/test_cli.py", "unit/test_compiled_blocks.py", "unit/test_compiled_loss.py", "unit/test_doctor.py",
+    "unit/test_door.py", "unit/test_errors.py", "unit/test_evaluations.py", "unit/test_foreign_traces.py", "unit/test_fuzz.py", "unit/test_graph_trial.py",
+    "unit/test_json.py", "unit/test_launch.py", "unit/test_lengths.py", "unit/test_loading.py", "unit/test_locality.py", "unit/test_measure.py",
+    "unit/test_packed_states.py", "unit/test_plan.py", "unit/test_presets.py", "unit/test_pretrained.py", "unit/test_recorder.py", "unit/test_rows.py",
+    "unit/test_shared_weights.py", "unit/test_split_masters.py", "unit/test_token_moves.py", "unit/test_trace.py", "unit/test_traced_model.py",
     "unit/test_update.py", "unit/test_verbs.py",
 )  # fmt: skip
-"""Folders and files that use more than a hundredth of the processor time of `make test`, or a file 12 s, where every row runs.
+"""The two folders where a row is a run of several ranks, and files that use 7 s of processor time or more where every row runs.
 
-Planted faults, reverted mends, goldens, seams, documents and what is no case of others run in every turn, whatever they cost.
+Planted faults, reverted mends, reproductions, goldens, seams and documents run in every turn, whatever they cost.
 """
 
 
@@ -58,7 +68,7 @@ def _waiting(of_file: list[pytest.Item], turn: int) -> list[pytest.Item]:
     for index, item in enumerate(of_file):
         function = covering.function_of(item)
         words[index] = {function, *covering.settings_beyond_products(item)}
-        words[index] |= {(name, value) for name, value in covering.cases_of(item) if len(values_of[name]) < TURNS}
+        words[index] |= {(name, value) for name, value in covering.cases_of(item) if len(values_of[name]) <= FEW}
         if (rows[function] + zlib.crc32(function.encode())) % TURNS == turn:
             words[index].add(item.nodeid)
         rows[function] += 1

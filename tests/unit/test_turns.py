@@ -1,4 +1,4 @@
-"""Rows that take turns: three turns run each, and every turn runs each function and what no product of settings holds."""
+"""Rows that take turns: four turns run each, and every turn runs each function and what no product of settings holds."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def _rows() -> list[_Item]:
     return coded + given + [_Item("few", number=1), _Item("chunked", layout=LAYOUTS[4]), _Item("single")]
 
 
-def test_three_turns_run_every_row_and_each_about_a_third() -> None:
+def test_all_turns_run_every_row_and_each_its_share() -> None:
     items = _rows()
     of_turns = [ran(items, number) for number in range(turns.TURNS)]
     assert {item.nodeid for one in of_turns for item in one} == {item.nodeid for item in items}
     assert ran(items, 7) == of_turns[7 % turns.TURNS]
     for one in of_turns:
-        assert sum(item.function == "coded" for item in one) == 10
-        assert 5 <= sum(item.function == "given" for item in one) <= 6
+        assert 30 // turns.TURNS <= sum(item.function == "coded" for item in one) <= 30 // turns.TURNS + 1
+        assert 16 // turns.TURNS <= sum(item.function == "given" for item in one) <= 16 // turns.TURNS + 1
 
 
 @pytest.mark.parametrize("number", range(turns.TURNS))
@@ -84,9 +84,9 @@ def test_what_takes_turns_is_there(path: str) -> None:
     assert (ROOT / "tests" / path).exists()
 
 
-@pytest.mark.parametrize("folder", ["proof", "seams", "golden", "docs", "security"])
-def test_planted_faults_reverted_mends_goldens_and_seams_run_in_every_turn(folder: str) -> None:
-    assert not [path for path in turns.DEAR if path.partition("/")[0] == folder]
+def test_planted_faults_reverted_mends_goldens_and_seams_run_in_every_turn() -> None:
+    every = ("seams", "golden", "docs", "proof/test_faults.py", "proof/test_reverted.py", "proof/test_reproductions.py")
+    assert not [path for path in turns.DEAR if path.startswith(every)]
 
 
 def test_the_makefile_gives_make_test_a_turn() -> None:
