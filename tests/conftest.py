@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from samestep.runtime.processes import join
-from tests import audit, covering, laboratory, processor_time, shard, time_limit, traced
+from tests import audit, covering, laboratory, processor_time, shard, time_limit, traced, turns
 from tests import pool as pools
 from tests.progress import Progress
 
@@ -52,6 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NUMBER",
         help="run a part of the nightly combinations alone, that of the commit where the number is empty: tests/shard.py",
     )
+    parser.addoption(
+        "--turn",
+        metavar="NUMBER",
+        help="of rows that take turns run those of one turn, that of the commit where the number is empty: tests/turns.py",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,12 +72,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the nightly combinations out, or all but a shard of them, and the tests for an accelerator where there is none.
 
     Tests with layouts of which `covering.needless` finds that others of their file hold the same are nightly, unless tests are asked for
-    by name.
+    by name. With a turn, tests that wait for another one are left out too.
     """
     if not config.option.keyword and not any("::" in word for word in config.args):
         for item in covering.needless(items):
             item.add_marker(pytest.mark.nightly)
-    left = [item for item in items if _runs(config, item)]
+    waiting: set[pytest.Item] = set()
+    if (turn := config.getoption("--turn")) is not None and not config.getoption("--every-layout"):
+        waiting = set(turns.out_of_turn(items, shard.number_of(turn)))
+    left = [item for item in items if _runs(config, item) and item not in waiting]
     if (given := config.getoption("--shard")) is not None:
         nightly = [item for item in left if item.get_closest_marker("nightly")]
         left = [nightly[index] for index in shard.selected([item.nodeid for item in nightly], shard.number_of(given))]

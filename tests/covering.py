@@ -69,7 +69,8 @@ OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
 TABLES = {"all": FEATURES, "sequences": OF_SEQUENCES}
 ROUNDED = ("deep_llama", "deep_tied", "deep_gpt2")
 """Models that are run in bf16 too; what one device may deviate by is measured for each."""
-_ATTEMPTS = 60
+_DRAWS = {2: (4, 400), 3: (3, 60)}
+"""For each strength the seed, and how often a row is filled up: of 25 seeds the rows of the first are the cheapest."""
 
 Row = dict[str, Any]
 
@@ -82,7 +83,8 @@ def rows(
 
     Of a feature that stands `alone` each value occurs, but not with each of every other one.
     """
-    draw, features = random.Random(strength), TABLES[table]
+    seed, attempts = _DRAWS[strength]
+    draw, features = random.Random(seed), TABLES[table]
     missing = [one for one in _tuples(features, strength) if not any(name in alone for name, _ in one)]
     missing += [((name, value),) for name in alone for value in features[name]]
     found: list[Row] = []
@@ -91,7 +93,7 @@ def rows(
         if wanted not in uncovered:
             continue
         fillings = [
-            row for row in (_filled(features, wanted, draw) for _ in range(_ATTEMPTS)) if is_legal(row, max_ranks)
+            row for row in (_filled(features, wanted, draw) for _ in range(attempts)) if is_legal(row, max_ranks)
         ]
         if not fillings:
             del uncovered[wanted]
@@ -193,7 +195,7 @@ def daily(cases: Iterable[Any], *, beside_products: bool = False) -> list[Any]:
     params = [_param_of(case) for case in cases]
     free = [index for index, param in enumerate(params) if not param.marks]
     words = {index: set(_words_of(params[index], beside_products)) for index in free}
-    chosen = fewest(words, {index: _layouts_in(params[index].values) for index in free})
+    chosen = fewest(words, {index: layouts_in(params[index].values) for index in free})
     return [
         param if param.marks or index in chosen else pytest.param(*param.values, id=param.id, marks=pytest.mark.nightly)
         for index, param in enumerate(params)
@@ -256,31 +258,53 @@ def needless(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """
     of_files: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if _layouts_in(_values_of(item).values()) and not any(map(item.get_closest_marker, ("nightly", "every_row"))):
+        if layouts_in(values_of(item).values()) and not any(map(item.get_closest_marker, ("nightly", "every_row"))):
             of_files.setdefault(item.nodeid.partition("::")[0], []).append(item)
     found: list[pytest.Item] = []
     for of_file in of_files.values():
-        words = {index: set(_words_in_file(item)) for index, item in enumerate(of_file)}
-        kept = set(fewest(words, {index: _layouts_in(_values_of(item).values()) for index, item in enumerate(of_file)}))
+        words = {index: {function_of(item), *cases_of(item), *settings_of(item)} for index, item in enumerate(of_file)}
+        kept = set(fewest(words, {index: layouts_in(values_of(item).values()) for index, item in enumerate(of_file)}))
         found += [item for index, item in enumerate(of_file) if index not in kept]
     return found
 
 
-def _values_of(item: pytest.Item) -> dict[str, Any]:
+def values_of(item: pytest.Item) -> dict[str, Any]:
+    """Return the values of a test's parameters by name."""
     return dict(item.callspec.params) if hasattr(item, "callspec") else {}
 
 
-def _words_in_file(item: pytest.Item) -> Iterator[Hashable]:
-    function, values = item.nodeid.partition("[")[0], _values_of(item)
-    yield function
-    several = len(_layouts_in(values.values())) > 1
-    for name, value in values.items():
-        layout = _layout_in(value)
-        if layout is None:
-            yield function, name, _hashable(value)
-            continue
-        for setting in _settings(layout):
-            yield (name if several else ""), *setting
+def function_of(item: pytest.Item) -> str:
+    """Return the name of a test's function, with its file."""
+    return item.nodeid.partition("[")[0]
+
+
+def cases_of(item: pytest.Item) -> list[tuple[tuple[str, str], Hashable]]:
+    """Return the values of a test that are no layouts, each behind its function and the name of its parameter."""
+    return [
+        ((function_of(item), name), _hashable(value))
+        for name, value in values_of(item).items()
+        if _layout_in(value) is None
+    ]
+
+
+def settings_of(item: pytest.Item) -> list[Hashable]:
+    """Return the settings of a test's layouts; of several layouts each behind the name of its parameter."""
+    layouts = {name: layout for name, value in values_of(item).items() if (layout := _layout_in(value)) is not None}
+    return [
+        (name if len(layouts) > 1 else "", *setting)
+        for name, layout in layouts.items()
+        for setting in _settings(layout)
+    ]
+
+
+def settings_beyond_products(item: pytest.Item) -> list[Hashable]:
+    """Return the settings of a test's layouts that no row of `test_products.py` has, by the name of the setting."""
+    layouts = layouts_in(values_of(item).values())
+    return [one for layout in layouts for one in _settings(layout) if not _is_of_products(layout, one[0])]
+
+
+def _is_of_products(layout: Layout, name: str) -> bool:
+    return getattr(layout, name) in FEATURES.get(name, ())
 
 
 def _param_of(case: Any) -> Any:
@@ -296,7 +320,7 @@ def _words_of(param: Any, beside_products: bool) -> Iterator[Hashable]:
             yield column, _hashable(value)
             continue
         for name, setting in _settings(layout):
-            if not (beside_products and getattr(layout, name) in FEATURES.get(name, ())):
+            if not (beside_products and _is_of_products(layout, name)):
                 yield column, name, setting
 
 
@@ -315,7 +339,8 @@ def _hashable(value: Any) -> Hashable:
     return value  # type: ignore[no-any-return]
 
 
-def _layouts_in(values: Iterable[Any]) -> list[Layout]:
+def layouts_in(values: Iterable[Any]) -> list[Layout]:
+    """Return the layouts among values, written as text or not."""
     return [layout for value in values if (layout := _layout_in(value)) is not None]
 
 

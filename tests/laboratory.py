@@ -139,11 +139,14 @@ def source_of(model: str, layout: Layout, job: Job, dataset: Callable[[], Any] |
     source = Source(perturbed(code.build), code.loss or loss_of(job), code.optimizer or optimizer_of(job), model)
     example = next(batches(dataset(), job)).samples([0])
     key = (model if code.is_cut else code.build, dataset, code.loss)
-    return replace(source, prepared=traced.prepared(key, source, job, example, layout, for_any=code.is_cut))
+    for_any = code.is_cut and model not in _uncut
+    return replace(source, prepared=traced.prepared(key, source, job, example, layout, for_any=for_any))
 
 
 _ahead: dict[tuple[str, str], None] = {}
 """Each model and layout that the tests of the session name together, until they are traced."""
+_uncut: set[str] = set()
+"""The models that they name with layouts of which none cuts tensors: to prove a plan would be a third of their traces."""
 
 
 def note_ahead(items: Iterable[pytest.Item]) -> None:
@@ -153,6 +156,8 @@ def note_ahead(items: Iterable[pytest.Item]) -> None:
         words = [value for value in given if isinstance(value, str)]
         layouts = [word for word in words if "=" in word]
         _ahead.update(dict.fromkeys(itertools.product((word for word in words if word in MODELS), layouts)))
+    cut = {model for model, layout in _ahead if "tp=" in layout}
+    _uncut.update({model for model, _ in _ahead} - cut)
 
 
 def trace_ahead() -> None:

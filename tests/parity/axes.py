@@ -195,7 +195,7 @@ class Hybrid(nn.Module):
 class Hybrids(Attentive):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Hybrid() for _ in range(4))
+        self.blocks = nn.ModuleList(Hybrid() for _ in range(2))
 
 
 class Squared(nn.Module):
@@ -225,7 +225,7 @@ class SquaredBlock(nn.Module):
 class SquaredModel(Attentive):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(SquaredBlock() for _ in range(4))
+        self.blocks = nn.ModuleList(SquaredBlock() for _ in range(2))
 
 
 class Neighbours(Mixing):

@@ -222,15 +222,17 @@ LEGAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def test_a_length_is_refused_however_it_is_used() -> None:
-    found = {name: refusal(code) for name, code in USES.items()}
-    assert [name for name, text in found.items() if not text] == []
-    expected = ("computes differently, or with other numbers", "counts the tokens of a slice", "some tokens of a slice")
-    assert [text for text in found.values() if not any(words in text for words in expected)] == []
+EXPECTED = ("computes differently, or with other numbers", "counts the tokens of a slice", "some tokens of a slice")
 
 
-def test_code_that_only_gives_shapes_by_its_length_is_not_refused() -> None:
-    assert {name: text for name, code in LEGAL.items() if (text := refusal(code))} == {}
+@pytest.mark.parametrize("name", USES)
+def test_a_length_is_refused_however_it_is_used(name: str) -> None:
+    assert any(words in refusal(USES[name]) for words in EXPECTED)
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_code_that_only_gives_shapes_by_its_length_is_not_refused(name: str) -> None:
+    assert refusal(LEGAL[name]) == ""
 
 
 BETWEEN = (

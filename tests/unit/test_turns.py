@@ -1,0 +1,94 @@
+"""Rows that take turns: four turns run each, and every turn runs each function and what no product of settings holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from samestep.layout import Layout
+from tests import covering, turns
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = ["dp=1", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2", "dp=2 loss_chunk=5"]
+
+
+class _Item:
+    """A test as pytest collects it, as far as `out_of_turn` looks at it."""
+
+    def __init__(
+        self, function: str, file: str = "parity/test_a.py", marks: tuple[str, ...] = (), **values: Any
+    ) -> None:
+        self.function, self.values, self.marks = function, values, marks
+        self.nodeid = f"tests/{file}::{function}" + (f"[{'-'.join(map(str, values.values()))}]" if values else "")
+        if values:
+            self.callspec = SimpleNamespace(params=values)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+def ran(items: list[_Item], number: int) -> list[_Item]:
+    """Return the tests that the turn of a number runs."""
+    waiting: list[Any] = turns.out_of_turn(items, number)  # type: ignore[arg-type]
+    return [item for item in items if item not in waiting]
+
+
+def _rows() -> list[_Item]:
+    coded = [_Item("coded", layout=LAYOUTS[number % 4], code=f"code {number}") for number in range(30)]
+    given = [_Item("given", name=name, is_exact=exact) for name in "abcdefgh" for exact in (True, False)]
+    return coded + given + [_Item("few", number=1), _Item("chunked", layout=LAYOUTS[4]), _Item("single")]
+
+
+def test_all_turns_run_every_row_and_each_its_share() -> None:
+    items = _rows()
+    of_turns = [ran(items, number) for number in range(turns.TURNS)]
+    assert {item.nodeid for one in of_turns for item in one} == {item.nodeid for item in items}
+    assert ran(items, 7) == of_turns[7 % turns.TURNS]
+    for one in of_turns:
+        assert 30 // turns.TURNS <= sum(item.function == "coded" for item in one) <= 30 // turns.TURNS + 1
+        assert 16 // turns.TURNS <= sum(item.function == "given" for item in one) <= 16 // turns.TURNS + 1
+
+
+@pytest.mark.parametrize("number", range(turns.TURNS))
+def test_every_turn_runs_each_function_each_of_few_values_and_each_setting_that_no_product_has(number: int) -> None:
+    kept = ran(_rows(), number)
+    assert {item.function for item in kept} == {"coded", "given", "few", "chunked", "single"}
+    assert {item.values["is_exact"] for item in kept if item.function == "given"} == {True, False}
+    assert any("loss_chunk" in item.values.get("layout", "") for item in kept)
+    assert "loss_chunk" not in covering.FEATURES, "the setting above is one that the products lack"
+
+
+def test_nightly_tests_take_no_turn_nor_do_those_that_run_in_every_one_nor_rows_of_other_files() -> None:
+    others = [_Item("fault", file="proof/test_faults.py", name=name) for name in "abcdef"]
+    marked = [_Item("fixed", marks=(mark,), name=name) for mark in ("every_turn", "nightly") for name in "abcdef"]
+    assert ran(others + marked, 0) == others + marked
+
+
+def test_what_products_are_for_holds_in_every_turn() -> None:
+    """A setting that the products have is held by them alone, so their rows may not wait."""
+    from tests.parity import test_products
+
+    function: Any = test_products.test_features_compose
+    assert {mark.name for mark in function.pytestmark} >= {"every_row", "every_turn"}
+    layouts = [Layout.parse(layout) for layout, _, _ in covering.rows(2, 4, alone=("model",))]
+    for name in ("zero", "recompute", "schedule", "tp", "pp", "cp", "ep"):
+        held = {getattr(layout, name) for layout in layouts}
+        assert held >= set(covering.FEATURES[name]), f"the products lack a value of {name}"
+
+
+@pytest.mark.parametrize("path", turns.DEAR)
+def test_what_takes_turns_is_there(path: str) -> None:
+    assert (ROOT / "tests" / path).exists()
+
+
+def test_planted_faults_reverted_mends_goldens_and_seams_run_in_every_turn() -> None:
+    every = ("seams", "golden", "docs", "proof/test_faults.py", "proof/test_reverted.py", "proof/test_reproductions.py")
+    assert not [path for path in turns.DEAR if path.startswith(every)]
+
+
+def test_the_makefile_gives_make_test_a_turn() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\ntest:")[2].partition("\n\n")[0]
+    assert "--turn=$(TURN)" in recipe
