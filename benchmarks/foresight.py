@@ -8,8 +8,8 @@ the programs of its stages, prices from the hardware profile, the clock, the mem
 
 Three tables, and what each may know:
     headline           the profiles and constants as they are shipped; nothing is fitted to the rows
-    cross-validated    six constants (CONSTANTS) start at values from before any fit; for each source they are fitted to
-                       all other sources, and then predict it: the honest figure for rows of a new source
+    cross-validated    six constants (CONSTANTS) of which nothing is known but a range; for each source they are fitted
+                       to all other sources, and then predict it: the honest figure for rows of a new source
     calibrated         a machine's profile refitted to five of a source's rows on one node, as `samestep calibrate` does, for
                        the other ones and for its rows on 64 devices and more (--calibrate)
 

@@ -13,7 +13,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
-| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
+| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits, and full where nothing does |
 | end of a repeated forward   | that of the block; before its last product in MosaicML, MaxText and torchtitan           |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |
@@ -25,7 +25,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
 | all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
-What software made of a machine is in `published_machines.py`. Mapped to the nearest thing: context parallelism (a sample
+What software made of a machine is in `published_machines.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
 is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that are dealt to the ranks of a tensor cut too
 (their rows travel among data ranks), an exchange beside the compute of another micro-batch (rows of the same job with and
 without differ by a few per cent: nothing hides).
@@ -41,6 +41,7 @@ from functools import lru_cache
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from published_experts import sent_rows, with_experts
 from published_machines import is_by_engine, is_late, machine_of
+from published_mixers import MIXERS, with_mixers
 from published_models import decoder_of, recipe_of
 
 from samestep.hardware import Hardware
@@ -154,6 +155,7 @@ def case_of(row: Row) -> Case:
         decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
         decoder = _on_a_rank(row, decoder, cp)
         model = _lean(row, spec(decoder, name))
+        model = with_mixers(model, decoder, MIXERS[name]) if name in MIXERS else model
     assert model is not None
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
@@ -477,6 +479,12 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
         return "none"  # the host keeps what would be computed again
     if not text and "FSDP2" in (row.get("schedule") or ""):
         return "selective"  # torchtitan's own default
+    if (
+        not text
+        and "maxtext" in joined(row, "source", "notes", "url_or_repo_path").lower()
+        and whole(row, "micro_batch")
+    ):
+        return ""  # XLA's compiler keeps what fits
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):
         return "none" if is_late(machine) or model.num_params < BILLION else "full"
     if "full" in text or (re.search(_REPEATED, text) and not re.search(_KEPT, text)):

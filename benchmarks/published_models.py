@@ -46,11 +46,11 @@ _NAMES = (
 _NEAR = {
     # Meta 2025: every second block has experts, one of 128 and one shared; another does the work of both without
     "llama4-maverick": replace(DECODERS["llama4-scout"], experts=128, dense_layers=24),
-    # NVIDIA 2025, arXiv:2504.03624, table 1: 54 Mamba-2 mixers, 10 attentions and 54 plain layers. A mixer works within
-    # chunks of 256 tokens; 256 heads of 64 and what they share are as large as its projections.
+    # NVIDIA 2025, arXiv:2504.03624, table 1: blocks of a Mamba-2 mixer and a plain layer, whose 256 heads of 64, with what
+    # their groups share, are as large as these projections; `published_mixers.py` makes them scan.
     "nemotron-h-56b": replace(
         DECODERS["nemotron4-340b"], layers=54, hidden=8192, heads=256, head_dim=64, kv_heads=160, intermediate=32768,
-        keys=256, vocab=131072, sequence=8192,
+        vocab=131072, sequence=8192,
     ),
 }  # fmt: skip
 """Models of several kinds of blocks, by one kind that does as much work; of a row's sizes they take the sequence."""

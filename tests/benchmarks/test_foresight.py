@@ -199,6 +199,21 @@ def test_memory_is_that_of_the_fullest_stage_though_it_is_an_inner_one(monkeypat
     assert forecast._peak(case, programs) == 9 + forecast.WORKSPACE_BYTES
 
 
+@pytest.mark.parametrize("name", ["MaxText config README", "Google tpu-recipes"])
+@pytest.mark.parametrize("model", ["Llama2-70B", "Llama3.1-8B"])
+def test_a_printed_microbatch_that_fits_in_no_other_way_is_recomputed_on_tpus(name: str, model: str) -> None:
+    """XLA's libraries are no Megatron-LM, which recomputes nothing from Hopper on: what a chip cannot hold was not held."""
+    cells = {
+        "model": model, "source": name, "url_or_repo_path": "training/README-MaxText.md", "gpu": "TPU v6e (Trillium)",
+        "n_gpus": 256, "n_layers": None, "hidden": None, "heads": None, "seq_len": 8192, "global_batch": 768,
+        "recompute": None,
+    }  # fmt: skip
+    assert "recompute=full" in forecast.predict(row(**cells, micro_batch=3)).layout
+    assert "recompute" not in forecast.predict(row(**cells, micro_batch=None)).layout
+    small = {"model": "GPT", "n_layers": 4, "hidden": 256, "heads": 4, "seq_len": 128}
+    assert "recompute" not in forecast.predict(row(**{**cells, **small}, micro_batch=3)).layout
+
+
 @pytest.mark.parametrize(
     "column", ["heads", "tp", "pp", "micro_batch", "global_batch", "recompute", "seq_len", "n_gpus"]
 )

@@ -1,0 +1,119 @@
+"""What is expected of the record's constants given rows, and the models that are put together for published rows."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import foresight_fits as fits  # noqa: E402
+import published  # noqa: E402
+import published_mixers  # noqa: E402
+from published_models import _NEAR  # noqa: E402
+
+from samestep.models.decoder_spec import spec  # noqa: E402
+
+PLAIN = {
+    "model": "GPT", "n_layers": "4", "hidden": "256", "heads": "4", "seq_len": "128", "gpu": "A100", "n_gpus": "8",
+    "precision": "BF16", "tp": "1", "pp": "1", "micro_batch": "1", "global_batch": "8", "recompute": "none",
+}  # fmt: skip
+SMALL = [{**PLAIN, "n_layers": str(layers)} for layers in (2, 4, 8)]  # whose launches take longer than their kernels
+LARGE = [{**PLAIN, "hidden": "8192", "heads": "64", "seq_len": "2048", "n_layers": str(layers)} for layers in (2, 3)]
+
+
+LEVELS = tuple(levels[len(levels) // 2] for levels in fits.CONSTANTS.values())
+
+
+def timed_at(setting: fits.Setting, sources: Sequence[str]) -> list[dict[str, str]]:
+    """Rows of these sources that took the seconds which these constants predict."""
+    rows = [{**cells, "file": "a", "source": "own", "metric_step_time_s": "1"} for cells in (*SMALL, *LARGE)]
+    found = [one for one in fits.prepare([("a", [row]) for row in rows]) if one]
+    timed = [
+        {**row, "metric_step_time_s": repr(math.exp(one.ratio(setting)))} for row, one in zip(rows, found, strict=True)
+    ]
+    return [{**row, "file": source} for source in sources for row in timed]
+
+
+@pytest.mark.parametrize("place", ["kernel_launch_s", "products"])
+@pytest.mark.parametrize("end", [min, max])
+def test_constants_move_to_what_the_other_sources_show(place: str, end: type) -> None:
+    names = [*fits.CONSTANTS]
+    index, shown = names.index(place), end(fits.CONSTANTS[place])
+    setting = (*LEVELS[:index], shown, *LEVELS[index + 1 :])
+    found = fits.Fits(fits.strata(timed_at(setting, "abc"), 10), 1)
+    try:
+        expected = dict(zip(names, found.expected(without="c"), strict=True))
+        assert abs(math.log(expected[place] / shown)) < 0.35 * abs(math.log(fits.MIDDLE[index] / shown))
+        for name, value in expected.items():
+            least, most = min(fits.CONSTANTS[name]), max(fits.CONSTANTS[name])
+            assert least * (1 - 1e-9) <= value <= most * (1 + 1e-9)
+        assert found.expected(without="a") == pytest.approx(found.expected(without="c")), "all sources show the same"
+    finally:
+        found.close()
+
+
+def test_without_other_sources_the_middle_of_the_levels_is_expected() -> None:
+    found = fits.Fits(fits.strata(timed_at(fits.MIDDLE, "a"), 10), 1)
+    try:
+        assert found.expected(without="a") == pytest.approx(fits.MIDDLE)
+    finally:
+        found.close()
+
+
+def test_what_two_constants_change_is_nearly_what_each_changes() -> None:
+    """All combinations of levels are weighed by what each constant changes alone."""
+    rows = timed_at(fits.MIDDLE, "a")
+    (first, *_), (second, *_) = fits.CONSTANTS["kernel_launch_s"], fits.CONSTANTS["products"]
+    products = [*fits.CONSTANTS].index("products")
+    for one in fits.prepare([("a", [row]) for row in rows]):
+        assert one
+        alone = [
+            one.ratio((first, *fits.MIDDLE[1:])),
+            one.ratio((*fits.MIDDLE[:products], second, *fits.MIDDLE[products + 1 :])),
+        ]
+        both = one.ratio((first, *fits.MIDDLE[1:products], second, *fits.MIDDLE[products + 1 :]))
+        assert both == pytest.approx(sum(alone), abs=0.02)
+
+
+def test_a_hybrid_model_scans_in_linear_time_and_attends_in_some_layers() -> None:
+    hybrid, mixers = _NEAR["nemotron-h-56b"], published_mixers.MIXERS["nemotron-h-56b"]
+    models = [
+        published_mixers.with_mixers(spec(one, "h"), one, mixers)
+        for one in (hybrid, replace(hybrid, sequence=2 * hybrid.sequence))
+    ]
+    assert 55.5e9 < models[0].num_params < 56.5e9, "arXiv:2504.03624 counts 56 billion"
+    assert [param.layer for param in models[0].params] == sorted(param.layer for param in models[0].params)
+    assert len({param.name for param in models[0].params}) == len(models[0].params)
+    scans, attentions = (
+        [sum(p.flops for layer in model.layers for p in layer.products if is_kind(p)) for model in models]
+        for is_kind in (lambda p: p.factors == "pair", lambda p: p.is_attention)
+    )
+    assert scans[1] == 2 * scans[0] > 0
+    assert attentions[1] == 4 * attentions[0] > 0
+    assert sum(any(p.is_attention for p in layer.products) for layer in models[0].layers) == mixers.attentions
+
+
+def test_states_of_a_scan_are_moved_and_cut() -> None:
+    cells = {
+        **PLAIN,
+        "model": "NEMOTRONH_56B",
+        "n_layers": "",
+        "hidden": "",
+        "heads": "",
+        "seq_len": "8192",
+        "gpu": "H100",
+    }
+    case = published.case_of({**cells, "tp": "8", "file": "own", "source": "own", "metric_step_time_s": "1"})
+    mixers = published_mixers.MIXERS["nemotron-h-56b"]
+    attending = spec(_NEAR["nemotron-h-56b"], "h").layers[1]
+    states = 8192 // mixers.chunk * mixers.width * mixers.state
+    block = case.model.layers[1]
+    assert block.moved_cut_elements - attending.moved_cut_elements > published_mixers.STATE_ELEMENTS * states
+    assert all(p.cut_by(8).flops * 8 == p.flops for p in block.products if p.factors == "pair")
