@@ -292,6 +292,40 @@ def a_fixed_point(net: Language, x: Tensor) -> Tensor:
     return z
 
 
+def _until_near(net: Language, x: Tensor, is_near: Callable[[Tensor], Any]) -> Tensor:
+    """Iterate all samples until `is_near` of how far they have moved."""
+    z = torch.zeros_like(x)
+    for _ in range(20):
+        z, before = torch.tanh(0.2 * net.mix(z) + x), z
+        if is_near((z - before).detach()):
+            break
+    return z
+
+
+def until_all_are_close(net: Language, x: Tensor) -> Tensor:
+    return _until_near(net, x, lambda moved: torch.allclose(moved, torch.zeros_like(moved), atol=1e-3))
+
+
+def until_all_are_near(net: Language, x: Tensor) -> Tensor:
+    return _until_near(net, x, lambda moved: (moved.abs() < 1e-3).all())
+
+
+def until_no_one_moves(net: Language, x: Tensor) -> Tensor:
+    return _until_near(net, x, lambda moved: not (moved.norm(dim=-1) > 1e-3).any())
+
+
+def until_not_one_moves(net: Language, x: Tensor) -> Tensor:
+    return _until_near(net, x, lambda moved: ~(moved.norm(dim=-1) > 1e-3).any())
+
+
+def until_zero_have_moved(net: Language, x: Tensor) -> Tensor:
+    return _until_near(net, x, lambda moved: (moved.abs() > 1e-3).sum() == 0)
+
+
+def until_the_number_is_zero(net: Language, x: Tensor) -> Tensor:
+    return _until_near(net, x, lambda moved: (moved.abs() > 1e-3).sum().item() == 0)
+
+
 def a_step_size(net: Language, x: Tensor) -> Tensor:
     size = 1.0
     while (size * torch.tanh(net.mix(x.detach()))).abs().amax() > 0.1:
@@ -321,12 +355,45 @@ def samples_until_all_are_done(net: Language, x: Tensor) -> Tensor:
     return x
 
 
+def _each_until_near(net: Language, x: Tensor, is_end: Callable[[Tensor], Any]) -> Tensor:
+    """Iterate each sample until it moves little, and all until `is_end` of those that move."""
+    z, moves = torch.zeros_like(x), torch.ones(len(x), 1, 1, dtype=torch.bool, device=x.device)
+    for _ in range(20):
+        new = torch.tanh(0.2 * net.mix(z) + x)
+        moves = moves & ((new - z).detach().abs().amax((1, 2), keepdim=True) > 1e-3)
+        z = torch.where(moves, new, z)
+        if is_end(moves):
+            break
+    return z
+
+
+def samples_until_no_one_moves(net: Language, x: Tensor) -> Tensor:
+    return _each_until_near(net, x, lambda moves: not moves.any())
+
+
+def samples_until_zero_move(net: Language, x: Tensor) -> Tensor:
+    return _each_until_near(net, x, lambda moves: moves.sum().item() == 0)
+
+
+def a_short_way_for_all(net: Language, x: Tensor) -> Tensor:
+    is_small = x.detach().abs() < 2.0
+    return net.mix(x) if is_small.all() else torch.where(is_small, net.mix(x), net.mix(x).clamp(max=9.0))
+
+
+def those_that_are_picked(net: Language, x: Tensor) -> Tensor:
+    x, picked = net.mix(x), x.detach().mean((1, 2)) > 1.0
+    return x.index_put((picked,), net.other(x[picked])) if picked.any() else x
+
+
 ACTING = {
     a_branch_near_a_value: "max", a_number_to_branch_on: "mean", a_fixed_point: "norm", a_step_size: "amax",
+    until_all_are_close: "allclose", until_all_are_near: "all", until_no_one_moves: "any", until_not_one_moves: "any",
+    until_zero_have_moved: "sum", until_the_number_is_zero: "sum",
 }  # fmt: skip
 TRIED = [
     an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each, a_weight_of_signs,
-    a_check_of_values, a_number_that_is_noted, samples_until_all_are_done,
+    a_check_of_values, a_number_that_is_noted, samples_until_all_are_done, samples_until_no_one_moves,
+    samples_until_zero_move, a_short_way_for_all, those_that_are_picked,
 ]  # fmt: skip
 FOUND = [a_count_of_samples]
 MIXING = {
@@ -358,7 +425,9 @@ REFUSED = [
     ),
     *(Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} .*{words}") for part, words in MIXING.items()),
     *(
-        Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*{words}\w*, and its code acts on the number")
+        Refused(
+            "dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*{words}\w*, and its code acts on the (number|answer)"
+        )
         for part, words in ACTING.items()
     ),
     *(

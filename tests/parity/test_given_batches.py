@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.datasets.values import tensors_of_arrays
-from samestep.errors import DataError
+from samestep.errors import DataError, LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from tests.pool import pool
@@ -377,20 +377,57 @@ RAGGED: dict[str, tuple[type[nn.Module], Callable[[Any], Any], Callable[[Any], T
 }
 
 
+class NormedNodes(OfGraphs):
+    """Divides by a statistic of the nodes of all graphs."""
+
+    def forward(self, data: Graph) -> Tensor:
+        return self.pooled(data.x / data.x.std(0), data.edges, data.graph, len(data.y))
+
+
+class AnsweredNodes(NormedNodes):
+    """Has an output for each node besides."""
+
+    def forward(self, data: Graph) -> Any:
+        hidden = self.first(data.x - data.x.mean(0))
+        return hidden.new_zeros(len(data.y), 8).index_add(0, data.graph, hidden)[:, :3], hidden
+
+
+class NormedDicts(OfDicts):
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        return super().forward(x / x.std(0), edges, graph)
+
+
+class NormedLists(OfLists):
+    def forward(self, images: list[Tensor]) -> Tensor:
+        size = torch.cat(images).std(0)
+        return super().forward([image / size for image in images])
+
+
+MIXED: dict[str, tuple[type[nn.Module], Callable[[Any], Any], Callable[[Any], Tensor]]] = {
+    "nodes": (NormedNodes, as_graph, lambda batch: batch.y),
+    "answers of nodes": (AnsweredNodes, as_graph, lambda batch: batch.y),
+    "nodes in a dict": (NormedDicts, as_dict, lambda batch: batch["labels"]),
+    "items of a list": (NormedLists, as_lists, lambda batch: torch.stack([one["label"] for one in batch[1]])),
+}
+"""Models in which the samples of what a `collate_fn` makes influence each other."""
+
+
 def _ragged_loss(kind: str) -> Callable[[Any, Any], tuple[Tensor, int]]:
-    return lambda outputs, batch: _loss(outputs, RAGGED[kind][2](batch))
+    return lambda outputs, batch: _loss(
+        outputs[0] if isinstance(outputs, tuple) else outputs, (RAGGED | MIXED)[kind][2](batch)
+    )
 
 
 def ragged_model(kind: str) -> nn.Module:
     torch.manual_seed(3)
-    return RAGGED[kind][0]()
+    return (RAGGED | MIXED)[kind][0]()
 
 
 def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:
     run = samestep.parallelize(
         lambda: ragged_model(kind), _ragged_loss(kind), lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB
     )  # fmt: skip
-    loader = torch.utils.data.DataLoader(Graphs(), batch_size=8, collate_fn=RAGGED[kind][1])
+    loader = torch.utils.data.DataLoader(Graphs(), batch_size=8, collate_fn=(RAGGED | MIXED)[kind][1])
     losses = [run.step(batch).loss for batch in samestep.batches(loader, JOB)]
     return losses, run.state_dict(on_every_rank=True)
 
@@ -414,3 +451,22 @@ def test_what_a_collate_fn_makes_of_any_kind_trains_as_in_a_plain_loop(kind: str
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def _said_of_mixed(rank: int, world: int, layout: str, kind: str) -> str:
+    with pytest.raises((UnprovenError, LayoutError)) as refused:
+        trained_on_ragged(rank, world, layout, kind)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2 zero=3 microbatch=1"])
+@pytest.mark.parametrize("kind", MIXED)
+def test_samples_that_influence_each_other_in_what_a_collate_fn_makes_are_named(kind: str, layout: str) -> None:
+    said = pool(Layout.parse(layout).world_size).run(_said_of_mixed, layout, kind)
+    assert len({*said}) == 1
+    assert re.search("samples of a batch influence each other by std|so samples influence each other", said[0])
+
+
+@pytest.mark.parametrize("kind", ["nodes", "items of a list"])
+def test_one_rank_with_the_whole_batch_trains_samples_that_influence_each_other(kind: str) -> None:
+    assert len(pool(1).run(trained_on_ragged, "dp=1", kind)[0][0]) == STEPS

@@ -285,3 +285,60 @@ def test_metrics_have_terms_and_values(tmp_path: Path, capsys: pytest.CaptureFix
     assert (scalars["terms/cls"], scalars["values/accuracy"]) == (0.5, 0.25)
     metrics.Screen(0, 1).show(report)
     assert "cls 0.5000  box nan  accuracy 0.2500" in capsys.readouterr().out
+
+
+class Weighing(nn.Module):
+    """Two heads, and their weights as an output that has as many numbers as a trace may have samples."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(64, 8), norm(8), nn.Linear(8, 5)
+        self.spread = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(self.norm(self.embed(input_ids).mean(1))), self.spread
+
+
+def _of_known_labels(outputs: tuple[Tensor, Tensor], batch: Any) -> Any:
+    """Two terms of the samples whose labels are known, which a trace cannot pick, weighed by what the model learns."""
+    logits, spread = outputs
+    first = batch["labels"][:, 0]
+    known = first % 2 == 0
+    return {
+        "class": ((-spread[0]).exp() * F.cross_entropy(logits[known], first[known] % 5, reduction="sum"), known.sum()),
+        "size": ((-spread[1]).exp() * logits[~known].square().sum(), (~known).sum()),
+        "spread": (spread.sum(), 1),
+    }
+
+
+def _of_real_outputs(outputs: tuple[Tensor, Tensor], batch: Any) -> Any:
+    """Terms that a trace does not find, since the loss fails on what is no output of the model."""
+    assert outputs[1].min() < 0, "weights as they begin"
+    return _of_known_labels(outputs, batch)
+
+
+def _weighed(norm: type[nn.Module], loss: Callable[..., Any], layout: str) -> list[float]:
+    torch.manual_seed(1)
+    job = job_of("float64", 2)
+    run = samestep.parallelize(Weighing(norm), loss, adam, layout=layout, job=job)
+    return [run.step(batch).loss for batch in samestep.batches(Tokens(), job)]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_terms_of_a_loss_that_picks_samples_are_found(norm: type[nn.Module]) -> None:
+    torch.manual_seed(1)
+    model = Weighing(norm).double()
+    optimizer, expected = adam([*model.parameters()]), []
+    for batch in samestep.batches(Tokens(), job_of("float64", 2)):
+        samples = batch.samples(batch.indices)
+        loss = sum(total / count for total, count in _of_known_labels(model(samples["input_ids"]), samples).values())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert _weighed(norm, _of_known_labels, "dp=1") == pytest.approx(expected, rel=1e-9)
+
+
+def test_terms_that_no_trace_has_found_are_refused_by_name() -> None:
+    with pytest.raises(JobError, match="the loss returned the term 'class', and none when the model was traced"):
+        _weighed(nn.LayerNorm, _of_real_outputs, "dp=1")

@@ -8,45 +8,72 @@ may still meet the same branch. So the forward is traced once more for each look
     seen.append(float(x.max()))         the same operations: noted, and nothing more
 
 A bound far from the number, as `x.max() > 1e4` of values near one, asks nothing either: the answer is that of all parts. A look at
-whole numbers, or at a yes or no of each sample (`lengths.max()`, `done.all()`, `torch.isnan(x).any()`), mostly concerns padding that
-is masked, samples that are done, or the experts that `topk` has chosen: that is tried on real batches, as all other looks are.
+whole numbers (`lengths.max()`) mostly concerns padding that is masked, or the experts that `topk` has chosen: that is tried on real
+batches, as all other looks are.
+
+A yes or no of all samples (`done.all()`, `moved.any()`, `torch.allclose(z, new)`, `moved.sum() == 0`) mostly ends a loop in which samples that are done stay as
+they are. Another sample that is not done lets the loop go on, so that look alone is answered otherwise, and the outputs say what it does:
+
+    z = torch.where(moved, new, z); if not moved.any(): break      the same outputs
+    z = new; if torch.allclose(z, old): break                      other ones: the code acts on it
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.trees import tree_flatten
 
+ValueOfTensor = Callable[[Tensor], Tensor | None]
 _aten = torch.ops.aten
 _MOST_LOOKS = 8
 """Looks of a forward that are answered otherwise, one forward or two for each."""
 _CHANGE = 16
 """By so many times its own size a number is changed, up and down: that of a part of a batch lies in between."""
+_ROUNDED = 0.75
+"""The power of a dtype's epsilon up to which outputs differ by roundings."""
 _SPARE = 1000
 """Operations more than twice those of the first forward, after which one with another answer counts as different."""
+
+
+class _Look(NamedTuple):
+    """A look at a number of all samples, or at a yes or no of them."""
+
+    text: str
+    """The operation that made it."""
+    others: tuple[Any, ...]
+    """The answers that other samples may give."""
+    is_of_each: bool = False
+    """Whether it follows from a yes or no of each sample, so that the forward's outputs must be the same with another answer."""
 
 
 class Decisions:
     """The looks of one forward at numbers of all samples, and the operations that it ran.
 
-    With `other`, the place of a look among them and a sign, that look is given another answer.
+    With `other`, the place of a look among them and the index of another answer, that look is given this one.
     """
 
     def __init__(self, other: tuple[int, int] | None = None, most: float = math.inf) -> None:
-        self.looks: list[tuple[str, bool]] = []
-        """The operation that made each number, as text, and whether code was told yes or no."""
+        self.looks: list[_Look] = []
         self.ran: list[Any] = []
+        self.outputs: list[Tensor | None] = []
+        """The values of the forward's floating outputs, None where they are not known."""
         self._other, self._most = other, most
         self._numbers: dict[int, int] = {}
         self._of_all: dict[int, str] = {}
         """The storages of numbers of all samples, with the operation that made them."""
+        self._of_each: dict[int, tuple[str, bool]] = {}
+        """The storages of a yes or no of all samples, with the operation that made them, and the answer that another sample may change."""
+        self._counts: dict[int, tuple[str, int]] = {}
+        """The storages of how many are yes, where none or all are, with the operation that made them, and what another sample may add."""
+        self._alike = set[int]()
+        """The storages of what is answered alike in all parts of a batch."""
 
     def follow(
         self, given: Iterable[tuple[int, Tensor, bool]], results: Iterable[tuple[int, bool]], text: str, *, asks: bool
@@ -63,6 +90,38 @@ class Decisions:
                 self._of_all[key] = source
             else:
                 self._of_all.pop(key, None)
+
+    def follow_answers(
+        self,
+        func: Any,
+        given: Sequence[tuple[int, Tensor]],
+        results: Iterable[tuple[int, Tensor, bool]],
+        text: str,
+        value_of: ValueOfTensor,
+        *,
+        asks: bool,
+    ) -> None:
+        """Follow the answers, yes or no, of an operation as `follow` follows numbers; each result stands with its tensor."""
+        packet, answers = func.overloadpacket, [key for key, one in given if one.dtype is torch.bool]
+        is_alike = not asks or (bool(answers) and self._alike.issuperset(answers))
+        before = [self._of_each[key] for key in answers if key in self._of_each]
+        counted = [self._counts[key] for key, _ in given if key in self._counts]
+        for key, result, is_mixed in results:
+            self._of_each.pop(key, None)
+            self._counts.pop(key, None)
+            self._alike.discard(key)
+            if is_alike and result.dtype is torch.bool:
+                self._alike.add(key)
+            elif not is_mixed or is_alike:
+                continue
+            elif packet is _aten.sum and answers and (added := _open_count(value_of(result), given[0][1].numel())):
+                self._counts[key] = text, added
+            elif result.dtype is torch.bool and before:
+                self._of_each[key] = (before[0][0], before[0][1] != (packet in _OPPOSITES))
+            elif packet in _OF_EACH:
+                self._of_each[key] = (text, _OF_EACH[packet])
+            elif packet in _COMPARISONS and counted and (value := value_of(result)) is not None and value.numel() == 1:
+                self._of_each[key] = (counted[0][0], bool(value))
 
     def number(self, key: int) -> int:
         """Return the number of a storage, by the order in which storages were first seen."""
@@ -84,17 +143,32 @@ class Decisions:
 
     def answer(self, key: int, outcome: Any) -> Any:
         """Return what code is answered that looks at a tensor with this storage."""
-        if not (text := self._of_all.get(key, "")):
-            return outcome
+        if text := self._of_all.get(key, ""):
+            others = [_opposite(outcome)] if _is_answer(outcome) else [_changed(outcome, sign) for sign in (1, -1)]
+            return self._answer(_Look(text, tuple(others)), outcome)
+        text, open_answer = self._of_each.get(key, ("", False))
+        if (
+            text
+            and _is_answer(outcome)
+            and (isinstance(outcome, bool) or outcome.numel() == 1)
+            and bool(outcome) is open_answer
+        ):
+            return self._answer(_Look(text, (_opposite(outcome),), is_of_each=True), outcome)
+        if key in self._counts:
+            text, added = self._counts[key]
+            return self._answer(_Look(text, (outcome + added,), is_of_each=True), outcome)
+        return outcome
+
+    def answer_about_rows(self, func: Any, outcome: Any, text: str) -> Any:
+        """Return what code is answered that compares tensors with a row for each sample."""
+        if func.overloadpacket in _OF_EACH and outcome is _OF_EACH[func.overloadpacket]:
+            return self._answer(_Look(text, (not outcome,), is_of_each=True), outcome)
+        return outcome
+
+    def _answer(self, look: _Look, outcome: Any) -> Any:
         place = len(self.looks)
-        self.looks.append((text, isinstance(outcome, bool)))
-        if self._other is None or self._other[0] != place:
-            return outcome
-        if isinstance(outcome, bool):
-            return not outcome
-        if isinstance(outcome, Tensor) and outcome.dtype is torch.bool:
-            return ~outcome
-        return _changed(outcome, self._other[1])
+        self.looks.append(look)
+        return look.others[self._other[1]] if self._other is not None and self._other[0] == place else outcome
 
 
 def act_on(first: Decisions, again: Callable[[Decisions], None]) -> str:
@@ -103,14 +177,26 @@ def act_on(first: Decisions, again: Callable[[Decisions], None]) -> str:
     `first` is what a forward has noted, and `again` runs the same one.
     """
     most = 2 * len(first.ran) + _SPARE
-    for place, (text, is_yes_or_no) in enumerate(first.looks[:_MOST_LOOKS]):
-        for sign in (1,) if is_yes_or_no else (1, -1):
-            other = Decisions((place, sign), most)
+    for place, look in enumerate(first.looks[:_MOST_LOOKS]):
+        for index in range(len(look.others)):
+            other = Decisions((place, index), most)
             with suppress(Exception):  # of the user's own code: a check, which ends the forward
                 _run(again, other)
-                if other.ran != first.ran and _repeats(first, again):
-                    return text
+                is_other = _are_other(first.outputs, other.outputs) if look.is_of_each else other.ran != first.ran
+                if is_other and _repeats(first, again):
+                    return look.text
     return ""
+
+
+def _are_other(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
+    """Return whether outputs are other numbers, by more than roundings; false where they cannot be compared."""
+    for one, other in zip(first, second, strict=True) if len(first) == len(second) else ():
+        if one is None or other is None or one.shape != other.shape or not bool(other.isfinite().all()):
+            return False
+        allowed = torch.finfo(one.dtype).eps ** _ROUNDED * max(float(one.abs().max()), 1e-6) if one.numel() else 0.0
+        if one.numel() and float((one - other).abs().max()) > allowed:
+            return True
+    return False
 
 
 def _run(again: Callable[[Decisions], None], other: Decisions) -> None:
@@ -125,7 +211,7 @@ def _repeats(first: Decisions, again: Callable[[Decisions], None]) -> bool:
     return same.ran == first.ran
 
 
-def asks_of_parts(func: Any, args: tuple[Any, ...], value_of: Callable[[Tensor], Tensor | None]) -> bool:
+def asks_of_parts(func: Any, args: tuple[Any, ...], value_of: ValueOfTensor) -> bool:
     """Return whether a comparison may be answered otherwise in a part of a batch; true of all other operations.
 
     `isfinite` and `isnan` are made of comparisons with infinity and of a number with itself, and a bound may be far from the number.
@@ -143,11 +229,30 @@ def asks_of_parts(func: Any, args: tuple[Any, ...], value_of: Callable[[Tensor],
     return not all(bool((answer == answers[0]).all()) for answer in answers)
 
 
+def _is_answer(outcome: Any) -> bool:
+    """Return whether what code is told is a yes or no."""
+    return isinstance(outcome, bool) or (isinstance(outcome, Tensor) and outcome.dtype is torch.bool)
+
+
+def _opposite(answer: Any) -> Any:
+    return not answer if isinstance(answer, bool) else ~answer
+
+
+def _open_count(value: Tensor | None, of: int) -> int:
+    """Return what another sample may add to the number of those that are yes, or no where none is left: 0 where some are either."""
+    if value is None or value.numel() != 1:
+        return 0
+    return {0: 1, of: -1}.get(int(value), 0)
+
+
 def _changed(number: Any, sign: int) -> Any:
     """Return a number, or the numbers of a tensor, changed up or down."""
     return number + sign * (abs(number) + 1 if isinstance(number, int) else _CHANGE * abs(number))
 
 
+_OF_EACH = {_aten.all: True, _aten.any: False, _aten.allclose: True, _aten.equal: True}
+"""Operations that answer yes or no for all samples, each with the answer that one further sample may change."""
+_OPPOSITES = (_aten.logical_not, _aten.bitwise_not)
 _COMPARISONS = (_aten.gt, _aten.lt, _aten.ge, _aten.le, _aten.eq, _aten.ne)
 
 

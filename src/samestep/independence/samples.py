@@ -14,7 +14,7 @@ and the operation. What is not clear is listed to be tried on the run's first ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -101,6 +101,7 @@ def examine(
         ):
             found = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
         watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(found)])
+        watch.take_outputs(found)
         return found, groups_of(calls)
 
     def run_again(decisions: Decisions) -> None:
@@ -159,8 +160,23 @@ class _SampleProver(Prover):
         self.otherwise_called: set[str] = set()
         """Modules that call batch norm on what does not have the samples along its first dimension."""
         self._batch: Any = None
+        self._at_end = self.values
+        """The values that are known at the end of the forward."""
         self.loss_values: tuple[BatchValueCall, ...] = ()
         self._read: set[int] | None = None
+
+    @contextmanager
+    def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
+        """Keep what is known in the forward until its outputs are taken."""
+        with super().knowing(module, value_of):
+            yield
+            self._at_end = self.values
+
+    def take_outputs(self, outputs: Any) -> None:
+        """Note the values of the forward's outputs, as far as they are known."""
+        known, self._at_end = self._at_end, self.values
+        floating = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
+        self.decisions.outputs = [known.of(tensor) if known.knows(tensor) else None for tensor in floating]
 
     def given(self, batch: Any) -> Any:
         """Return the batch of the forward; each of its tensors has a row for each sample."""
@@ -294,7 +310,13 @@ class _SampleProver(Prover):
             self.decisions.run(func, args, kwargs or {}, results, self.key)
         elif len(given) == 1:
             return self.decisions.answer(self.key(given[0]), outcome)
+        elif any(isinstance(self.known.of(one), Along) for one in given):
+            return self.decisions.answer_about_rows(func, outcome, self._decided_by(func, "answer"))
         return outcome
+
+    def _decided_by(self, func: Any, what: str) -> str:
+        """Return what to say of code that acts on a number, or an answer, for all samples."""
+        return f"{self.where} by {func.overloadpacket.__name__}, and its code acts on the {what} for all of them"
 
     def judge(self, outputs: Iterable[Tensor]) -> tuple[str, list[str]]:
         """Return why an output of a sample depends on other samples, if one does, and which operations leave it open."""
@@ -322,12 +344,17 @@ class _SampleProver(Prover):
         if not self.values.keeps_all:
             return
         given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        asks = asks_of_parts(func, args, self.value_of)
+        read = [(self.key(one), one) for one in given]
+        mixed = [(self.key(one), one, isinstance(self.known.of(one), Mixed)) for one in results]
         self.decisions.follow(
-            [(self.key(one), one, isinstance(self.known.of(one), Along)) for one in given],
-            [(self.key(one), isinstance(self.known.of(one), Mixed) and not _is_place(func, one)) for one in results],
-            f"{self.where} by {func.overloadpacket.__name__}, and its code acts on the number for all of them",
-            asks=asks_of_parts(func, args, self.value_of),
+            [(key, one, isinstance(self.known.of(one), Along)) for key, one in read],
+            [(key, is_mixed and not _is_place(func, one)) for key, one, is_mixed in mixed],
+            self._decided_by(func, "number"),
+            asks=asks,
         )
+        text = self._decided_by(func, "answer")
+        self.decisions.follow_answers(func, read, mixed, text, self.value_of, asks=asks)
 
 
 def _is_place(func: Any, result: Tensor) -> bool:

@@ -92,8 +92,11 @@ def nodes_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> set[Node]:
     return nodes_of(roots_of_loss(outputs, sample, loss)[0])
 
 
-def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> tuple[list[Tensor], LossNames]:
-    """Return the loss, or if it cannot run on meta all outputs that take a gradient, and the names of what it returns."""
+def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None, num_samples: int = 1) -> tuple[list[Tensor], LossNames]:
+    """Return the loss, or if it cannot run on meta all outputs that take a gradient, and the names of what it returns.
+
+    The outputs are those of `num_samples` copies of the sample.
+    """
     roots = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
     if loss is None or not roots:
         return roots, LossNames()
@@ -102,27 +105,25 @@ def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> tuple[list[Te
             batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
             found = loss_result(loss(outputs, batch))
     except Exception:  # a loss that looks at values, or has no meta kernel
-        return roots, _names_by_values(outputs, sample, loss)
+        return roots, _names_by_values(outputs, sample, loss, num_samples)
     return ([found.sums] if found.sums.requires_grad else roots), found.names
 
 
-def _names_by_values(outputs: Any, sample: Any, loss: Loss) -> LossNames:
-    """Return the names of what a loss returns that cannot run on meta, from a run on drawn outputs; none where it fails.
-
-    The sample has values, and may be one where the outputs are of two copies.
+def _names_by_values(outputs: Any, sample: Any, loss: Loss, num_samples: int) -> LossNames:
+    """Return the names of what a loss returns that cannot run on meta, from a run on drawn outputs of `num_samples` copies of the sample;
+    none where it fails.
     """
     drawn = torch.Generator().manual_seed(0)
-    length = next((len(leaf) for leaf in tensors_in(sample) if leaf.dim()), 1)
 
     def value(leaf: Tensor) -> Tensor:
-        shape = (length, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == 2 else leaf.shape
         if leaf.is_floating_point():
-            return torch.rand(shape, generator=drawn, dtype=leaf.dtype)
-        return torch.zeros(shape, dtype=leaf.dtype)
+            return torch.rand(leaf.shape, generator=drawn, dtype=leaf.dtype)
+        return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
     try:
         with torch.no_grad(), preserve_function(loss):
-            return loss_result(loss(map_tensors(outputs, value), sample)).names
+            copies = tree_map_only(Tensor, lambda one: torch.cat([one] * num_samples) if one.dim() else one, sample)
+            return loss_result(loss(map_tensors(outputs, value), copies)).names
     except Exception:  # of the user's own code, which may raise anything
         return LossNames()
 

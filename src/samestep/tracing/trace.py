@@ -141,7 +141,7 @@ def _spec_of(
     """Return the spec of a module from its traced forward; `places` are its lists of blocks, what was opened, and named stages."""
     containers, opened, stages = places
     num_samples = samples_traced(module)
-    roots, names = roots_of_loss(outputs, sample, loss)
+    roots, names = roots_of_loss(outputs, sample, loss, num_samples)
     watch.places.reach(roots)
     has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)

@@ -83,9 +83,16 @@ class OwnSamples:
 class OneTerm(OwnSamples):
     """The loss of one term, whose count a step divides by at its end."""
 
+    def __init__(self, names: LossNames) -> None:
+        self._names = names
+
     def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
-        """Return the sum and the count of the only term."""
-        return found.only
+        """Return the sum and the count of the only term.
+
+        Raises:
+            JobError: the loss has returned several, of which the trace has seen none.
+        """
+        return found.only if len(found.terms) == 1 else found.checked(self._names).only
 
 
 class OfModel(OwnSamples):
@@ -114,7 +121,7 @@ def sums_of(loss: Loss, program: Program, mesh: Mesh, names: LossNames | None = 
         return OfModel(loss)
     traced, layout = program.step.model.loss_names, program.step.layout
     if len((names or traced).terms) < 2:
-        return OneTerm()
+        return OneTerm(names or traced)
     axis = axis_of(program.step)
     if names is None:
         return SeveralTerms(loss, traced, mesh.groups[axis] if axis else None, layout.cp)

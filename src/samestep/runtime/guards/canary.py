@@ -20,7 +20,8 @@ The trial of padding: two samples of different sizes, padded to one, must have t
 
     (sum, count) of [long, short padded]    =    (sum, count) of [long]  +  (sum, count) of [short]
 
-The size to which a sample is padded is that of the longest one that is read with it, which a layout changes.
+The size to which a sample is padded is that of the longest one that is read with it, which a layout changes. So are any two samples
+tried where none can be taken out of what the forward is given, as out of graphs that a `collate_fn` has put together.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ def pair_of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]]
     return np.array([large, small], dtype=np.int64)
 
 
-def padding_refusal(
+def pair_refusal(
     pair: Indices, loss_of: LossOf, largest: Callable[[float], float], rounding: float, *, is_idle: bool
-) -> str:
-    """Return why the loss of a pair of samples is not the sum of theirs alone; empty if it is, up to roundings.
+) -> float:
+    """Return by how much the loss of a pair of samples is not the sum of theirs alone; 0 if it is, up to roundings.
 
     Collective over the world: every rank calls it, and one that has no such pair runs as many forwards (`is_idle`); if one does
     not, the others wait until the time limit. `largest` returns the largest of all ranks' values; `rounding` is that of the dtype.
@@ -99,19 +100,22 @@ def padding_refusal(
     alone = None if one is None or other is None else one + other
     deviation = largest(0.0 if is_idle or both is None or alone is None else relative_deviation(both, alone))
     if deviation <= allowance(rounding):
-        return ""
+        return 0.0
     shaken = [loss_of(pair, (rounding, seed)) for seed in range(NUM_PERTURBED)]
     measured = [relative_deviation(both, loss) for loss in shaken if both is not None and loss is not None]
-    if deviation <= allowance(rounding, largest(max(measured, default=0.0))):
-        return ""
-    return (
-        f"samples {pair[0]} and {pair[1]} have different sizes, and padded to one size their loss and count differ by "
-        f"{deviation:.1e} from the sum of theirs alone: what they are padded with counts, and how long a sample is padded "
-        "depends on the samples that are read with it, which a layout changes; a forward and a loss that mask the padding "
-        "work, samples of one size, and one rank with the whole batch as its micro-batch"
-    )
+    return deviation if deviation > allowance(rounding, largest(max(measured, default=0.0))) else 0.0
 
 
+_PADDED = (
+    "samples {0} and {1} have different sizes, and padded to one size their loss and count differ by {2:.1e} from the sum of "
+    "theirs alone: what they are padded with counts, and how long a sample is padded depends on the samples that are read with it, "
+    "which a layout changes; a forward and a loss that mask the padding work, samples of one size, and one rank with the whole batch as "
+    "its micro-batch"
+)
+_TOGETHER = (
+    "the loss and count of samples {0} and {1} together differ by {2:.1e} from the sum of theirs alone, so samples influence each "
+    "other; one device with the whole batch at once works"
+)
 _WRITES = (
     "the forward writes into weights, and the micro-batches of a step run it several times: the whole batch in one forward "
     "works (dp=1 without microbatch); so does to write none"
@@ -277,17 +281,21 @@ class WatchedStep(StepObserver):
 
     # -- samples of different sizes ----------------------------------------------------------------
 
-    def _padding(self, rounding: float) -> Finding | None:
-        """Hold the loss of two samples of different sizes, padded to one, against the sum of theirs alone."""
-        if not (self._canary.is_split and self._canary.alone) or self._canary.routed:
+    def _pair(self, rounding: float) -> Finding | None:
+        """Hold the loss of two samples read together against the sum of theirs alone: of two of different sizes, padded to one, or of any
+        two, where none can be taken out of those that are read together.
+        """
+        if not self._canary.is_split or self._assembly.model.spec.couples_samples or self._canary.routed:
             return None
-        everything = self._batch.shares(0, 1, 1)[0]
-        pair = pair_of_two_sizes((self._indices, everything), self._again.shapes)
+        everything, words = self._batch.shares(0, 1, 1)[0], _PADDED
+        pair = pair_of_two_sizes((self._indices, everything), self._again.shapes) if self._canary.alone else None
+        if pair is None and (not self._canary.alone or len(self._with_companion()) == 1):
+            pair, words = next((some[:2] for some in (self._indices, everything) if len(some) > 1), None), _TOGETHER
         if not self._again.largest(float(pair is not None)):
             return None
-        sizes = self._indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
-        why = padding_refusal(sizes, self._loss_of, self._again.largest, rounding, is_idle=pair is None)
-        return Finding("samples", why) if why else None
+        tried = self._indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
+        deviation = pair_refusal(tried, self._loss_of, self._again.largest, rounding, is_idle=pair is None)
+        return Finding("samples", words.format(tried[0], tried[1], deviation)) if deviation else None
 
     def _loss_of(self, indices: Indices, nudge: Nudge | None) -> Tensor | None:
         """Return the sum and count of the loss of samples that are read together; None on other stages, or if it fails."""
@@ -334,12 +342,14 @@ class WatchedStep(StepObserver):
         ):  # which could not be put back
             return Finding("state", _WRITES) if self._assembly.parallel.program.step.num_microbatches > 1 else None
         rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
-        if finding := self._padding(rounding):
+        if finding := self._pair(rounding):
             return finding
         first = self._forward(self._canary.alone)
         deviation = self._again.largest(self._deviation(first))
         if math.isinf(deviation) and self._canary.alone:
             self._canary.alone = False  # a forward that takes no sample by itself
+            if finding := self._pair(rounding):
+                return finding
             first = self._forward(False)
             deviation = self._again.largest(self._deviation(first))
         # Kernels of a GPU may add up in another order each time; those of a CPU do not.
@@ -386,8 +396,7 @@ class WatchedStep(StepObserver):
         indices = self._with_companion() if alone else self._indices
         samples = self._again.read(indices)
         if alone and count > 1:
-            leaves = [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
-            if any(leaf.shape[:1] != (len(indices),) for leaf in leaves):
+            if not all(_has_rows(leaf, len(indices)) for leaf in tree_leaves(samples)):
                 return []
             samples = tree_map_only(Tensor, lambda leaf: leaf[self._row : self._row + 1], samples)
             indices = indices[self._row : self._row + 1]
@@ -448,6 +457,13 @@ class WatchedStep(StepObserver):
                 self._canary.dims[index] = dim  # the next step under watch keeps these rows
                 found.append(0.0)
         return max(found, default=math.inf)
+
+
+def _has_rows(leaf: Any, count: int) -> bool:
+    """Return whether a sample's part of a value of `count` samples is known: its row, or a number or word that belongs to each."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape[:1] == (count,)
+    return leaf is None or isinstance(leaf, int | float | complex | str | bytes)
 
 
 def _inputs_with_rows(args: Any, kwargs: Any, count: int) -> list[Tensor]:
