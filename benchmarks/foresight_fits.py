@@ -29,6 +29,9 @@ ten rows of MaxText on chips of 32 GB that recompute all     -8 of Google's reci
                                                              sources: +0.6 in the middle. Both are in since, the mean for that reason
 a level as probable as 1 / error^n of n sources, not rows    +1.2 in the middle, +0.9 on average: constants stay near the middle of their
                                                              levels, launches at 32 us
+all combinations of levels, and the best of them             +0.9 in the middle, +0.3 on average
+Transformer Engine's slower host in all rows, not in         Bridge +0.3, DGX Cloud -0.6, and the one mixture of the model zoo, 25 % too
+checked ones alone                                           slow, 58 %: GPT-OSS, 24 % too fast in Bridge, is not bound by launches
 
 What the errors by source and machine showed to be missing, and is in the model since:
 

@@ -199,7 +199,7 @@ def test_memory_is_that_of_the_fullest_stage_though_it_is_an_inner_one(monkeypat
     assert forecast._peak(case, programs) == 9 + forecast.WORKSPACE_BYTES
 
 
-@pytest.mark.parametrize("name", ["MaxText config README", "Google tpu-recipes"])
+@pytest.mark.parametrize("name", ["MaxText config README", "Google tpu-recipes (MaxText)"])
 @pytest.mark.parametrize("model", ["Llama2-70B", "Llama3.1-8B"])
 def test_a_printed_microbatch_that_fits_in_no_other_way_is_recomputed_on_tpus(name: str, model: str) -> None:
     """XLA's libraries are no Megatron-LM, which recomputes nothing from Hopper on: what a chip cannot hold was not held."""
