@@ -56,7 +56,8 @@ def test_no_sample_takes_less_than_the_least_of_a_sample_in_any_micro_batch(data
     degrees = data.draw(st.sampled_from(every))
     assume(refusal_of(StepSpec.of(model, given_job, degrees, hardware.devices_per_node)) is None)
     prices = Prices(model, given_job, hardware)
-    for step in in_chunks(model, given_job, degrees, hardware):
+    again = data.draw(st.sampled_from(candidates.recomputations(model)))
+    for step in in_chunks(model, given_job, degrees.but(recompute=again), hardware):
         least = prices.sample_seconds(step)
         samples = data.draw(st.integers(1, given_job.train.global_batch))
         for one, took in zip(least, prices.seconds(step.but(samples=samples)), strict=True):

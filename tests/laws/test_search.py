@@ -110,15 +110,21 @@ def test_a_bound_is_never_above_what_it_bounds(
     assume(refusal_of(StepSpec.of(model, given_job, layout, hardware.devices_per_node)) is None)
     played = predict(model, given_job, layout, hardware)
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-    least_bytes, least_s = needs.least_bytes(step), bounds.least_s(in_chunks(model, given_job, layout, hardware))
+    least_s = bounds.least_s(in_chunks(model, given_job, layout, hardware))
     degrees = Layout().but(**{name: getattr(layout, name) for name in _DEGREES}, dp_replicate=layout.dp)
     shorter = candidates.shortest_ring(degrees, model, hardware.devices_per_node)
     degrees_s = max(
-        bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware), one)
+        bounds.degrees_s(
+            degrees.but(recompute=again),
+            lambda one: in_chunks(model, given_job, one, hardware),
+            one.but(recompute=again),
+        )
         for one in (degrees, shorter)
+        for again in ("none", layout.recompute)
     )
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
+    least_bytes = needs.first_stage_bytes(group)
     group_bytes, split_need = needs.group_bytes(group), needs.split_need(group, needs.stages(group), layout).total
     chunked = in_chunks(model, given_job, base, hardware)
     # What computes less again bounds what computes more again.

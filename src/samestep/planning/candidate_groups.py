@@ -109,7 +109,10 @@ class WholeGroup(NamedTuple):
     thinned: ThinnedList
     degrees: Layout
     sized: Layout | None = None
-    """The degrees with their micro-batch; None for layouts of every micro-batch."""
+    """The degrees with their micro-batch, and what is computed again at least of a layout that fits; None for layouts of every
+    micro-batch."""
+    is_priced: bool = False
+    """Whether their bound is that of their micro-batch."""
 
     def parts(self) -> Iterator[CandidateGroup]:
         """Yield their groups that differ only in the words of the data axis."""

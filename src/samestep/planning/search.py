@@ -4,7 +4,8 @@ Three tiers, so that millions of layouts take a few seconds:
 
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
                 first the time of all layouts with these degrees (around a long ring, of a shorter one), then both for each micro-batch,
-                then for all ways to split the data axis, then for each by its states alone, then for each
+                then for each schedule, then for all ways to split the data axis, then for each by its states alone, then for each;
+                a time is that of the quickest recomputation of which the memory is not known to be too large
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
 
@@ -46,6 +47,7 @@ from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
 from samestep.planning.other_numerics import Saving
 from samestep.planning.rejections import Fallen, Rejection, at_least, nearest_to_fitting, whole_batch
+from samestep.planning.schedule_rules import ScheduleRules
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, labels, memory_of, predict_programs
@@ -56,9 +58,11 @@ MOST_PLAYED = 200
 
 
 class _Schedule(NamedTuple):
-    """Groups of a family that have the same schedule."""
+    """Groups of a family that have the same schedule, of which the rules may refuse some splits of the data axis."""
 
     groups: tuple[CandidateGroup, ...]
+    family: Layout
+    """Their degrees and their schedule."""
 
 
 class _Chain(NamedTuple):
@@ -81,7 +85,7 @@ _Open = WholeGroup | _LongRing | _Schedule | _Chain | Layout
 """Entries of the search's queue, which is ordered by bounds."""
 
 
-def _schedule_of(words: Mapping[str, Any]) -> Schedule:
+def _schedule_of(words: Mapping[str, Any]) -> tuple[str, int]:
     return words["schedule"], words.get("virtual_stages", 1)
 
 
@@ -151,13 +155,6 @@ class Plan:
         return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.layouts())
 
 
-Schedule = tuple[str, int]
-"""A schedule and its number of virtual stages."""
-_Rules = Mapping[tuple[Schedule, bool], Mapping[str | None, tuple[Split, ...]]]
-"""Splits for each schedule, and for whether the micro-batch is a rank's whole share, by the reason for which they are refused; None for
-legal ones."""
-
-
 class _Search:
     """A best-first search for the fastest layouts that fit."""
 
@@ -169,7 +166,8 @@ class _Search:
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
         self.thinned = ThinnedList(model, job, hardware)
-        self._known_rules: dict[Layout, _Rules] = {}
+        self.rules = ScheduleRules(self.builder, self.thinned)
+        self._recomputations = candidates.recomputations(model)
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self._too_large: dict[tuple[Layout, object], tuple[str, float]] = {}
@@ -211,50 +209,48 @@ class _Search:
         """Return the step with each choice of chunks, the first with none."""
         return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
 
-    def _open_sized(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
-        """Bound all layouts with these degrees and this micro-batch."""
-        group, steps = group._replace(sized=sized), self._in_chunks(sized)
-        if self._fits(self._least_bytes(steps), sized, group):
-            self._put(max(bound_s, self.bounds.least_s(steps)), group)
+    def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound all layouts with these degrees and each micro-batch by the quickest recomputation that may leave room."""
+        for sized in self.thinned.sizes(group.degrees):
+            steps = self._under(self.rules.schedules(group.degrees), self._in_chunks(sized))
+            recompute, least_bytes = self.needs.quickest(steps, self._recomputations, self._room_bytes)
+            part = group._replace(sized=sized.but(recompute=recompute))
+            if self._fits(least_bytes, sized, part):
+                least_s = self.bounds.degrees_s(group.degrees.but(recompute=recompute), self._in_chunks)
+                self._put(max(bound_s, least_s), part)
+
+    def _under(self, schedules: Sequence[Layout], steps: Sequence[StepSpec]) -> list[StepSpec]:
+        """Return the steps that differ in chunks under each schedule, without those whose first stage is that of another."""
+        if steps[0].layout.pp > 1:  # the head, which chunks of the loss cut, is in another stage
+            steps = list({(step.layout.mlp_chunk, self.prices.cut(step).flops): step for step in steps}.values())
+        words = [{"schedule": one.schedule, "virtual_stages": one.virtual_stages} for one in schedules]
+        return [step.but(layout=step.layout.but(**one)) for step in steps for one in words]
+
+    def _price(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch by the seconds of their micro-batches."""
+        bound_s = max(bound_s, self.bounds.least_s(self._in_chunks(sized)))
+        self._put(bound_s, group._replace(is_priced=True))
 
     def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
         """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
-        sized = group.sized or group.degrees
-        rules, is_whole = self._rules(group.degrees), sized.microbatch is None
-        for schedule, words in itertools.groupby(self.thinned.variants(sized), _schedule_of):
-            every = tuple(words)
-            for reason, splits in rules[schedule, is_whole].items():
-                groups = tuple(CandidateGroup(sized, one, splits) for one in every)
-                if reason is None:
-                    self._open_schedule(groups, bound_s)
-                else:
-                    self.fallen.append(Fallen(groups, "refused", reason))
+        sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
+        splits = self.thinned.splits(group.degrees, sized.microbatch)
+        for (schedule, virtual_stages), words in itertools.groupby(self.thinned.variants(sized), _schedule_of):
+            family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
+            what = _Schedule(tuple(CandidateGroup(sized, one, splits) for one in words), family)
+            if family in legal:
+                self._open_schedule(what, sized, bound_s)
+            else:
+                self._allowed(what)
 
-    def _rules(self, degrees: Layout) -> _Rules:
-        """Ask the strategies about every split of the data axis and every schedule, since refusals seldom depend on other words."""
-        if degrees not in self._known_rules:
-            self._known_rules[degrees] = self._asked(degrees)
-        return self._known_rules[degrees]
-
-    def _asked(self, degrees: Layout) -> _Rules:
-        found: dict[tuple[Schedule, bool], dict[str | None, list[Split]]] = {}
-        schedules = tuple(candidates.vary_schedules(degrees, self.model))
-        allowed: set[tuple[object, ...]] = set()
-        for plain in candidates.splits(degrees):
-            refused = refusal_of(self.builder.step(plain))
-            for split in self.thinned.reductions(plain):
-                for one in schedules:
-                    # Where one split of a kind is allowed, the others are taken to be: each layout is asked about before it is played.
-                    kind = one.schedule, one.virtual_stages, split.zero, split.accumulate, split.reduce
-                    reason = refused
-                    if refused is None and kind not in allowed:
-                        reason = refusal_of(self.builder.step(one.but(**split._asdict())))
-                        if reason is None:
-                            allowed.add(kind)
-                    for is_whole in (False, True) if split.accumulate == "sharded" else (False,):
-                        reasons = found.setdefault(((one.schedule, one.virtual_stages), is_whole), {})
-                        reasons.setdefault(reason, []).append(split)
-        return {key: {reason: tuple(some) for reason, some in reasons.items()} for key, reasons in found.items()}
+    def _allowed(self, what: _Schedule) -> tuple[CandidateGroup, ...]:
+        """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
+        of_reason = self.rules.by_reason(what.family, what.groups[0].splits)
+        legal = of_reason.pop(None, ())
+        for reason, some in of_reason.items():
+            groups = tuple(group._replace(splits=some) for group in what.groups)
+            self.fallen.append(Fallen(groups, "refused", str(reason)))
+        return tuple(group._replace(splits=legal) for group in what.groups) if legal else ()
 
     def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
         self.fallen.append(Fallen((CandidateGroup.of(layout),), rule, reason, needed_bytes))
@@ -263,37 +259,41 @@ class _Search:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _least_bytes(self, steps: Sequence[StepSpec]) -> float:
-        """Bound the memory of layouts that differ in chunks, by the first of them that fits, or the least."""
-        least = float("inf")
-        for step in steps:
-            least = min(least, self.needs.least_bytes(step))
-            if least <= self._room_bytes:
-                break
-        return least
-
-    def _open_schedule(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
-        if groups[0].sized.pp > 1:  # without stages a family has one schedule, and its bound
-            firsts = [next(chunk) for _, chunk in itertools.groupby(groups, _chunk_of)]
-            bound_s = max(bound_s, self.bounds.schedule_s([self.builder.step(group.base) for group in firsts]))
-        self._put(bound_s, _Schedule(groups))
+    def _open_schedule(self, what: _Schedule, sized: Layout, bound_s: float) -> None:
+        """Bound the layouts of a schedule by the quickest recomputation that may leave room."""
+        if sized.pp > 1:  # without stages a family has one schedule, and its bound
+            family = what.family.but(microbatch=sized.microbatch)
+            steps = self._in_chunks(family)
+            slower = self._recomputations[self._recomputations.index(sized.recompute) :]
+            recompute, least_bytes = self.needs.quickest(self._under((family,), steps), slower, self._room_bytes)
+            if least_bytes > self._room_bytes:
+                self._throw_out_large(what.groups, sized, least_bytes)
+                return
+            steps = [step.but(layout=step.layout.but(recompute=recompute)) for step in steps]
+            bound_s = max(bound_s, self.bounds.schedule_s(steps))
+        self._put(bound_s, what)
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
         """Bound the first group that fits; the later ones take longer."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
+            if not self._fits(self.needs.first_stage_bytes(step), group.sized, group):
+                continue
             stages = self.needs.stages(step)
             if self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
                 self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:], step, stages))
                 return
 
     def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
-        if needed <= self._room_bytes:
-            return True
+        if needed > self._room_bytes:
+            self._throw_out_large((group,), sized, needed)
+        return needed <= self._room_bytes
+
+    def _throw_out_large(self, groups: tuple[CandidateGroup | WholeGroup, ...], sized: Layout, needed: float) -> None:
+        """Throw out layouts of which each needs so many bytes or more, without those of the hardware."""
         needed += self.hardware.reserved_bytes
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
-        self.fallen.append(Fallen((group,), "memory", f"{reason}{whole_batch(sized, self.job)}", needed))
-        return False
+        self.fallen.append(Fallen(groups, "memory", f"{reason}{whole_batch(sized, self.job)}", needed))
 
     def _open_splits(self, chain: _Chain, bound_s: float) -> None:
         """Bound each layout of a chain's first group whose states leave room."""
@@ -333,12 +333,13 @@ class _Search:
             (group,) = what.groups
             self._put(max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks)), group)
         elif isinstance(what, WholeGroup) and what.sized is None:
-            for sized in self.thinned.sizes(what.degrees):
-                self._open_sized(what, sized, bound_s)
+            self._open_sizes(what, bound_s)
+        elif isinstance(what, WholeGroup) and not what.is_priced:
+            self._price(what, what.sized, bound_s)
         elif isinstance(what, WholeGroup):
             self._open_schedules(what, bound_s)
         elif isinstance(what, _Schedule):
-            for _chunk, groups in itertools.groupby(what.groups, _chunk_of):
+            for _chunk, groups in itertools.groupby(self._allowed(what), _chunk_of):
                 self._open_chain(tuple(groups), bound_s)
         elif isinstance(what, _Chain):
             self._open_splits(what, bound_s)

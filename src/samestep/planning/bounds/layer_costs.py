@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from samestep.hardware import Hardware
 from samestep.job import Job
+from samestep.layout import Recompute
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.planning.bounds.layer_kinds import (
@@ -33,7 +34,6 @@ from samestep.planning.bounds.layer_kinds import (
     units,
     weights,
 )
-from samestep.planning.candidates import recomputations
 from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -133,7 +133,7 @@ class Prices:
         self._known_least: dict[tuple[object, ...], float] = {}
         self._known_samples: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
-        self._known_whole: dict[tuple[object, ...], Sizes] = {}
+        self._known_trained: dict[tuple[object, ...], float] = {}
         self._known_runs: dict[tuple[object, ...], Chunks] = {}
         self._known_stage_units: dict[tuple[object, ...], Units] = {}
         self._known_units: dict[tuple[object, ...], list[Units]] = {}
@@ -184,12 +184,13 @@ class Prices:
         """Return the least seconds of one layer of each kind that a sample takes in a micro-batch of any size of this job.
 
         It is what one takes in the largest micro-batch on a machine without fixed costs: there the seconds of a sample never rise with
-        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone.
+        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone,
+        with what the step computes again.
         """
-        key = step.layout.cuts
+        key = step.layout.cuts, step.layout.recompute
         if key not in self._known_samples:
             count, many = len(self.few.layers), self._many(step)
-            step = step.but(samples=many, layout=step.layout.but(recompute="none", schedule=DEFAULT))
+            step = step.but(samples=many, layout=step.layout.but(schedule=DEFAULT))
             axes, parts = self._of_compute(step)
             groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
             sums = [0.0] * (len(_Sum) * count)
@@ -234,7 +235,8 @@ class Prices:
 
     def saved_by_chunks_s(self, step: StepSpec) -> float:
         """Return the most seconds by which chunks of the loss can make a micro-batch quicker, in which the head has other tiles."""
-        head, least = self.seconds(step)[-1], self.sample_seconds(step)[-1]
+        plain = step.but(layout=step.layout.but(recompute="none"))
+        head, least = self.seconds(step)[-1], self.sample_seconds(plain)[-1]
         took_s = head.forward_s + head.backward_s + head.weight_s
         return max(0.0, took_s - step.microbatch_samples * (least.forward_s + least.backward_s))
 
@@ -323,12 +325,13 @@ class Prices:
             self._alike.append(_Alike(op, flops, size_bytes, program))
         return number
 
-    def sizes(self, step: StepSpec) -> tuple[Sizes, ...]:
-        """Return the sizes of one layer of each kind."""
+    def sizes(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Sizes, ...]:
+        """Return the sizes of one layer of each kind, where not the step's own but another part is computed again too."""
         layout = step.layout
-        key = (layout.cuts, layout.recompute)
+        key = (layout.cuts, recompute or layout.recompute)
         if key not in self._known_sizes:
-            cut, one = self.cut(step), step.but(samples=1)
+            layout = layout.but(recompute=key[1])
+            cut, one = self.cut(step), step.but(samples=1, layout=layout)
             may_leave = layout.recompute == "offload"
             saved = (saved_bytes(one, layer, may_leave and layer.is_block) for layer in cut.step.model.layers)
             self._known_sizes[key] = tuple(
@@ -360,14 +363,13 @@ class Prices:
         """Return the seconds of all layers together."""
         return self._whole(self.seconds(step))
 
-    def whole_sizes(self, step: StepSpec) -> Sizes:
-        """Return the sizes of all layers together, under the recompute policy that keeps the least activations."""
-        layout = step.layout
-        key = layout.cuts
-        if key not in self._known_whole:
-            steps = (step.but(layout=layout.but(recompute=policy)) for policy in recomputations(self.model))
-            self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
-        return self._known_whole[key]
+    def whole_trained(self, step: StepSpec) -> float:
+        """Return the number of elements that are trained of all layers together."""
+        key = step.layout.cuts
+        if key not in self._known_trained:
+            held, trained = self.cut(step).weights, Sizes._fields.index("trained") - Sizes._fields.index("weights")
+            self._known_trained[key] = sum(number * held[kind][trained] for kind, number in self._numbers)
+        return self._known_trained[key]
 
     def _whole(self, kinds: Sequence[Parts]) -> Parts:
         return total([multiple(kinds[kind], number) for kind, number in self._numbers])

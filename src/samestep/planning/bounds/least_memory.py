@@ -1,7 +1,7 @@
 """Lower bounds of the memory of layouts: bytes of a rank, in closed form, without building their programs.
 
-A bound never exceeds what `simulation/memory.py` finds. It is taken first for all layouts with these degrees and this micro-batch,
-then for all ways to split the data axis, then for each of these by its states alone, then for each layout. It adds up the states, each
+A bound never exceeds what `simulation/memory.py` finds. It is taken first for all ways to split the data axis by the first stage, which
+keeps most samples, then by every stage, then for each of these by its states alone, then for each layout. It adds up the states, each
 divided by the axes that shard it; the activations of as many micro-batches as the schedule has in flight, and the recomputed ones of one
 backward; and the gathered weights and gradients of one layer with those reduced just before, or under zero=2 all weights. Gradients that
 are in no bucket may be allocated only when the activations are freed.
@@ -9,11 +9,12 @@ are in no bucket may be allocated only when the activations are freed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.layout import Layout
+from samestep.layout import Layout, Recompute
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Sizes, Units
 from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
@@ -48,6 +49,19 @@ class StageHeld(NamedTuple):
     """Least bytes of activations at its peak."""
 
 
+class _FirstStage(NamedTuple):
+    """The first stage of a step, and what it holds whatever is computed again."""
+
+    step: StepSpec
+    in_flight: tuple[tuple[int, int], ...]
+    """Kinds of its layers, and the samples of which these keep activations, layer by layer, at its fullest."""
+    states: float
+    """Least bytes of states."""
+    other_states: float
+    """The part of them, in bytes, that is there before the backward, with what may be on the host."""
+    on_host: float
+
+
 class _AtBackward(NamedTuple):
     """Bytes of a layer's units while it goes backward."""
 
@@ -74,6 +88,7 @@ class Needs:
 
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
+        self._known_weights: dict[tuple[object, ...], Sizes] = {}
 
     def _on_host(self, step: StepSpec) -> float:
         """Return at least the bytes of weights that may be on the host: no bound counts them."""
@@ -82,13 +97,58 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def least_bytes(self, step: StepSpec) -> float:
-        """Bound the memory, in bytes, of all layouts with these degrees and this micro-batch."""
-        step, layout = smallest(step), step.layout
-        whole = self.prices.whole_sizes(step)
-        states, gradients = self._least_states(step, whole, whole.trained / layout.dp_cp_size)
-        least = max(states, states - gradients + whole.kept * step.microbatch_samples) - self._on_host(step)
-        return max(0.0, least) / layout.pp
+    def first_stage_bytes(self, step: StepSpec) -> float:
+        """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage, by what the
+        first stage keeps of the samples in flight."""
+        return self.quickest((step,), (step.layout.recompute,), 0.0)[1]
+
+    def quickest(
+        self, steps: Sequence[StepSpec], recomputations: Sequence[Recompute], room_bytes: float
+    ) -> tuple[Recompute, float]:
+        """Return the quickest recomputation with which the first stage of some step may have room, and its bytes; where none has, the last
+        and the least bytes of all.
+
+        Args:
+            steps: steps with an unsplit data axis.
+            recomputations: what each of them may compute again, the quickest first.
+            room_bytes: what a rank may hold.
+        """
+        firsts: list[_FirstStage] = []
+        recompute, least = recomputations[-1], float("inf")
+        for recompute, number in itertools.product(recomputations, range(len(steps))):
+            if number == len(firsts):
+                firsts.append(self._first_stage(smallest(steps[number])))
+            first = firsts[number]
+            sizes = self.prices.sizes(first.step, recompute)
+            kept = sum(samples * sizes[kind].kept for kind, samples in first.in_flight)
+            least = min(least, max(0.0, first.states, first.other_states + kept - first.on_host))
+            if least <= room_bytes:
+                break
+        return recompute, least
+
+    def _first_stage(self, step: StepSpec) -> _FirstStage:
+        layout, runs = step.layout, self.prices.runs(step).counts[:: step.layout.pp]
+        held = in_flight(layout.schedule, 0, layout.pp, step.num_microbatches, layout.virtual_stages)
+        samples = [
+            (kind, step.microbatch_samples * count * number)
+            for count, run in zip(held.counts, runs, strict=True)
+            for kind, number in run
+        ]
+        mine = self._first_weights(step, runs)
+        states, gradients = self._least_states(step, mine, least_updated(step, mine))
+        on_host = self._on_host(step)
+        return _FirstStage(step, tuple(samples), states - on_host, states - gradients, on_host)
+
+    def _first_weights(self, step: StepSpec, runs: Sequence[tuple[tuple[int, int], ...]]) -> Sizes:
+        """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
+        key = step.layout.cuts, step.layout.pp, step.layout.virtual_stages
+        if key not in self._known_weights:
+            held, sums = self.prices.cut(step).weights, [0.0] * len(Sizes._fields)
+            for kind, number in itertools.chain.from_iterable(runs):
+                for place, size in enumerate(held[kind], len(sums) - len(held[kind])):
+                    sums[place] += number * size
+            self._known_weights[key] = Sizes._make(sums)
+        return self._known_weights[key]
 
     def group_bytes(self, step: StepSpec) -> float:
         """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""

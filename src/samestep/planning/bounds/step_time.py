@@ -87,7 +87,7 @@ class Bounds:
     def degrees_s(
         self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], shorter: Layout | None = None
     ) -> float:
-        """Bound the step time, in seconds, of all layouts with these degrees.
+        """Bound the step time, in seconds, of all layouts with these degrees that compute as much again, or more.
 
         Args:
             degrees: they, with an unsplit data axis.
@@ -96,7 +96,7 @@ class Bounds:
                 and each passes on as many keys and values, so together they take no less for it.
         """
         priced = shorter or degrees
-        key = priced.cuts
+        key = priced.cuts, priced.recompute
         if key not in self._known_samples:
             some = _unlike(steps(priced))
             self._known_samples[key] = min(map(self.prices.sample_s, some)), some[0]
@@ -104,24 +104,25 @@ class Bounds:
         sample_s *= priced.cp / degrees.cp
         samples = -(-step.global_batch // degrees.dp)
         step = step.but(layout=degrees)
-        updated = self.prices.whole_sizes(step.but(layout=priced)).trained / degrees.dp_cp_size / degrees.pp
+        updated = self.prices.whole_trained(step.but(layout=priced)) / degrees.dp_cp_size / degrees.pp
         return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
     def least_s(self, steps: Sequence[StepSpec]) -> float:
-        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch; `steps` as in `schedule_s`.
+        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch that compute as much again, or more;
+        `steps` as in `schedule_s`.
 
-        Computed for no recompute and no split backward, since neither saves time.
+        Computed for no split backward, since that saves no time.
         """
         return min(map(self._least_s, _unlike(steps)))
 
     def _least_s(self, step: StepSpec) -> float:
         step = smallest(step)
-        if step.layout.recompute != "none" or step.splits_backward:
-            step = step.but(layout=step.layout.but(recompute="none", schedule=DEFAULT))
+        if step.splits_backward:
+            step = step.but(layout=step.layout.but(schedule=DEFAULT))
         pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
         sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
         busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
-        trained = self.prices.whole_sizes(step).trained
+        trained = self.prices.whole_trained(step)
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
 
     def _least_microbatch_s(self, step: StepSpec) -> float:
@@ -130,12 +131,12 @@ class Bounds:
         return whole.forward_s + whole.backward_s - self.prices.saved_by_chunks_s(step)
 
     def schedule_s(self, steps: Sequence[StepSpec]) -> float:
-        """Bound the step time, in seconds, of all layouts that differ only in the data axis, recompute and chunks.
+        """Bound the step time, in seconds, of all layouts that differ only in the data axis, chunks, and in that they compute more again.
 
         Args:
             steps: one of them with each choice of chunks, the first with none.
         """
-        plain = (smallest(step.but(layout=step.layout.but(recompute="none"))) for step in _unlike(steps))
+        plain = map(smallest, _unlike(steps))
         return min(max(self._times(step).ends_s) - self._saved_by_chunks_s(step) for step in plain)
 
     def _saved_by_chunks_s(self, step: StepSpec) -> float:
