@@ -333,7 +333,10 @@ TECHNIQUES = (
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py independence/tensor_plan.py"),
     ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py independence/sequence_boundaries.py"),
     ("context parallelism", "strategies/context.py runtime/axes/context/slicing.py independence/token_slices.py"),
-    ("ring attention", "runtime/axes/context/ring_attention.py program/ring_visits.py"),
+    (
+        "ring attention",
+        "runtime/axes/context/ring_attention.py runtime/axes/context/ring_operation.py program/ring_visits.py",
+    ),
     ("pipelines", "strategies/pipeline.py runtime/axes/pipeline/stage.py runtime/axes/pipeline/stage_messages.py"),
     ("schedules of pipelines", "schedules.py runtime/axes/weight_gradients.py"),
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py tracing/experts.py"),

@@ -6,6 +6,7 @@ has no islands it computes the same bits. `inductor`, which fuses kernels, is fo
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -171,15 +172,24 @@ def test_graphs_of_slices_of_sequences_give_the_bits_of_code_that_is_not_compile
         assert " as 1 graph of aot_eager, with 0 islands" in remarks[0]
 
 
-def slices_with_the_same_bits(layout: str, model: str, precision: str, data: Callable[[], Any] = Tokens) -> list[Case]:
+def slices_with_the_same_bits(layout: str, model: str, precision: str) -> list[Case]:
     """Hold slices of sequences with graphs against the same without, and what is sent against the program; return the cases."""
-    with_graphs: list[Case] = on_ranks(layout, observed, model, job_of("aot_eager", precision), data)
-    without: list[Case] = on_ranks(layout, observed, model, job_of("", precision), data)
-    assert_ledger([seen for seen, _, _ in with_graphs], layout)
+    with_graphs, without = slices_with_and_without(layout, model, precision)
     for (ours, _, _), (theirs, _, _) in zip(with_graphs, without, strict=True):
         assert ours.losses == theirs.losses
         assert all(torch.equal(a, b) for a, b in zip(bits(ours), bits(theirs), strict=True))
     return with_graphs
+
+
+def slices_with_and_without(
+    layout: str, model: str, precision: str, data: Callable[[], Any] = Tokens
+) -> tuple[list[Case], list[Case]]:
+    """Return the cases of slices of sequences with graphs, which send what the program says, and without."""
+    with_graphs, without = (
+        on_ranks(layout, observed, model, job_of(backend, precision), data) for backend in ("aot_eager", "")
+    )
+    assert_ledger([seen for seen, _, _ in with_graphs], layout)
+    return with_graphs, without
 
 
 @pytest.mark.parametrize(
@@ -206,10 +216,90 @@ def test_blocks_of_which_cp_computes_single_operations_run_uncompiled(model, rea
     ],
 )
 def test_what_no_graph_of_slices_holds_is_an_island_in_it(layout, model, data):
-    for _, remarks, graphs in slices_with_the_same_bits(layout, model, "float32", data):
+    """Graphs that end within a block add its gradients up in another order."""
+    for (ours, remarks, graphs), (theirs, _, _) in zip(
+        *slices_with_and_without(layout, model, "float64", data), strict=True
+    ):
+        assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE)
+        pairs = zip(bits(ours), bits(theirs), strict=True)
+        assert all(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-12) for a, b in pairs)
         assert graphs
         assert len(remarks) == 1
         assert "with 0 islands" not in remarks[0]
+
+
+class Counting(nn.Module):
+    """Its factor grows with each forward, and a gradient flows through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
+
+
+class CountingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+MODELS["counting"] = CountingModel
+
+
+def _shaped(block: nn.Module, x: Tensor) -> Tensor:
+    return block.linear(x).view(-1, LENGTH, 16).tanh()  # as if the slice were whole
+
+
+def _placed(block: nn.Module, x: Tensor) -> Tensor:
+    return (block.linear(x) + block.places).tanh()
+
+
+def _by_module(block: nn.Module, x: Tensor) -> Tensor:
+    return block.attention(x, x, x, need_weights=False)[0]
+
+
+class OddBlock(nn.Module):
+    def __init__(self, compute: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.compute = nn.Linear(16, 16), compute
+        if compute is _placed:
+            self.places = nn.Parameter(torch.randn(1, LENGTH, 16))
+        if compute is _by_module:
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.compute(self, x)
+
+
+class OddBlocks(CountingModel):
+    def __init__(self, compute: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OddBlock(compute) for _ in range(2))
+
+
+ODD = {f"odd{one.__name__}": one for one in (_shaped, _placed, _by_module)}
+MODELS |= {name: functools.partial(OddBlocks, one) for name, one in ODD.items()}
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.nightly if name != "odd_shaped" else ()) for name in ODD]
+)
+def test_code_of_slices_that_is_adapted_outside_of_graphs_is_adapted_in_them(model):
+    """A compiler sees no mode of a run: a reshape to all tokens would take some for samples, and an attention would see a slice."""
+    for _, remarks, _ in slices_with_the_same_bits("cp=2 exchange=ring", model, "float32"):
+        assert remarks
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -251,36 +341,6 @@ def test_graphs_of_batches_of_changing_shapes_are_compiled(part, model):
         compiled, plain = (run.step(batch).loss for run in runs)
         assert compiled == pytest.approx(plain, rel=1e-12)
     assert not runs[0].assembly.model.compiled.compiler.uncompiled
-
-
-class Counting(nn.Module):
-    """Its factor grows with each forward, and a gradient flows through it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.calls += 1
-        return torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
-
-
-class CountingModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-        self.blocks = nn.ModuleList(Counting() for _ in range(2))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-MODELS["counting"] = CountingModel
 
 
 @pytest.mark.parametrize("part", ["blocks", "model"])

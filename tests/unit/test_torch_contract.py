@@ -72,6 +72,7 @@ def test_the_compiler_has_what_compiled_blocks_need():
     assert hasattr(torch._dynamo.exc, "TorchDynamoException")
     assert hasattr(torch._dynamo, "OptimizedModule")
     assert callable(torch._dynamo.lookup_backend)
+    assert callable(torch._dynamo.eval_frame.skip_code)
     assert torch._inductor.list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
     assert torch._dynamo.config.recompile_limit > 0
     assert torch._dynamo.config.accumulated_recompile_limit > 0

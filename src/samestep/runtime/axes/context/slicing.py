@@ -16,7 +16,7 @@ Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -411,27 +411,41 @@ class Exchanging(TorchFunctionMode):
 
 
 class GraphAttentions(Exchanging):
-    """The same in a graph of a compiler, of the attentions of one block."""
+    """The same in a graph of a compiler, of the attentions of one block; what it cannot trace leaves the graph for a call."""
 
     def __init__(self, slicing: Slicing, exchanges: BlockExchanges) -> None:
         super().__init__(slicing)
         self._exchanges = exchanges
-        self._outside = torch.compiler.disable(self._attend_outside, reason="it has no form that a graph computes")
+        self._outside = torch.compiler.disable(self._intercepted, reason="it has no form that a graph computes")
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_dynamo_compiling():
-            return super().__torch_function__(func, types, args, kwargs)
-        if func is F.scaled_dot_product_attention and self.slicing.length:
-            if not self._exchanges.are_traced(*args, **kwargs):
-                return self._outside(args, kwargs)
-            self.slicing.exchanged += 1
-            return self._exchanges.attend_in_graph(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():  # between two graphs
+            return self._outside(func, args, kwargs)
+        length = self.slicing.length
         if func is Tensor.unflatten:  # of which a compiler cannot look into the method under a mode
             return torch.unflatten(*args, **kwargs)
-        return func(*args, **kwargs)
+        if not length:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and self._exchanges.are_traced(*args, **kwargs):
+            self.slicing.exchanged += 1
+            return self._exchanges.attend_in_graph(*args, **kwargs)
+        size = length // self.slicing.degree
+        if func in _ATTENTIONS or _has_both(length, size, args):
+            return self._outside(func, args, kwargs)
+        return func(*fit_reshape(func, args, length, size), **kwargs)
 
-    def _attend_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self.slicing.attend(AttentionCall(*args, **kwargs))
+    def _intercepted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.slicing.intercept(func, args, kwargs, self)
+
+
+_ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+def _has_both(length: int, size: int, args: Sequence[Any]) -> bool:
+    """Return whether an operation is given all tokens and those of a slice."""
+    operands = args[0] if len(args) and isinstance(args[0], list | tuple) else args
+    rows = [one.shape[1] for one in operands if isinstance(one, Tensor) and one.dim() > 1]
+    return length in rows and size in rows
