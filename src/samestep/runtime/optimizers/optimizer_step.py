@@ -185,16 +185,16 @@ class Updater:
         there = beside_values(pieces, gradients)
         of_piece: dict[int, Tensor] | None = None
         for together in begun_first(self.chunks, self.optimizer, self.pieces, self.unused):
-            chunk, given = together, there
+            chunk, mine = together, there
             if together is not pieces:
                 of_piece = of_piece or dict(zip(map(id, pieces), there, strict=True))
                 chunk = [piece for piece in together if id(piece) in of_piece]
-                given = [of_piece[id(piece)] for piece in chunk]
+                mine = [of_piece[id(piece)] for piece in chunk]
             if not chunk:
                 continue
             is_all = len(chunk) == len(self.pieces)
             with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                with self.lent(chunk, given), alone(type(self.optimizer).__name__):
+                with self.lent(chunk, mine), alone(type(self.optimizer).__name__):
                     if part.closure is not None:
                         part.closure.begin()
                     self._step_members(part)
