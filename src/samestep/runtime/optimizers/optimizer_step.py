@@ -181,15 +181,20 @@ class Updater:
         The device changes nothing where `held_back` is 1.
         """
         assert self.optimizer is not None
-        of_piece = by_piece(self.pieces_of(part), gradients)
+        pieces = self.pieces_of(part)
+        there = beside_values(pieces, gradients)
+        of_piece: dict[int, Tensor] | None = None
         for together in begun_first(self.chunks, self.optimizer, self.pieces, self.unused):
-            is_whole = len(of_piece) == len(self.pieces)
-            chunk = together if is_whole else [piece for piece in together if id(piece) in of_piece]
+            chunk, mine = together, there
+            if together is not pieces:
+                of_piece = of_piece or dict(zip(map(id, pieces), there, strict=True))
+                chunk = [piece for piece in together if id(piece) in of_piece]
+                mine = [of_piece[id(piece)] for piece in chunk]
             if not chunk:
                 continue
             is_all = len(chunk) == len(self.pieces)
             with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
-                with self.lent(chunk, of_piece), alone(type(self.optimizer).__name__):
+                with self.lent(chunk, mine), alone(type(self.optimizer).__name__):
                     if part.closure is not None:
                         part.closure.begin()
                     self._step_members(part)
@@ -217,12 +222,11 @@ class Updater:
         assert self.optimizer is not None
         return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
 
-    def lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        """Let the values of some pieces have their gradients, unless the step gave them none, until the end of the context; a window of
+    def lent(self, chunk: list[Piece], given: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Let the values of some pieces have the gradients that are given for them, unless the step gave them none, until the end of the context; a window of
         a buffer, which is the gradient in every step, they keep.
         """
         lent: list[Tensor] = []
-        given = [*map(of_piece.__getitem__, map(id, chunk))]
         if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], given)):
             return _NOTHING  # they are where autograd has put them, or the last update has
         for piece, gradient in zip(chunk, given, strict=True):
@@ -246,10 +250,9 @@ class Updater:
         self.live.publish()
 
 
-def by_piece(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return gradients, by the ids of their pieces, on the devices of their values."""
-    there = host_copies.beside(gradients, [piece.value for piece in pieces])
-    return dict(zip(map(id, pieces), there, strict=True))
+def beside_values(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of pieces on the devices of their values."""
+    return host_copies.beside(gradients, [piece.value for piece in pieces])
 
 
 def _as_tensor(factor: float, gradient: Tensor) -> Any:

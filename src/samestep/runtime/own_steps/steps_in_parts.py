@@ -36,7 +36,7 @@ from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import check_call
-from samestep.runtime.optimizers.optimizer_step import Updater, by_piece, clip_factor
+from samestep.runtime.optimizers.optimizer_step import Updater, beside_values, clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.left_gradients import LeftGradients
@@ -436,7 +436,7 @@ def _called(
     pieces = updater.pieces_of(part)
     if updater.optimizer is None or not pieces:
         return None, False
-    gradients = by_piece(pieces, gradients_of(pieces))
+    gradients = beside_values(pieces, gradients_of(pieces))
     result = None
     with updater.widened(pieces), updater.lent(pieces, gradients):
         with alone(type(updater.optimizer).__name__):
