@@ -14,6 +14,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from tests import shard, turns
+
 PARTS = (("tests/parity", "tests/code"), ("tests", "--ignore=tests/parity", "--ignore=tests/code"))
 """What the sessions run: each takes about half of the processor time, and they trace few models twice."""
 AIM_S = 900.0
@@ -24,6 +26,10 @@ _printing = threading.Lock()
 def main() -> int:
     """Run the sessions, with the options given; return 0 if every test of both has passed."""
     begin_s = time.monotonic()
+    for option, _, number in (word.partition("=") for word in sys.argv[1:]):
+        if option == "--turn":
+            turn = shard.number_of(number) % turns.TURNS
+            print(f"of rows that take turns, those of turn {turn}: `make test TURN={turn}` runs them again", flush=True)
     with ThreadPoolExecutor(len(PARTS)) as threads:
         statuses = list(threads.map(_run, PARTS))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
