@@ -5,6 +5,8 @@ Each gives in every layout what one device gives, or is refused with the reason 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +76,32 @@ def frozen_biases() -> nn.Module:
     for name, param in model.named_parameters():
         param.requires_grad_(not name.endswith("bias"))
     return model
+
+
+class Turned(nn.Module):
+    """Reads pairs of a weight's elements as complex numbers, behind weights of odd numbers of elements."""
+
+    def __init__(self, as_complex: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gain, self.few = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(3))
+        self.turn = nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH, 2))
+        self.shift, self.phase = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.randn(WIDTH, 2))
+        self.as_complex = as_complex
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = x.to(x.dtype.to_complex()) @ self.as_complex(self.turn) * self.as_complex(self.phase)
+        return x + self.gain * turned.real + self.few.sum() + self.shift.sum()
+
+
+def turned() -> nn.Module:
+    return Language(Turned(torch.view_as_complex), Turned(torch.view_as_complex))
+
+
+def turned_by_views() -> nn.Module:
+    def viewed(weight: Tensor) -> Tensor:
+        return weight.view(weight.dtype.to_complex()).squeeze(-1)
+
+    return Language(Turned(viewed), Turned(viewed))
 
 
 class Routed(nn.Module):
@@ -606,10 +634,13 @@ ODD |= {
     "instance_norm": learned(WithInstanceNorm, lambda: Pairs((3, 12), 4), "mse"),
     "in_place": learned(in_place),
     "skipping": learned(Skipping, Halves),
+    "turned": learned(turned),
+    "turned_by_views": learned(turned_by_views),
 }
 MODELS |= {f"odd {name}": code for name, code in ODD.items()}
 LAYOUTS = ["dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatch=1", "dp=2 zero=3"]
-HELD = [name for name in ODD if name not in ("batch_norm", "instance_norm", "in_place", "skipping")]
+OTHERS = ("batch_norm", "instance_norm", "in_place", "skipping", "turned", "turned_by_views")
+HELD = [name for name in ODD if name not in OTHERS]
 REPEATED = ["dp=2 zero=3 recompute=full", "dp=2 zero=2 microbatch=1 accumulate=full recompute=selective"]
 EQUAL = [
     # Every model with one layout, in turn; the others nightly.
@@ -626,7 +657,7 @@ EQUAL = [
     ),
     # Rank 1's samples pass the block by, and it takes part in the gather all the same.
     *(Equal(layout, "odd skipping") for layout in ("dp=2 zero=1", "dp=2 zero=3")),
-    Equal("dp=2 zero=1", "odd in_place"),
+    *(Equal("dp=2 zero=1", f"odd {name}") for name in ("in_place", "turned", "turned_by_views")),
     # Shapes that depend on values within blocks close no stage.
     *(Equal(layout, "odd picking") for layout in ("pp=2", "pp=2 microbatch=2")),
 ]

@@ -111,7 +111,10 @@ def test_shards_add_up_to_the_whole_state_without_padding(case: Case, states: in
     copies = master_copies_bytes(case) if case.layout.zero == 1 else 0
     held = [at_rest(case.program, states, rank).optimizer for rank in range(case.layout.dp_shard)]
     assert sum(held) == states * trainable_numel(case) * BYTES_OF[case.program.step.master_dtype] + copies
-    assert held == sorted(held, reverse=True)
+    if (
+        case.layout.zero > 1
+    ):  # elsewhere weights begin at multiples of 16 bytes, so that a chunk in the middle may hold less
+        assert held == sorted(held, reverse=True)
 
 
 @LAW
@@ -128,7 +131,8 @@ def test_zero_1_weights_and_gradients_are_whole(case: Case) -> None:
     step = case.program.step
     rest = at_rest(case.program)
     exact = sum(p.numel * BYTES_OF[step.working_dtype(p)] for p in case.model.params)
-    padding = len(case.program.buckets) * (case.layout.dp - 1) * BYTES_OF[step.master_dtype]
+    each = sum(max(16 // BYTES_OF[bucket.dtype] - 1, 0) * (len(bucket.members) - 1) for bucket in case.program.buckets)
+    padding = (len(case.program.buckets) * (case.layout.dp - 1) + each) * BYTES_OF[step.master_dtype]
     assert exact <= rest.weights <= exact + padding
     gradients = trainable_numel(case) * BYTES_OF[step.master_dtype]
     assert gradients <= rest.gradients <= gradients + padding

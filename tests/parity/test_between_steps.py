@@ -6,6 +6,8 @@ import copy
 import functools
 import io
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -496,3 +498,27 @@ def mixed_stages(rank: int, world: int, layout: str) -> None:
 def test_weights_of_two_stages_are_not_mixed_where_one_has_no_values() -> None:
     with pytest.raises(LayoutError, match=r"is in another stage of the pipeline.* run.gathered\(\) as model"):
         pool(2).run(mixed_stages, "pp=2 microbatch=2")
+
+
+ASKING: dict[str, Callable[[nn.Module], Any]] = {
+    "written to a file": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    "numbers": lambda model: [float(one.detach().norm()) for one in model.parameters()],
+    "a branch": lambda model: [bool(torch.isnan(one).any()) for one in model.parameters()],
+    "arrays": lambda model: {name: one.cpu().numpy() for name, one in model.state_dict().items()},
+    "one vector": lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
+}
+
+
+def _asked(rank: int, world: int, layout: str, kind: str) -> str:
+    run = run_of(rank, world, layout)
+    with pytest.raises(LayoutError) as refused:
+        ASKING[kind](run.model)
+    with run.gathered() as model:
+        ASKING[kind](model)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ASKING)
+def test_values_of_another_stage_are_refused_by_name(kind: str) -> None:
+    for said in pool(2).run(_asked, "pp=2 microbatch=2", kind):
+        assert re.search(r"is in another stage of the pipeline.* run.gathered\(\) as model", said)

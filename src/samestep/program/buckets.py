@@ -103,6 +103,8 @@ PART_BYTES = 3 * 2**20
 """The fewest bytes that a reduce_scatter leaves each rank of a bucket. A ring takes one hop for each rank, so a bucket that
 does not grow with the ranks takes longer for its hops than for its bytes. Chosen by the clock:
 `tests/laws/test_bucket_sizes.py` compares it with other sizes."""
+WEIGHT_BYTES = 16
+"""The bytes of whose number the place of a weight in a buffer of weights is a multiple, as in the flat parameters of torch's FSDP."""
 CODED_BUCKETS, LEAST_CODED_BYTES = 16, 256 * 2**10
 """Buckets that encoded gradients are divided into where these are so large or larger: each is sent by two collectives, one
 after the other, and where libraries seldom fill both directions of a link with one, those of several buckets do."""
@@ -210,16 +212,15 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec], *, is_late: boo
     if step.sharing.rank:
         params = sorted(params, key=lambda param: _shape_of_factors(step, param))
     held = owners_of([param.numel for param in params], owners)
-    # A rank's chunk begins at no block's middle.
-    aligned = step.states.alignment if holding.num_shards > 1 else 1
-    sizes = [round_up(param.numel, aligned) for param in params]
-    loads = [sum(size for size, owner in zip(sizes, held, strict=True) if owner == rank) for rank in range(owners)]
-    chunk = round_up(max(loads), multiple // owners * aligned)
-    offsets = [rank * chunk for rank in range(owners)]
-    members = []
+    offsets, loads = [], [0] * owners
     for param, owner in zip(params, held, strict=True):
-        members.append(Member(name=param.name, offset=offsets[owner], numel=param.numel))
-        offsets[owner] += round_up(param.numel, aligned)
+        offsets.append(round_up(loads[owner], _alignment(step, param)))
+        loads[owner] = offsets[-1] + param.numel
+    chunk = round_up(max(loads), _chunk_multiple(step, params[0], multiple // owners))
+    members = [
+        Member(name=param.name, offset=owner * chunk + offset, numel=param.numel)
+        for param, owner, offset in zip(params, held, offsets, strict=True)
+    ]
     return Bucket(
         name=f"bucket.{index}",
         members=tuple(members),
@@ -232,6 +233,27 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec], *, is_late: boo
         part=step.sharing.part_of(params[0].name),
         is_late=is_late,
     )
+
+
+def _alignment(step: StepSpec, param: ParamSpec) -> int:
+    """Return the elements of whose number the place of a weight in its bucket is a multiple.
+
+    Under zero=1 the weights themselves lie there (`FlatBuffer.weights`), and each begins where a tensor of its own might: code that views pairs
+    of elements as complex numbers, and kernels that read 16 bytes at once, are refused other places by torch.
+    """
+    if step.holding(param).num_shards == 1:
+        return 1
+    if step.sharing.codec != PLAIN:  # what is encoded together is the same in every layout
+        return step.states.alignment
+    return max(step.states.alignment, WEIGHT_BYTES // BYTES_OF[step.working_dtype(param)])
+
+
+def _chunk_multiple(step: StepSpec, param: ParamSpec, ranks: int) -> int:
+    """Return the elements of whose number an owner's part of a bucket is a multiple, where `ranks` divide it."""
+    if step.holding(param).num_shards == 1:
+        return ranks
+    # A rank's chunk begins at no block's middle, and an owner's with a weight.
+    return math.lcm(ranks * step.states.alignment, _alignment(step, param) if _owners(step, param) > 1 else 1)
 
 
 def _matrices(step: StepSpec, params: Sequence[ParamSpec], members: Sequence[Member]) -> Iterator[Matrix]:
