@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from samestep.datasets import generators
 from samestep.datasets.generators import plain_states, put_all_back, states_of, states_of_plain
 
 
@@ -85,37 +82,3 @@ def test_another_generator_in_the_place_of_numpys_is_followed() -> None:
         assert np.random.rand() == found
     finally:
         np.random.set_bit_generator(held)
-
-
-MOVES: list[Callable[[], object]] = [
-    random.random,
-    lambda: random.gauss(0.0, 1.0),
-    lambda: random.getrandbits(1),
-    lambda: random.shuffle([*range(700)]),
-    lambda: random.seed(5),
-    lambda: random.setstate(random.Random(7).getstate()),
-    random.getstate,
-]
-
-
-@pytest.mark.parametrize("finds_words", [True, False])
-@given(moves=st.lists(st.sampled_from(MOVES), max_size=8))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_pythons_state_is_what_python_says(finds_words: bool, moves: list[Callable[[], object]]) -> None:
-    held = generators._PYTHON_WORDS._words
-    if not finds_words:
-        generators._PYTHON_WORDS._words = None
-    try:
-        for move in [lambda: None, *moves]:
-            move()
-            assert states_of()[1] == random.getstate()
-    finally:
-        generators._PYTHON_WORDS._words = held
-
-
-def test_python_makes_numbers_of_its_words_only_where_they_have_moved() -> None:
-    _, first, _ = states_of()[1]
-    _, again, _ = states_of()[1]
-    random.random()
-    _, moved, _ = states_of()[1]
-    assert (first is again, first is moved) == (True, False)

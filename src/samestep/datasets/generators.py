@@ -5,15 +5,13 @@ While code runs `in_place` or `drawing_from` a key, it draws numbers that follow
 stand afterwards.
 
 The states of the process are compared several times in every step. numpy takes 21 us to hand out its own, so the 625 words of its
-Mersenne twister are read at the address that it publishes (`BitGenerator.ctypes`), and it is asked where it holds another kind. Python
-makes 625 numbers of its own words, so it is asked only where these have moved.
+Mersenne twister are read at the address that it publishes (`BitGenerator.ctypes`), and it is asked where it holds another kind.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 """Classes of generators, as a module or a variable may hold one."""
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _NUMPY: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]
-_NUMBERS_OF_PYTHON = random.Random.__base__.getstate  # type: ignore[union-attr]
+_WORDS_OF_PYTHON = random.Random.__base__.getstate  # type: ignore[union-attr]
 _STATE = 624
 """Words of the state of a Mersenne twister; one more says how many of them are used."""
 State = tuple[Any, ...]
@@ -72,7 +70,9 @@ def of_process() -> tuple[Any, Any, Any]:
 def states_of(held: Iterable[Any] = ()) -> State:
     """Return the states of the generators of the process on the host, and of those that are `held`."""
     of_torch = torch.default_generator.get_state().numpy().tobytes()
-    of_process = of_torch, _PYTHON_WORDS.state(), _WORDS.state()
+    # As `getstate` gives it, without a call of Python: this is done several times in every step.
+    of_python = _PYTHON.VERSION, _WORDS_OF_PYTHON(_PYTHON), _PYTHON.gauss_next  # type: ignore[attr-defined]
+    of_process = of_torch, of_python, _WORDS.state()
     return (*of_process, *map(state_of, held)) if held else of_process
 
 
@@ -109,37 +109,6 @@ class _Words:
 
 
 _WORDS = _Words()
-
-
-class _PythonWords:
-    """The words of Python's generator where CPython keeps them, and the numbers that it gives for them."""
-
-    def __init__(self) -> None:
-        self._words = _words_of(_PYTHON)
-        self._known: bytes | None = None
-        self._numbers: Any = None
-
-    def state(self) -> Any:
-        """Return the state as `getstate` gives it, with the same numbers as before where no word has moved."""
-        now = None if self._words is None else bytes(self._words)
-        if now is None or now != self._known:
-            self._numbers = _NUMBERS_OF_PYTHON(_PYTHON)
-            # Another thread, which reads samples, may have drawn in between.
-            self._known = now if self._words is not None and bytes(self._words) == now else None
-        return _PYTHON.VERSION, self._numbers, _PYTHON.gauss_next  # type: ignore[attr-defined]
-
-
-def _words_of(generator: random.Random) -> ctypes.Array[ctypes.c_uint32] | None:
-    """Return the number of used words and the words in the memory of a generator of Python's; None where they are not found there."""
-    start, size = object.__basicsize__, 4 * (_STATE + 1)
-    if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < start + size:  # type: ignore[union-attr]
-        return None
-    words = (ctypes.c_uint32 * (_STATE + 1)).from_address(id(generator) + start)
-    *numbers, used = _NUMBERS_OF_PYTHON(generator)
-    return words if [*words] == [used, *numbers] else None
-
-
-_PYTHON_WORDS = _PythonWords()
 
 
 def _legacy(state: Any) -> tuple[Any, ...]:

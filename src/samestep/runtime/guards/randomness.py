@@ -5,7 +5,7 @@ from a generator of the process (torch on the CPU or the GPU, numpy, Python's `r
 weights in every layout, and no checkpoint holds the generators. samestep's own dropout draws from none of them. So
 their states are compared before and after each of these calls, at every step; reading samples is left out.
 
-Reading the states takes 6 us, and several times that where other code has filled the caches. In the first steps of a run and in
+Reading the states takes 25 us, and several times that where other code has filled the caches. In the first steps of a run and in
 watched ones they are read around each call, up to four times a micro-batch and twice an update; in the others once before all forwards
 and backwards of a step and once after them, and after the update: the step is refused all the same, and for the name of the module its
 forward runs once more. Generators that a module or a variable of the code holds are compared too, wherever there are any.
