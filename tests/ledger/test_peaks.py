@@ -190,6 +190,22 @@ def test_steps_of_mlps_in_chunks(layout: str, precision: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("cp=2", "float32"),
+        pytest.param("cp=2 recompute=selective", "bf16", marks=pytest.mark.nightly),
+        pytest.param("tp=2 sequence_parallel", "float32", marks=pytest.mark.nightly),
+    ],
+)
+def test_steps_of_one_long_sample_keep_a_slice_of_embeddings_and_angles(
+    layout: str, precision: str, tmp_path: Path
+) -> None:
+    settings = ("data.sequence_length=512", "model.config.max_position_embeddings=512", "train.global_batch=2")
+    for peak in _peaks_of_all_ranks(f"{layout} microbatch=1", precision, tmp_path, *settings):
+        assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.01), peak
+
+
+@pytest.mark.parametrize(
     "words", ["zero=3", pytest.param("zero=2 microbatch=2 accumulate=full", marks=pytest.mark.nightly)]
 )
 def test_where_codes_are_scattered(words: str, tmp_path: Path) -> None:

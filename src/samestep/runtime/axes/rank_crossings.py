@@ -153,7 +153,7 @@ _MOVES: dict[str, Callable[[Tensor, _At], Tensor]] = {
     "sum": lambda x, at: torch.ops.samestep.all_reduce(x, at.place),
     "gather": _gather,
     "scatter": _scatter,
-    "own": lambda x, at: x.chunk(at.degree, dim=1)[at.rank].contiguous(),
+    "own": lambda x, at: x.chunk(at.degree, dim=1)[at.rank].clone(memory_format=torch.contiguous_format),
     "gather_last": _gather_last,
     "own_last": lambda x, at: x.chunk(at.degree, dim=-1)[at.rank].contiguous(),
     "swap": lambda x, at: torch.ops.samestep.all_to_all(x, at.place),

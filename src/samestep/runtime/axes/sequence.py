@@ -156,7 +156,10 @@ def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return this rank's [B, T/N, D] of a sequence [B, T, D] that all ranks hold."""
-    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+    mine = x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+    return mine.clone(
+        memory_format=torch.contiguous_format
+    )  # of one sample a view, with which autograd would keep all tokens
 
 
 def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

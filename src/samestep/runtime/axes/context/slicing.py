@@ -41,6 +41,7 @@ from samestep.randomness.mask_source import dropped_of_written, dropped_weights
 from samestep.runtime.axes.context import whole_parts
 from samestep.runtime.axes.context.block_exchanges import BlockExchanges
 from samestep.runtime.axes.context.neighbour_tokens import NeighbourTokens
+from samestep.runtime.axes.context.own_rows import SharedRows, own_rows, rows_of
 from samestep.runtime.axes.context.ring_attention import Ring
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.contexts import Anew
@@ -119,6 +120,7 @@ class Slicing:
             for layer in self._spec.layers
             if layer.is_block
         }
+        self._cut = SharedRows()
         for layer in program.step.model.layers:
             for path in layer.modules if layer.is_block else ():
                 block = model.get_submodule(path)
@@ -158,13 +160,14 @@ class Slicing:
 
     @contextmanager
     def _slicing(self, length: int, block: str, written: tuple[str, int, int], moves: Any = None) -> Iterator[None]:
-        before, before_written = (self.length, self.block, self.exchanged), self.formulas.place
-        self.length, self.block, self.exchanged, self.formulas.place = length, block, 0, written
+        before, before_written = (self.length, self.block, self.exchanged, self._cut), self.formulas.place
+        self.length, self.block, self.exchanged, self._cut = length, block, 0, SharedRows()
+        self.formulas.place = written
         try:
             with Exchanging(self), self.moves.receiving(), self.moves.at(moves):
                 yield
         finally:
-            self.length, self.block, self.exchanged = before
+            self.length, self.block, self.exchanged, self._cut = before
             self.formulas.place = before_written
 
     def recompute_contexts(self) -> Contexts:
@@ -181,11 +184,11 @@ class Slicing:
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens of a tensor [B, T, ...] that has a row for each token of the whole sequence."""
-        return self._rows(whole, 1, self.length)
+        return self._shared(whole, 1)
 
     def rows_along(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor that has a row for each token along a dimension."""
-        return self._rows(whole, dim, self.length)
+        return own_rows(whole, self.placement(self.length).runs(self.index), dim)
 
     def suspend(self) -> tuple[int, str, int]:
         """Let the code that runs next have whole sequences; return the argument with which `resume` ends that."""
@@ -206,7 +209,10 @@ class Slicing:
         return torch.Size([shape[0], shape[1] // self.degree, *shape[2:]]) if self.length else shape
 
     def _rows(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        return whole_parts.rows_of(tensor, self.placement(length).runs(self.index), dim)
+        return rows_of(tensor, self.placement(length).runs(self.index), dim)
+
+    def _shared(self, whole: Tensor, dim: int) -> Tensor:
+        return self._cut.of(whole, self.placement(self.length).runs(self.index), dim)
 
     # -- around blocks -----------------------------------------------------------------------------
 
@@ -241,8 +247,7 @@ class Slicing:
             return leaf
         if dim < 0 or leaf.shape[dim] != self.length:
             return leaf
-        part = self._rows(leaf, dim, self.length)
-        part = part.contiguous() if leaf.requires_grad else part  # a saved view would keep the whole tensor alive
+        part = self._shared(leaf, dim)
         if self._gathers and not leaf.requires_grad:
             return whole_parts.with_whole(part, leaf)
         return part

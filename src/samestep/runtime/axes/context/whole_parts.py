@@ -12,10 +12,8 @@ Legend: B samples, T tokens, N ranks of `cp`, D features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,6 +21,7 @@ from samestep.errors import LayoutError
 from samestep.models.layer_parts import GatheredPart
 from samestep.models.spec import ModelSpec
 from samestep.program.ring_visits import SlicePlacement
+from samestep.runtime.axes.context.own_rows import rows_of
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import all_gather, reduce_scatter
@@ -113,7 +112,7 @@ class _GatheredCalls:
                 f"{self._part.owner} returns a tensor of shape {list(leaf.shape)}, and in the traced forward one with a row for each "
                 f"token along dimension {dim}: cp=1 works"
             )
-        part = self._slicing.rows_along(leaf, dim).contiguous()  # a saved view would keep the whole tensor alive
+        part = self._slicing.rows_along(leaf, dim)
         return part if leaf.requires_grad else with_whole(part, leaf)
 
 
@@ -121,12 +120,6 @@ def with_whole(part: Tensor, whole: Tensor) -> Tensor:
     """Return a rank's tokens of a tensor without a gradient, with the tensor itself for parts that compute all tokens."""
     part.whole = whole  # type: ignore[attr-defined]
     return part
-
-
-def rows_of(tensor: Tensor, runs: Sequence[range], dim: int) -> Tensor:
-    """Return the rows at some runs of places along a dimension; of a single run it is a view."""
-    parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def gather_tokens(part: Tensor, group: dist.ProcessGroup, owner: str, *, placement: SlicePlacement, dim: int) -> Tensor:

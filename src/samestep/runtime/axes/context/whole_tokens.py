@@ -15,7 +15,8 @@ from samestep.building.loss import prediction_of
 from samestep.errors import JobError
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes.context.whole_parts import gather_tokens, rows_of
+from samestep.runtime.axes.context.own_rows import rows_of
+from samestep.runtime.axes.context.whole_parts import gather_tokens
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import placement_of
 from samestep.trees import tensors_in
