@@ -19,10 +19,11 @@ def changed(record: Record, **changes: Any) -> Record:
     """
     kind: Any = type(record)
     names, held = _names(kind), record.__dict__
-    assert changes.keys() <= names.keys(), f"{kind.__name__} has no {', '.join(changes.keys() - names.keys())}"
     kept = held if len(held) == len(names) else {name: held[name] for name in names}
     found: Record = object.__new__(kind)
-    found.__dict__.update(kept, **changes)
+    own = found.__dict__
+    own.update(kept, **changes)
+    assert len(own) == len(names), f"{kind.__name__} has no {', '.join(changes.keys() - names.keys())}"
     return found
 
 

@@ -226,9 +226,9 @@ class _Search:
         words = [{"schedule": one.schedule, "virtual_stages": one.virtual_stages} for one in schedules]
         return [step.but(layout=step.layout.but(**one)) for step in steps for one in words]
 
-    def _price(self, group: WholeGroup, sized: Layout, bound_s: float) -> None:
+    def _price(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the seconds of their micro-batches."""
-        bound_s = max(bound_s, self.bounds.least_s(self._in_chunks(sized)))
+        bound_s = max(bound_s, self.bounds.least_s(self._in_chunks(group.sized or group.degrees)))
         self._put(bound_s, group._replace(is_priced=True))
 
     def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
@@ -335,7 +335,7 @@ class _Search:
         elif isinstance(what, WholeGroup) and what.sized is None:
             self._open_sizes(what, bound_s)
         elif isinstance(what, WholeGroup) and not what.is_priced:
-            self._price(what, what.sized, bound_s)
+            self._price(what, bound_s)
         elif isinstance(what, WholeGroup):
             self._open_schedules(what, bound_s)
         elif isinstance(what, _Schedule):

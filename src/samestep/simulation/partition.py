@@ -20,11 +20,12 @@ computes longer than this one. What no op explains is the *rest*.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from samestep.program.ops import OpKind
 from samestep.program.ranks import stages_of
-from samestep.simulation.spans import COMPUTE, Span
+from samestep.simulation.spans import COMPUTE, LineSpan, Span
 
 BUBBLE, IMBALANCE, REST, TRANSFER, WAIT = "bubble", "imbalance", "rest", "transfer", "wait"
 _ROWS = {
@@ -109,6 +110,9 @@ class StepLanes(Protocol):
     def spans_of(self, stage: int) -> Iterator[Span]:
         """Yield the span of every op of one lane."""
 
+    def parts_of(self, stage: int) -> Sequence[Span | LineSpan]:
+        """Return the spans and the lines of ops of one lane."""
+
     def closes_gaps(self, span: Span) -> bool:
         """Return whether a lane may have waited for an op."""
 
@@ -170,27 +174,42 @@ def _add(rows: dict[Key, float], key: Key, seconds: float) -> None:
 
 def _walk(timeline: StepLanes, stage: int) -> Iterator[Gap | tuple[Key, float]]:
     """Yield the row and the seconds of each op on the compute stream of a lane, and the parts of the gaps between them."""
-    busy: list[Span] = []
+    busy: list[Span | LineSpan] = []
     sent: list[Span] = []
-    for span in timeline.spans_of(stage):
-        if span.stream == COMPUTE:
-            busy.append(span)
-        elif timeline.closes_gaps(span):
-            sent.append(span)
-    busy.sort(key=lambda span: span.start_s)
+    for part in timeline.parts_of(stage):
+        if isinstance(part, LineSpan) and part.line.busy_s.keys() == {COMPUTE}:
+            busy.append(part)
+            continue
+        for span in (part,) if isinstance(part, Span) else part.spans():
+            if span.stream == COMPUTE:
+                busy.append(span)
+            elif timeline.closes_gaps(span):
+                sent.append(span)
+    busy.sort(key=attrgetter("start_s"))
     # Of ops that end at once the first to start covers most of a gap.
     sent.sort(key=lambda span: (span.end_s, -span.start_s, _passes_stages(span.stream)))
     closing = _Closing(timeline, stage, sent)
+    keys: dict[str, Key] = {}  # a step has few names, and many spans of each
     now_s = 0.0
-    for span in busy:
-        if span.start_s > now_s:
-            yield from closing.parts(now_s, span.start_s)
-            now_s = span.start_s
-        if span.end_s > now_s:  # measured ops may overlap by the resolution of a clock
-            yield (row_name(span.name.partition(":")[0]), None), span.end_s - now_s
-            now_s = span.end_s
+    for part in busy:
+        if part.start_s > now_s:
+            yield from closing.parts(now_s, part.start_s)
+            now_s = part.start_s
+        for name, end_s in _ends_of(part):
+            if end_s > now_s:  # measured ops may overlap by the resolution of a clock
+                key = keys.get(name) or keys.setdefault(name, (row_name(name.partition(":")[0]), None))
+                yield key, end_s - now_s
+                now_s = end_s
     if now_s < timeline.step_s:
         yield from closing.parts(now_s, timeline.step_s)
+
+
+def _ends_of(part: Span | LineSpan) -> Iterable[tuple[str, float]]:
+    """Return the name and the end, in seconds from the start of the step, of each op of a part."""
+    if isinstance(part, Span):
+        return ((part.name, part.end_s),)
+    start_s = part.start_s
+    return [(name, start_s + after_s) for (_, name), after_s in zip(part.line.ops, part.ends_s, strict=True)]
 
 
 class _Closing:

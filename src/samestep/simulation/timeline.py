@@ -11,7 +11,7 @@ thread for each stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -75,12 +75,16 @@ class Timeline:
 
     def spans_of(self, stage: int) -> Iterator[Span]:
         """Yield the span of every op of one stage, in the order of issue."""
-        for part in self._of_stage.get(stage, ()):
+        for part in self.parts_of(stage):
             yield from (part,) if isinstance(part, Span) else part.spans()
+
+    def parts_of(self, stage: int) -> Sequence[Span | LineSpan]:
+        """Return the spans and the lines of one stage, in the order of issue."""
+        return self._of_stage.get(stage, ())
 
     def closes_gaps(self, span: Span) -> bool:
         """Return whether a lane may have waited for an op: of a played one, always."""
-        return span not in self.not_waited_for
+        return not self.not_waited_for or span not in self.not_waited_for
 
     @cached_property
     def is_piped(self) -> bool:

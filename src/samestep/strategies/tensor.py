@@ -207,7 +207,7 @@ def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
         layer = layers[op.layer]
         last = op.layer == len(layers) - 1
         flops = layer.forward_flops if forward else layer.backward_flops
-        yield replace(op, flops=flops * step.microbatch_samples)
+        yield op.but(flops=flops * step.microbatch_samples)
         if forward:
             yield from _sums(layer.forward_sums, step, op)
             yield from _loss(step, op) if last else ()
