@@ -30,7 +30,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.stepper import Stepper
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, VOCABULARY, Tokens
-from tests.parity.test_loaded_weights import fine_tuned
+from tests.parity.test_loaded_weights import fine_tuned, saved
 from tests.parity.test_packed_documents import Packed
 from tests.proof.planting import around, changed
 from tests.traced import copied
@@ -134,6 +134,12 @@ CLEAN: dict[str, Case] = {
     "a spare layer": Case(Spare),
     "documents": Case(perturbed(MODELS["llama"]), Packed),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_folder_to_load() -> None:
+    """Save what the loaded models load, which a build on the meta device cannot."""
+    saved("llama")
 
 
 def verdict_of(case: Case, folder: Path, install: Callable[[Patch], None] | None = None) -> sides.Judgement:
