@@ -7,6 +7,7 @@ between the cut parts of a block. `LEGAL` must run and be equal, with the ledger
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,43 @@ class Rescaled(nn.Module):
         with torch.no_grad():
             size = self.down(F.gelu(self.up(x))).square().mean(-1, keepdim=True)
         return x + self.down(F.gelu(self.up(x))) * (1 + size).rsqrt()
+
+
+class Gained(nn.Linear):
+    """A linear layer with a gain of its own, one number or one for each output."""
+
+    def __init__(self, inputs: int, outputs: int, *shape: int) -> None:
+        super().__init__(inputs, outputs)
+        self.gain = nn.Parameter(torch.full(shape, 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * F.linear(x, self.weight) + self.bias
+
+
+def _normed(inputs: int, outputs: int) -> nn.Module:
+    """A layer whose gain is the norm of its whole weight, as an old hook of torch has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(nn.Linear(inputs, outputs), dim=None)  # type: ignore[arg-type]
+
+
+GAINED: dict[str, Callable[[int, int], nn.Module]] = {
+    "one number": Gained,
+    "one for each output": lambda inputs, outputs: Gained(inputs, outputs, outputs),
+    "the norm": _normed,
+}
+
+
+class OfGained(nn.Module):
+    """An MLP whose last layer has a gain, or its first one too."""
+
+    def __init__(self, kind: str, is_twice: bool = False) -> None:
+        super().__init__()
+        self.up = (GAINED[kind] if is_twice else nn.Linear)(WIDTH, NEURONS)
+        self.down = GAINED[kind](NEURONS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
 
 
 MLP_PLAN = {"up": "column", "down": "row"}
@@ -776,3 +814,16 @@ def test_code_that_mixes_what_is_cut_is_refused(name: str, monkeypatch: pytest.M
     assert found is not None
     with pytest.raises(LayoutError, match=text):
         program_of(found.spec, clipped(), Layout.parse("tp=2"))
+
+
+@pytest.mark.parametrize("plan", [MLP_PLAN, pytest.param({}, marks=pytest.mark.nightly)], ids=["planned", "found"])
+@pytest.mark.parametrize("kind", GAINED)
+def test_layers_with_gains_of_their_own_are_not_cut(
+    kind: str, plan: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, block in (
+        ("last", functools.partial(OfGained, kind)),
+        ("first", functools.partial(OfGained, kind, True)),
+    ):
+        monkeypatch.setitem(MODELS, f"gained {name}", functools.partial(Decoder, block, plan, as_it_is))
+        prove("tp=2", f"gained {name}")

@@ -210,6 +210,13 @@ def test_a_sum_and_a_count_may_have_any_form() -> None:
     assert len({tuple(_losses(Classifier, _of(form), Pairs())) for form in forms}) == 1
 
 
+@pytest.mark.parametrize("source", [Pairs, lambda: torch.utils.data.DataLoader(Pairs(), batch_size=4)])
+def test_a_run_is_prepared_by_a_batch_or_by_samples_of_one(source: Callable[[], Any]) -> None:
+    batch = next(iter(samestep.batches(source(), Job(train={"global_batch": 4, "steps": 2}))))
+    found = [_losses(Classifier, "cross_entropy", source(), one) for one in (None, batch, batch.samples([0]))]
+    assert found[0] == found[1] == found[2]
+
+
 def test_what_trains_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match="no output of the model depends on a parameter that takes a gradient"):
         _losses(lambda: Classifier().requires_grad_(False), "cross_entropy", Pairs())

@@ -120,7 +120,11 @@ def record_ends(
 
 
 def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, WeightCut]:
-    """Return how the weights of the modules of a plan are cut, by their names; `parts` are those of fused weights."""
+    """Return how the weights of the modules of a plan are cut, by their names; `parts` are those of fused weights.
+
+    Raises:
+        MixesError: a weight has not the dimension that is cut, such as a gain of the whole layer.
+    """
     facts, found = facts_of(model), {}
     for name, param in model.named_parameters():
         path, _, leaf = name.rpartition(".")
@@ -131,6 +135,9 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
         across = 0 if (facts.is_transposed(module) and leaf == "weight") or isinstance(module, nn.Embedding) else 1
         dim = across if style == "row" else 0 if style == "vocab" else (1 - across) * (param.dim() > 1)
         fused = FUSED if style == "qkv" else parts.get(path, 1)
+        if dim >= param.dim():
+            reason = f"{name} {list(param.shape)} has no dimension along which the weights of {path} are cut"
+            raise MixesError(reason).at(path, [f"{path}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)])
         if param.shape[dim] % fused == 0:
             found[name] = WeightCut(dim, fused)
     return found

@@ -178,8 +178,13 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         return self.assembly.weights.updater
 
     def prepare(self, example: Any) -> None:
-        """Build the model in its layout, unless that is done; `example` is a batch from `batch.samples`."""
+        """Build the model in its layout, unless that is done; `example` is a batch of `samestep.batches`, or samples of one from
+        `batch.samples`.
+        """
         if self._own.is_prepared:
+            return
+        if hasattr(example, "shares") and hasattr(example, "samples"):
+            self.labelled(self.batch_of(example, "run.prepare"))
             return
         self._batches.begin(example)
         for remark in self._own.assemble(example):
