@@ -164,7 +164,9 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
 
     @property
     def model(self) -> nn.Module:
-        """This rank's module, after the layout has cut its weights."""
+        """This rank's module, after the layout has cut its weights. Under `tp` a weight that is cut is this rank's part of it: what looks at
+        several elements at once, such as a norm of rows or pruning by rank, belongs within `gathered()`.
+        """
         return self.assembly.model.module
 
     @property
