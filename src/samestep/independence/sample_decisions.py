@@ -230,7 +230,7 @@ def asks_of_parts(func: Any, args: tuple[Any, ...], value_of: ValueOfTensor) -> 
 
 
 def _is_answer(outcome: Any) -> bool:
-    """Return whether what code is told is a yes or no."""
+    """Return whether what code has asked for is a yes or no."""
     return isinstance(outcome, bool) or (isinstance(outcome, Tensor) and outcome.dtype is torch.bool)
 
 

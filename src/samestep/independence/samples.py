@@ -85,9 +85,8 @@ def examine(
 ) -> Findings:
     """Return whether samples influence each other in a model's forward; `sample` is a batch of one real sample.
 
-    `keeps_all` follows the values of all tensors, for models whose code looks at them; `takes_gradients` keeps what a
-    gradient that the forward itself takes needs. The forward runs in the context that
-    `around` makes from a function that says where a tensor has its samples, and one that notes it of random numbers.
+    `keeps_all` follows the values of all tensors, for models whose code looks at them; `takes_gradients` keeps what a gradient that the
+    forward takes needs. `around` makes its context from functions that say where a tensor has its samples, and note it of random numbers.
     """
     if has_items(sample):
         return Findings(tried=("the forward on several samples, of which each is an item of a list",))

@@ -142,7 +142,7 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
 
 
 def drop_weights(query: Tensor, p: float, *, num_keys: int) -> Tensor:
-    """Return which weights of an attention are dropped, bool [B, A, queries, keys], where code in a graph attends in a way of its own.
+    """Return which weights of an attention are dropped, bool [B, A, queries, keys], where code in a graph writes its attention itself.
 
     The graph calls its replacement, as that of other dropouts.
     """

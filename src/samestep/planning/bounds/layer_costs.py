@@ -326,7 +326,7 @@ class Prices:
         return number
 
     def sizes(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Sizes, ...]:
-        """Return the sizes of one layer of each kind, where not the step's own but another part is computed again too."""
+        """Return the sizes of one layer of each kind, under the recomputation of the step or another one."""
         layout = step.layout
         key = (layout.cuts, recompute or layout.recompute)
         if key not in self._known_sizes:

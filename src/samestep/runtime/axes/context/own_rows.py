@@ -22,7 +22,7 @@ def rows_of(tensor: Tensor, runs: Sequence[range], dim: int) -> Tensor:
 
 
 def own_rows(tensor: Tensor, runs: Sequence[range], dim: int) -> Tensor:
-    """Return the rows at some runs of places along a dimension, in memory of their own."""
+    """Return a copy of the rows at some runs of places along a dimension."""
     rows = rows_of(tensor, runs, dim)
     return rows.clone(memory_format=torch.contiguous_format) if len(runs) == 1 else rows
 

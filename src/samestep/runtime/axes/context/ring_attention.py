@@ -87,7 +87,7 @@ class Ring(NamedTuple):
 
 
 class RingForm(NamedTuple):
-    """What an attention around the ring is, without the tensors that take gradients."""
+    """The form of an attention around the ring: all of it but the tensors that take gradients."""
 
     ring: Ring
     spec: AttentionSpec
