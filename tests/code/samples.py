@@ -303,27 +303,27 @@ def _until_near(net: Language, x: Tensor, is_near: Callable[[Tensor], Any]) -> T
 
 
 def until_all_are_close(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: torch.allclose(moved, torch.zeros_like(moved), atol=1e-3))
+    return _until_near(net, x, lambda moved: torch.allclose(moved, torch.zeros_like(moved), atol=1e-2))
 
 
 def until_all_are_near(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: (moved.abs() < 1e-3).all())
+    return _until_near(net, x, lambda moved: (moved.abs() < 1e-2).all())
 
 
 def until_no_one_moves(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: not (moved.norm(dim=-1) > 1e-3).any())
+    return _until_near(net, x, lambda moved: not (moved.norm(dim=-1) > 1e-2).any())
 
 
 def until_not_one_moves(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: ~(moved.norm(dim=-1) > 1e-3).any())
+    return _until_near(net, x, lambda moved: ~(moved.norm(dim=-1) > 1e-2).any())
 
 
 def until_zero_have_moved(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: (moved.abs() > 1e-3).sum() == 0)
+    return _until_near(net, x, lambda moved: (moved.abs() > 1e-2).sum() == 0)
 
 
 def until_the_number_is_zero(net: Language, x: Tensor) -> Tensor:
-    return _until_near(net, x, lambda moved: (moved.abs() > 1e-3).sum().item() == 0)
+    return _until_near(net, x, lambda moved: (moved.abs() > 1e-2).sum().item() == 0)
 
 
 def a_step_size(net: Language, x: Tensor) -> Tensor:

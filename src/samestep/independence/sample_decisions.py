@@ -247,7 +247,8 @@ def _open_count(value: Tensor | None, of: int) -> int:
 
 def _changed(number: Any, sign: int) -> Any:
     """Return a number, or the numbers of a tensor, changed up or down."""
-    return number + sign * (abs(number) + 1 if isinstance(number, int) else _CHANGE * abs(number))
+    is_whole = isinstance(number, int) or (isinstance(number, Tensor) and not number.dtype.is_floating_point)
+    return number + sign * (abs(number) + 1 if is_whole else _CHANGE * abs(number))
 
 
 _OF_EACH = {_aten.all: True, _aten.any: False, _aten.allclose: True, _aten.equal: True}
