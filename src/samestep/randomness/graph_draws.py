@@ -121,7 +121,7 @@ def replace_dropouts(graph: torch.fx.GraphModule, names: Mapping[int, str]) -> s
     draws: dict[tuple[str, str], int] = {}
     calls: dict[str, list[tuple[str, str]]] = {}
     for node in _nodes(graph):
-        if node.op != "call_function" or (node.target not in DROPPING and node.target is not drop_weights):
+        if node.op != "call_function" or node.target not in _HANDLERS:
             continue
         p = _probability(node.target, node.args, node.kwargs)
         if p == 0:
@@ -156,9 +156,13 @@ def _draw_weights(
     return source.drop(query, shape, p, F.scaled_dot_product_attention.__name__)
 
 
+_HANDLERS = {**{function: HANDLERS[function] for function in DROPPING}, drop_weights: _draw_weights}
+"""The replacements of what drops within graphs."""
+
+
 def _drawing(function: Callable[..., Any], source: _GraphSource) -> Callable[..., Any]:
     """Return the replacement of a dropout in a graph, under the name of that dropout."""
-    handler = _draw_weights if function is drop_weights else HANDLERS[function]
+    handler = _HANDLERS[function]
 
     @functools.wraps(function)
     def drawn(*args: Any, **kwargs: Any) -> Any:

@@ -136,17 +136,21 @@ def _gather_last(x: Tensor, at: _At) -> Tensor:
     return torch.cat(torch.ops.samestep.all_gather(x, at.degree, at.place).split(x.shape[0]), dim=-1)
 
 
-def _to_heads(x: Tensor, at: _At) -> Tensor:
-    sent = torch.unflatten(x, 1, (at.degree, -1)).movedim(1, 0)
-    received: Tensor = torch.ops.samestep.all_to_all(sent, at.place)
-    return received.movedim(0, 2).flatten(2, 3)
+def to_heads(part: Tensor, degree: int, swap: Callable[[Tensor], Tensor]) -> Tensor:
+    """Exchange tokens for heads, [B, A, T/N, D] -> [B, A/N, T, D], where `swap` sends each rank its part along dimension 0."""
+    return swap(torch.unflatten(part, 1, (degree, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
 
 
-def _to_tokens(x: Tensor, at: _At) -> Tensor:
-    sent = torch.unflatten(x, 2, (at.degree, -1)).movedim(2, 0)
-    received: Tensor = torch.ops.samestep.all_to_all(sent, at.place)
+def to_tokens(part: Tensor, degree: int, swap: Callable[[Tensor], Tensor]) -> Tensor:
+    """Exchange heads for tokens, [B, A/N, T, D] -> [B, A, T/N, D], where `swap` sends each rank its part along dimension 0."""
+    received = swap(torch.unflatten(part, 2, (degree, -1)).movedim(2, 0))
     # The heads of a token side by side, as the kernels write them: code may view the output so.
     return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _swap(x: Tensor, at: _At) -> Tensor:
+    received: Tensor = torch.ops.samestep.all_to_all(x, at.place)
+    return received
 
 
 _MOVES: dict[str, Callable[[Tensor, _At], Tensor]] = {
@@ -156,9 +160,9 @@ _MOVES: dict[str, Callable[[Tensor, _At], Tensor]] = {
     "own": lambda x, at: x.chunk(at.degree, dim=1)[at.rank].clone(memory_format=torch.contiguous_format),
     "gather_last": _gather_last,
     "own_last": lambda x, at: x.chunk(at.degree, dim=-1)[at.rank].contiguous(),
-    "swap": lambda x, at: torch.ops.samestep.all_to_all(x, at.place),
-    "to_heads": _to_heads,
-    "to_tokens": _to_tokens,
+    "swap": _swap,
+    "to_heads": lambda x, at: to_heads(x, at.degree, lambda sent: _swap(sent, at)),
+    "to_tokens": lambda x, at: to_tokens(x, at.degree, lambda sent: _swap(sent, at)),
     "keep": lambda x, at: x.view_as(x),
 }
 
@@ -238,12 +242,20 @@ def _reduce_scatter(x: Tensor, degree: int, place: Tensor) -> Tensor:
 
 
 def _all_to_all(x: Tensor, place: Tensor) -> Tensor:
-    sent = x.contiguous()
     if (crossing := sending(place)) is None:
-        return sent.clone()
+        return x.clone(memory_format=torch.contiguous_format)
+    return swap(x, crossing.group, crossing.owner)
+
+
+def swap(sent: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Send each rank its part along dimension 0; return those of all ranks.
+
+    Collective over `group`, see [Note: collective calls].
+    """
+    sent = sent.contiguous()
     received = torch.empty_like(sent)
-    with ledger.owned(crossing.owner):
-        dist.all_to_all_single(received, sent, group=crossing.group)
+    with ledger.owned(owner):
+        dist.all_to_all_single(received, sent, group=group)
     return received
 
 

@@ -21,8 +21,7 @@ from samestep.randomness.graph_draws import drop_weights
 from samestep.runtime.axes.context.ring_attention import Ring
 from samestep.runtime.axes.context.ring_operation import RingPlace, attend_around
 from samestep.runtime.axes.differentiable import apply_move
-from samestep.runtime.axes.rank_crossings import RankCrossing
-from samestep.runtime.ledger import owned
+from samestep.runtime.axes.rank_crossings import RankCrossing, swap, to_heads, to_tokens
 from samestep.strategies.context import GIVEN, KEYS_VALUES, AttentionRanks, num_sent_heads
 
 
@@ -45,8 +44,8 @@ class BlockExchanges:
         self._of_heads, self._of_ring = tuple(range(ranks.heads)), tuple(range(ranks.ring))
         self._mine = index % ranks.heads
         given, output, passed = f"{block}.{GIVEN}", f"{block}.output", f"{block}.{KEYS_VALUES}"
-        swap = functools.partial(apply_move, group=of_heads, owner=given, there=_swapped, back=_swapped)
-        self._given = RankCrossing(given, of_heads, "swap", "swap", swap)
+        parts = functools.partial(apply_move, group=of_heads, owner=given, there=swap, back=swap)
+        self._given = RankCrossing(given, of_heads, "swap", "swap", parts)
         home = functools.partial(apply_move, group=of_heads, owner=output, there=_to_tokens, back=_to_heads)
         self.output = RankCrossing(output, of_heads, "to_tokens", "to_heads", home)
         """Exchanges heads for tokens, [B, A/N, T, D] -> [B, A, T/N, D]."""
@@ -67,26 +66,6 @@ class BlockExchanges:
             mask = mask.chunk(degree, dim=1)[self._mine]
         return query, key, value, mask, None if sinks is None else sinks.chunk(degree)[self._mine]
 
-    def are_traced(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> bool:
-        """Return whether `attend_in_graph` computes such a `scaled_dot_product_attention`: not within packed documents."""
-        if isinstance(attn_mask, DocumentMask):
-            return False
-        shapes = query.shape, key.shape, value.shape
-        if {len(one) for one in shapes} != {4} or (attn_mask is not None and (attn_mask.dim() > 4 or is_causal)):
-            return False
-        alike = enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
-        return alike and key.shape[0] == value.shape[0] == query.shape[0]
-
     def attend_in_graph(
         self,
         query: Tensor,
@@ -97,8 +76,10 @@ class BlockExchanges:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
-        """Return `scaled_dot_product_attention` of this rank's tokens to all, as a compiler traces it."""
+    ) -> Tensor | None:
+        """Return `scaled_dot_product_attention` of this rank's tokens to all, as a compiler traces it; None of one that it cannot."""
+        if not _is_traced((query, key, value), attn_mask, is_causal, enable_gqa):
+            return None
         if len(self._of_heads) > 1:
             query, key, value, attn_mask, _ = self.by_heads(query, key, value, attn_mask, None)
         if len(self._of_ring) > 1:
@@ -112,6 +93,16 @@ class BlockExchanges:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=shared
             )
         return output if len(self._of_heads) == 1 else self.output(output)
+
+
+def _is_traced(given: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, is_causal: bool, shares_heads: bool) -> bool:
+    """Return whether a compiler traces an attention of queries, keys and values: not within packed documents."""
+    if isinstance(mask, DocumentMask) or {one.dim() for one in given} != {4}:
+        return False
+    if mask is not None and (mask.dim() > 4 or is_causal):
+        return False
+    samples, heads = ([one.shape[dim] for one in given] for dim in (0, 1))
+    return samples[0] == samples[1] == samples[2] and (shares_heads or heads[0] == heads[1] == heads[2])
 
 
 def _repeat_heads(part: Tensor, query_heads: int, degree: int) -> Tensor:
@@ -133,27 +124,9 @@ def _all_to_heads(parts: list[Tensor], degree: int, swap: Callable[[Tensor], Ten
     ]
 
 
-def _swapped(sent: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Send each rank its part along dimension 0; return those of all ranks."""
-    sent = sent.contiguous()
-    received = torch.empty_like(sent)
-    with owned(owner):
-        dist.all_to_all_single(received, sent, group=group)
-    return received
-
-
 def _to_heads(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Exchange tokens for heads: [B, A, T/N, D] -> [B, A/N, T, D]."""
-    return _all_to_all(part, 1, group, owner).movedim(0, 2).flatten(2, 3)
+    return to_heads(part, dist.get_world_size(group), lambda sent: swap(sent, group, owner))
 
 
 def _to_tokens(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Exchange heads for tokens: [B, A/N, T, D] -> [B, A, T/N, D]."""
-    received = _all_to_all(part, 2, group, owner)
-    # The heads of a token side by side, as the kernels write them: code may view the output so.
-    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
-
-
-def _all_to_all(part: Tensor, dim: int, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Send each rank its part along `dim`; return the parts of all ranks, [N, B, A/N, T/N, D]."""
-    return _swapped(part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0), group, owner)
+    return to_tokens(part, dist.get_world_size(group), lambda sent: swap(sent, group, owner))

@@ -86,7 +86,7 @@ class _Around(torch.autograd.Function):
 def _form(
     place: Tensor, query: Tensor, drop: Tensor | None, is_causal: bool, scale: float, p: float
 ) -> RingForm | None:
-    """Return what an attention around the ring is; None where nothing is sent."""
+    """Return the form of an attention around the ring; None where nothing is sent."""
     ring = sending(place)
     if ring is None:
         return None
@@ -101,11 +101,9 @@ def _forward(
     mask: Tensor | None,
     drop: Tensor | None,
     place: Tensor,
-    is_causal: bool,
-    scale: float,
-    p: float,
+    *how: Any,
 ) -> tuple[Tensor, Tensor]:
-    form = _form(place, query, drop, is_causal, scale, p)
+    form = _form(place, query, drop, *how)
     if form is None:
         output, log_sum_exp = _shapes(query, key, value)
         return output.zero_(), log_sum_exp.zero_()
@@ -128,13 +126,10 @@ def _backward(
     output: Tensor,
     log_sum_exp: Tensor,
     place: Tensor,
-    is_causal: bool,
-    scale: float,
-    p: float,
-    needs_keys: bool,
-    needs_mask: bool,
+    *how_and_needs: Any,
 ) -> tuple[Tensor, ...]:
-    form, given = _form(place, query, drop, is_causal, scale, p), (query, key, value, mask)
+    *how, needs_keys, needs_mask = how_and_needs
+    form, given = _form(place, query, drop, *how), (query, key, value, mask)
     if form is None:
         return tuple(one.zero_() for one in _alike(given, needs_keys, needs_mask))
     found = ring_backward(form, gradient, given, None, (output, log_sum_exp), (needs_keys, needs_mask, False))

@@ -434,9 +434,11 @@ class GraphAttentions(Exchanging):
             return torch.unflatten(*args, **kwargs)
         if not length:
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and self._exchanges.are_traced(*args, **kwargs):
-            self.slicing.exchanged += 1
-            return self._exchanges.attend_in_graph(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            output = self._exchanges.attend_in_graph(*args, **kwargs)
+            if output is not None:
+                self.slicing.exchanged += 1
+                return output
         size = length // self.slicing.degree
         if func in _ATTENTIONS or _has_both(length, size, args):
             return self._outside(func, args, kwargs)

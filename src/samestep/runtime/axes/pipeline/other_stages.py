@@ -32,7 +32,7 @@ class OtherStageWeight(nn.Parameter):
         try:
             # Of a Parameter torch makes plain tensors, which would forget it.
             return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise _refusal(args) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
