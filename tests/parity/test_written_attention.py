@@ -98,6 +98,14 @@ def test_attentions_are_found_by_their_formula(model: str) -> None:
     assert [layer.exchanges for layer in prepared.spec.layers if layer.is_block] == [()] * len(blocks)
 
 
+def test_a_window_wider_than_a_slice_is_found_in_the_whole_sequence() -> None:
+    prepared = source_of("written repeated", Layout.parse("cp=4"), clipped()).prepared
+    assert prepared is not None
+    assert not prepared.spec.slice_refusal
+    found = [dict(layer.written) for layer in with_attentions(prepared.spec).layers if layer.is_block]
+    assert [one.masks for block in found for calls in block.values() for one in calls] == [RULES["repeated"]] * len(found)
+
+
 def read(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Weights that are used for something else, too."""
     weights = torch.softmax(q.transpose(1, 2) @ k.permute(0, 2, 3, 1), -1)

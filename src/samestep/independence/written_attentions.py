@@ -166,6 +166,8 @@ class TracedFormulas(Formulas):
             # Where a rank is given the mask whole, it is used as it is.
             own = [None if is_whole else one for is_whole, one in zip(whole, before[0].masks, strict=True)]
             self._found[path][-1] += (dataclasses.replace(mine, masks=tuple(own)),)
+            # A window may be wider than the slice, which then shows none.
+            made = [one if is_whole else rule for is_whole, one, rule in zip(whole, made, before[0].masks, strict=True)]
         else:
             self._found[path][-1] += (mine,)
         written = written.with_keys([mask for mask, one in zip(written.masks, made, strict=True) if one == _BY_KEY])
