@@ -103,7 +103,9 @@ def test_a_window_wider_than_a_slice_is_found_in_the_whole_sequence() -> None:
     assert prepared is not None
     assert not prepared.spec.slice_refusal
     found = [dict(layer.written) for layer in with_attentions(prepared.spec).layers if layer.is_block]
-    assert [one.masks for block in found for calls in block.values() for one in calls] == [RULES["repeated"]] * len(found)
+    assert [one.masks for block in found for calls in block.values() for one in calls] == [RULES["repeated"]] * len(
+        found
+    )
 
 
 def read(self: Spelled, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
