@@ -699,7 +699,7 @@ MIXING |= {
     ("name", "layout"),
     [
         *((name, "tp=2 sequence_parallel") for name in PARTS),
-        ("a norm at the end", "tp=2 sequence_parallel recompute=full"),
+        ("two modules", "tp=2 sequence_parallel recompute=full"),
         ("beside another", "tp=2 sequence_parallel recompute=selective microbatch=4"),
         pytest.param("a whole gate", "dp=2 tp=2 zero=3 sequence_parallel recompute=full", marks=pytest.mark.nightly),
         pytest.param("two modules", "tp=2 pp=2 sequence_parallel recompute=full microbatch=2", marks=pytest.mark.nightly),
@@ -753,7 +753,8 @@ def test_blocks_that_mix_tokens_are_refused(name: str, monkeypatch: pytest.Monke
 def _traced() -> Iterator[None]:
     """Trace all models before the first pool of ranks is forked, which inherits them."""
     cut, sliced = Layout.parse("tp=2"), Layout.parse("tp=2 sequence_parallel")
-    models = [(name, build, cut) for name, build in (LEGAL | GATHERED).items() if name not in EVERY_NIGHT]
+    models = [(name, build, cut) for name, build in LEGAL.items()]
+    models += [(f"gathered: {name}", build, cut) for name, build in GATHERED.items() if name not in EVERY_NIGHT]
     models += [(f"between: {name}", build, sliced) for name, build in TOKENWISE.items()]
     models += [(f"part: {name}", build, sliced) for name, build in PARTS.items()]
     for name, build, layout in models:
@@ -783,9 +784,10 @@ def test_a_table_is_cut_by_heads() -> None:
     "name", [pytest.param(n, marks=pytest.mark.nightly) if n in EVERY_NIGHT else n for n in GATHERED]
 )
 def test_what_code_needs_whole_is_gathered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, name, GATHERED[name])
-    prove("tp=2", name)
-    found = source_of(name, Layout.parse("tp=2"), clipped()).prepared
+    model = f"gathered: {name}"
+    monkeypatch.setitem(MODELS, model, GATHERED[name])
+    prove("tp=2", model)
+    found = source_of(model, Layout.parse("tp=2"), clipped()).prepared
     assert found is not None
     styles = found.analysis.cut_styles
     assert {style for path, style in styles.items() if path != "head"} == {"gather"}
@@ -796,8 +798,8 @@ def test_what_code_needs_whole_is_gathered(name: str, monkeypatch: pytest.Monkey
     "layout", ["tp=2 recompute=full", "tp=2 recompute=selective", "pp=2 tp=2 microbatch=2", "dp_shard=2 tp=2", "tp=4"]
 )
 def test_gathered_outputs_in_other_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "alibi", GATHERED["alibi"])
-    prove(layout, "alibi")
+    monkeypatch.setitem(MODELS, "gathered: alibi", GATHERED["alibi"])
+    prove(layout, "gathered: alibi")
 
 
 def test_blocks_that_run_twice_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ REST = [
     (layout, name)
     for layout in ("cp=2", "cp=2 exchange=ring recompute=full", "cp=4 exchange=hybrid", "tp=2 cp=2 zero=2")
     for name in SPELLINGS
+    if (layout, name) != ("cp=4 exchange=hybrid", "one_head")  # groups that exchange heads need several of them
 ]
 
 

@@ -64,12 +64,19 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
             if is_whole:
                 own = functools.partial(_split, group=group, owner=part)
                 after_forward(module, functools.partial(_leave, RankCrossing(part, group, "own", "gather", own)))
+        after_forward(model.get_submodule(path), functools.partial(_forget, (gathered, joined)))
     join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
 
 
 def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return with_given(args, kwargs, gather, facts)
+
+
+def _forget(moves: tuple[Shared, ...], *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for move in moves:
+            move.forget()
 
 
 def _leave(change: Callable[[Tensor], Tensor], _: nn.Module, args: Any, output: Any) -> Any:
@@ -101,17 +108,21 @@ class Shared:
             return self._moved
         self._postponed = Postponed()
         moved = self._move(x, self._group, path, self._postponed.add_up)
-        self._given, self._state, self._moved = weakref.ref(x, self._forget), state_of(x), moved
+        self._given, self._state, self._moved = weakref.ref(x, self._is_freed), state_of(x), moved
         return moved
 
     def postponed_gradients_of(self, given: Tensor) -> Postponed | None:
         """Return the weight gradients that overlap with the sum of this tensor's gradient; None if it is not summed."""
         return self._postponed if given is self._moved else None
 
-    def _forget(self, given: weakref.ref[Tensor]) -> None:
+    def forget(self) -> None:
+        """Free the moved tensor at the end of a block: its input, which may live on to its backward, is moved again in a repeated forward."""
+        self._given = self._moved = None
+
+    def _is_freed(self, given: weakref.ref[Tensor]) -> None:
         """Free the moved tensor, and its graph, together with the tensor that was moved."""
         if given is self._given:
-            self._given = self._moved = None
+            self.forget()
 
 
 # -- the boundaries --------------------------------------------------------------------------------
