@@ -194,11 +194,11 @@ def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
     is_sum = isinstance(total, Tensor) if is_term else True
     if not is_sum or not _is_number(total, may_be_negative=True) or not _is_number(count):
         return None
-    device = total.device if isinstance(total, Tensor) else count.device if isinstance(count, Tensor) else None
     if not isinstance(total, Tensor):
+        device = count.device if isinstance(count, Tensor) else None
         total = torch.full((), total, dtype=torch.float64, device=device)
     if not isinstance(count, Tensor):
-        count = torch.full((), count, dtype=torch.float64, device=device)
+        count = total.new_full((), count, dtype=torch.float64)
     total = _scalar(total)
     return (total if is_term else total.detach()), _scalar(count.detach() if count.requires_grad else count)
 
