@@ -478,7 +478,7 @@ def test_a_part_of_a_mask_is_that_part(rows: tuple[int, int]) -> None:
         mode._tracker.rows = {("", -1, index): rows for index in range(2)}
         whole = mode.drop(ones(1), shape, 0.4, "dropout")
         mode._frames[-1].num_draws = 0
-        part = mode.drop_part(ones(1), shape, 0.4, "dropout")
+        part = mode.drop_weights(ones(1), shape, 0.4, "dropout").part
     assert 0.3 < whole.double().mean() < 0.5
     for start, stop, num_keys in ((0, 4, 10), (1, 3, 10), (3, 4, 7)):
         assert torch.equal(part(start, stop, num_keys), whole[..., start:stop, :num_keys])
