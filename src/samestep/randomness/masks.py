@@ -208,7 +208,12 @@ def drop_mask(bits: Tensor, p: float) -> Tensor:
     """Return which elements are dropped with probability p, bool, by their hashed bits."""
     if p >= 1.0:
         return torch.ones_like(bits, dtype=torch.bool)
-    return bits < min(round(p * 2**32), 2**32 - 1) - 2**31
+    return bits < drop_threshold(p)
+
+
+def drop_threshold(p: float) -> int:
+    """Return the number, of 32 bits with a sign, below which the hashed bits of dropped elements are, for a probability below 1."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def mix(x: Tensor) -> Tensor:
