@@ -1,4 +1,4 @@
-"""Triton kernels equal the formulas in torch, to the bit: Triton's interpreter runs them on CPUs, in a process of its own."""
+"""Triton kernels equal the formulas in torch, masks to the bit: Triton's interpreter runs them on CPUs, in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def test_in_the_interpreter(file: str) -> None:
 def test_importing_samestep_imports_no_file_that_needs_triton() -> None:
     code = "import sys, samestep, samestep.runtime.run; print(*(name for name in sys.modules if name.startswith('samestep.kernels.')))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert found.stdout.split() in ([], ["samestep.kernels.kernel_choice"])
+    assert {*found.stdout.split()} <= {"samestep.kernels.kernel_choice", "samestep.kernels.flash_launches"}

@@ -69,9 +69,24 @@ def _queries_of(first, last, distance, num_queries, WINDOW: tl.constexpr, IS_CAU
 
 @triton.jit
 def _scores(
-    q, k, rows, columns, num_queries, num_keys, query_start, key_start, scale,
-    mask, mask_row, mask_column, documents,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    q,
+    k,
+    rows,
+    columns,
+    num_queries,
+    num_keys,
+    query_start,
+    key_start,
+    scale,
+    mask,
+    mask_row,
+    mask_column,
+    documents,
+    IS_CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Return the scores of a block, -inf for pairs that do not see each other."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -254,9 +269,7 @@ def key_gradients_kernel(
     documents += sample * documents_b
     of_keys = tl.zeros([COLUMNS, PADDED_D], tl.float32)
     of_values = tl.zeros([COLUMNS, PADDED_E], tl.float32)
-    low, high = _queries_of(
-        column, column + COLUMNS - 1, query_start - key_start, num_queries, WINDOW, IS_CAUSAL, ROWS
-    )
+    low, high = _queries_of(column, column + COLUMNS - 1, query_start - key_start, num_queries, WINDOW, IS_CAUSAL, ROWS)
     for each in range(GROUP):
         head = shared * GROUP + each
         for start in range(low, high, ROWS):

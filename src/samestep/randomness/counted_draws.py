@@ -1,7 +1,7 @@
 """Masks that a forward has counted: their bits are arranged for a tensor when they are used.
 
-    formula of torch    a mask, bool, whole or in parts         hashed with the other masks of its forward
-    kernel              halves of rows and hashed columns       it hashes the elements itself, so no mask is in memory
+formula of torch    a mask, bool, whole or in parts         hashed with the other masks of its forward
+kernel              halves of rows and hashed columns       it hashes the elements itself, so no mask is in memory
 """
 
 from __future__ import annotations

@@ -376,7 +376,6 @@ class DropoutMode(MaskSource):
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
         rows = self._tracker.rows.get(mask, IN_ORDER)
 
-
         def arranged(device: torch.device, shape: torch.Size, p: float) -> DrawBits:
             return self._remembered(mask, self._arranged(mask, rows, shape, device, what, p), shape, device, p)
 

@@ -103,6 +103,4 @@ class _DroppedFlash(torch.autograd.Function):
         query, key, value, mask, output, log_sum_exp = ctx.saved_tensors
         products = flash_launches.products_of(gradients[0], output)
         form = ctx.how.form(query, key, mask)
-        return *flash_launches.backward(
-            gradients[0], (query, key, value), log_sum_exp, products, form
-        ), None, None
+        return *flash_launches.backward(gradients[0], (query, key, value), log_sum_exp, products, form), None, None
