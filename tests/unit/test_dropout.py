@@ -18,7 +18,7 @@ from samestep.building.attention import formula
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.randomness import row_hashes
+from samestep.randomness import masks, row_hashes
 from samestep.randomness.drawing_modules import named_modules
 from samestep.randomness.masks import (
     MaskSlice,
@@ -174,6 +174,17 @@ def test_every_part_of_the_place_changes_the_mask() -> None:
         for other in rows[:i]:
             assert (one == other).double().mean() < 0.65
     assert all(torch.equal(one, two) for one, two in zip(masks(), masks(), strict=True))
+
+
+def test_bits_are_mixed_alike_on_cpus_and_devices() -> None:
+    ends = [-(2**63), -1, 0, 1, 2**63 - 1]
+    x = torch.cat(
+        [torch.tensor(ends), torch.randint(-(2**62), 2**62, (999,), generator=torch.Generator().manual_seed(1))]
+    )
+    before = x.clone()
+    assert torch.equal(masks._mix_on_cpu(x), masks._mix_on_device(x))
+    assert torch.equal(masks._mix_on_cpu(x[:1000].view(50, 20).t()), masks._mix_on_device(x[:1000].view(50, 20).t()))
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
