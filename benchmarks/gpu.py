@@ -1,7 +1,7 @@
 """One GPU, or several: is samestep right there, does it need what it predicts, and how fast is it?
 
     python benchmarks/gpu.py                     all parts, each in a process of its own, and each size of throughput
-    python benchmarks/gpu.py correctness         verify, exact resume, waits of a step, NCCL: `gpu_correctness.py`
+    python benchmarks/gpu.py correctness         verify, exact resume, waits of a step, NCCL, dropout: `gpu_correctness.py`
     python benchmarks/gpu.py predict             the device measured, and jobs predicted and run: `gpu_forecast.py`
     python benchmarks/gpu.py throughput          Llamas of four sizes beside a loop in torch alone: `gpu_throughput.py`
     python benchmarks/gpu.py ... --toy           at a size at which nothing but the code is tried, on a CPU too
@@ -178,7 +178,7 @@ def parsed(words: Sequence[str] | None) -> Given:
     )
     parser.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="of throughput: 0.5B 1B 3B 8B-layers")
     parser.add_argument(
-        "--trials", nargs="+", default=[], metavar="NAME", help="of correctness: nccl waits resume verify"
+        "--trials", nargs="+", default=[], metavar="NAME", help="of correctness: nccl waits dropout resume verify"
     )
     parser.add_argument("--limit-s", type=float, default=100.0, metavar="S", help="seconds of a part; default: 100")
     said = parser.parse_args(words)

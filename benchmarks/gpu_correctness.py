@@ -1,9 +1,10 @@
-"""What must hold on a real device before anything is timed there: four trials at toy size.
+"""What must hold on a real device before anything is timed there: five trials at toy size.
 
     verify   `samestep verify` of layouts for as many GPUs as there are, with workers that are spawned
     resume   `samestep train` twice as long, and stopped and resumed: the same losses to the bit, by deterministic kernels
     waits    the waits of a step by function, which must be those that tests/device counts on a simulated device
     nccl     each kind of collective and a split of the world, on as many ranks as there are GPUs
+    dropout  attention with dropout by our kernels: `gpu_attention.py`
 
 Each trial returns what it has found wrong, or nothing; `tests/device` has the rest (`make gpu`).
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_attention
 import torch
 import torch.distributed as dist
 
@@ -174,7 +176,9 @@ def wrong_collectives(place: RankInfo) -> list[str]:
     return [f"{name} is wrong on rank {rank} of {ranks}" for name, is_right in right.items() if not is_right]
 
 
-TRIALS: dict[str, Trial] = {"nccl": collectives, "waits": waiting, "resume": resume, "verify": proofs}
+TRIALS: dict[str, Trial] = {
+    "nccl": collectives, "waits": waiting, "dropout": gpu_attention.wrong_attentions, "resume": resume, "verify": proofs
+}  # fmt: skip
 """The quickest first."""
 
 

@@ -55,8 +55,8 @@ MAY = {
 """What files of samestep may do: run the user's own module, which the job names, import modules that they name themselves,
 trace a model in another process, start ssh, hand a script to the command of an engine, and call Ray, whose processes send each other
 pickles."""
-COMPILER = ("/torch/_dynamo/", "/torch/_inductor/")
-"""Whose code is generated in a temporary folder, and starts processes: torch.compile's, where `run.compile` asks for it."""
+COMPILER = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
+"""Whose code is generated in a temporary folder, and starts processes: torch.compile's, where `run.compile` asks for it, and Triton's."""
 CUDA = "/cuda/pathfinder/"
 """What finds CUDA's libraries: as a build of torch for CUDA is imported, it asks `ldconfig` where they are."""
 

@@ -18,7 +18,7 @@ from samestep.building.attention import formula
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.randomness import row_hashes
+from samestep.randomness import masks, row_hashes
 from samestep.randomness.drawing_modules import named_modules
 from samestep.randomness.masks import (
     MaskSlice,
@@ -174,6 +174,17 @@ def test_every_part_of_the_place_changes_the_mask() -> None:
         for other in rows[:i]:
             assert (one == other).double().mean() < 0.65
     assert all(torch.equal(one, two) for one, two in zip(masks(), masks(), strict=True))
+
+
+def test_bits_are_mixed_alike_on_cpus_and_devices() -> None:
+    ends = [-(2**63), -1, 0, 1, 2**63 - 1]
+    x = torch.cat(
+        [torch.tensor(ends), torch.randint(-(2**62), 2**62, (999,), generator=torch.Generator().manual_seed(1))]
+    )
+    before = x.clone()
+    assert torch.equal(masks._mix_on_cpu(x), masks._mix_on_device(x))
+    assert torch.equal(masks._mix_on_cpu(x[:1000].view(50, 20).t()), masks._mix_on_device(x[:1000].view(50, 20).t()))
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -478,7 +489,7 @@ def test_a_part_of_a_mask_is_that_part(rows: tuple[int, int]) -> None:
         mode._tracker.rows = {("", -1, index): rows for index in range(2)}
         whole = mode.drop(ones(1), shape, 0.4, "dropout")
         mode._frames[-1].num_draws = 0
-        part = mode.drop_part(ones(1), shape, 0.4, "dropout")
+        part = mode.drop_weights(ones(1), shape, 0.4, "dropout").part
     assert 0.3 < whole.double().mean() < 0.5
     for start, stop, num_keys in ((0, 4, 10), (1, 3, 10), (3, 4, 7)):
         assert torch.equal(part(start, stop, num_keys), whole[..., start:stop, :num_keys])

@@ -56,8 +56,8 @@ WALKERS = ("trees.py", "runtime/processes/plain_data.py", "datasets/values.py")
 batch, in which a list may hold one item for each sample."""
 
 
-OF_EXTRAS = ("samestep.engines.ray_job",)
-"""Modules that need an extra: `samestep[ray]`."""
+NEEDING = {"samestep.engines.ray_job": "ray", "samestep.kernels.hashed_bits": "triton"}
+"""Modules that need a package which is not always installed."""
 
 
 @pytest.mark.parametrize("where", PRIVATE)
@@ -153,7 +153,9 @@ def _private_parts(node: ast.AST) -> list[str]:
 
 def test_every_module_imports_on_this_torch():
     for found in pkgutil.walk_packages(samestep.__path__, "samestep."):
-        if not found.name.endswith("__main__") and (found.name not in OF_EXTRAS or importlib.util.find_spec("ray")):
+        if not found.name.endswith("__main__") and (
+            found.name not in NEEDING or importlib.util.find_spec(NEEDING[found.name])
+        ):
             importlib.import_module(found.name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.attention import DropPart
+from samestep.building.attention import DroppedWeights
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 from samestep.independence.samples import Place, RowsOf
@@ -70,10 +70,10 @@ class MaskRecorder(DropoutMode):
         self._record(self._next_draw(), x, shape)
         return torch.empty(shape, dtype=torch.bool, device=x.device)
 
-    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
-        """Record a mask, and return a function of parts that have no values."""
+    def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
+        """Record a mask, and return one whose parts have no values."""
         drop = self.drop(x, shape, p, what)
-        return lambda start, stop, num_keys: drop[..., start:stop, :num_keys]
+        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False

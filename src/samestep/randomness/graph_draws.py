@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.building.attention import AttentionCall, DropPart
+from samestep.building.attention import AttentionCall, DroppedWeights
 from samestep.randomness.mask_source import MaskSource
 from samestep.randomness.replacements import DROPPING, HANDLERS
 
@@ -90,10 +90,10 @@ class _GraphSource:
         mask: Tensor = torch.ops.samestep.drop_mask(x, list(shape), p, self.within, self.call, self.draw, what)
         return mask
 
-    def drop_part(self, x: Tensor, shape: Sequence[int], p: float, what: str) -> DropPart:
-        """Return a function that returns parts of it."""
+    def drop_weights(self, x: Tensor, shape: Sequence[int], p: float, what: str) -> DroppedWeights:
+        """Return it in parts."""
         drop = self.drop(x, shape, p, what)
-        return lambda start, stop, num_keys: drop[..., start:stop, :num_keys]
+        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
 
     def refuse(self, reason: str) -> Exception:
         """Return the error that refuses a call."""

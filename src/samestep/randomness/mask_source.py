@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.attention import AttentionCall, DropPart, DroppedWeights
-from samestep.building.attention.score_form import MakeDropPart, WrittenCall
+from samestep.building.attention import AttentionCall, DroppedWeights
+from samestep.building.attention.score_form import DropLater, WrittenCall
 from samestep.building.torch_seams import current_function_modes
 from samestep.errors import LayoutError, ModelError
 
@@ -25,8 +25,7 @@ def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: in
         source = next((mode for mode in reversed(current_function_modes()) if isinstance(mode, MaskSource)), None)
     assert source is not None, "a training forward that may drop weights runs under a mode"
     shape = torch.Size((*call.heads, call.query.size(-2), num_keys))
-    part = source.drop_part(call.query, shape, call.dropout_p, "scaled_dot_product_attention")
-    return DroppedWeights(call.dropout_p, part)
+    return source.drop_weights(call.query, shape, call.dropout_p, "scaled_dot_product_attention")
 
 
 def dropped_of_written(written: WrittenCall, num_keys: int, call: AttentionCall) -> DroppedWeights | None:
@@ -48,12 +47,12 @@ def dropped_of_written(written: WrittenCall, num_keys: int, call: AttentionCall)
         shared[1] = shared[1] * heads // all_heads
     else:
         shared = [samples * heads]
-    part = written.draw(call.query, torch.Size((*shared, num_queries, num_keys)))
+    dropped = written.draw(call.query, torch.Size((*shared, num_queries, num_keys)))
 
     def in_heads(start: int, stop: int, count: int) -> Tensor:
-        return part(start, stop, count).reshape(samples, heads, stop - start, count)
+        return dropped.part(start, stop, count).reshape(samples, heads, stop - start, count)
 
-    return DroppedWeights(call.dropout_p, in_heads)
+    return dropped._replace(part=in_heads)
 
 
 class MaskSource(TorchFunctionMode):
@@ -68,12 +67,12 @@ class MaskSource(TorchFunctionMode):
         """Return a mask for x of this shape, bool, True where an element is dropped."""
         raise NotImplementedError
 
-    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
-        """Return a function that makes parts of such a mask, at any time."""
+    def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
+        """Return such a mask of the weights of an attention, which is made in parts, or drawn by a kernel, at any time."""
         raise NotImplementedError
 
-    def drop_later(self, p: float, what: str) -> MakeDropPart:
-        """Count a mask now; return a function that makes it in parts, at any time, given the tensor to be dropped and the shape."""
+    def drop_later(self, p: float, what: str) -> DropLater:
+        """Count such a mask now; return a function that makes it, given the tensor to be dropped and the shape."""
         raise NotImplementedError
 
     def drop_in_graph(

@@ -31,12 +31,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.building.attention import DropPart
-from samestep.building.attention.score_form import MakeDropPart
+from samestep.building.attention import DroppedWeights
+from samestep.building.attention.score_form import DropLater
 from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
+from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.spec import MaskSpec
 from samestep.randomness.by_name import WITHIN_TRANSFORM, DrawsByName, Watch
+from samestep.randomness.counted_draws import CountedDraw
 from samestep.randomness.drawing_modules import DRAWING_NOTHING, named_modules
 from samestep.randomness.graph_draws import report_uncompiled
 from samestep.randomness.mask_source import MaskSource
@@ -315,7 +317,7 @@ class DropoutMode(MaskSource):
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
         known = self._known_mask(x, shape, p)
-        return self._counted(p, what)(x, shape).dropped() if known is None else known
+        return self._counted(p, what).bits(x, shape).dropped() if known is None else known
 
     def _known_mask(self, x: Tensor, shape: torch.Size, p: float) -> Tensor | None:
         """Return the mask of the next draw and count it, if it was hashed at once with the forward's first; most often it was."""
@@ -329,17 +331,16 @@ class DropoutMode(MaskSource):
         self.num_draws += 1
         return mask.view(shape)
 
-    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
-        """Return a function that makes parts of such a mask, whenever it is called; it raises what `drop` does."""
-        known = self._known_mask(x, shape, p)
+    def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
+        """Return such a mask of the weights of an attention; its functions raise what `drop` does."""
+        known = None if runs_kernels(x) else self._known_mask(x, shape, p)
         if known is None:
-            return self._counted(p, what)(x, shape).dropped_part
-        return functools.partial(part_of, known)
+            return self._counted(p, what).weights(x, shape)
+        return DroppedWeights(p, functools.partial(part_of, known))
 
-    def drop_later(self, p: float, what: str) -> MakeDropPart:
-        """Count a mask of the innermost module; return a function that makes its parts; it raises what `drop` does."""
-        bits = self._counted(p, what)
-        return lambda x, shape: bits(x, shape).dropped_part
+    def drop_later(self, p: float, what: str) -> DropLater:
+        """Count such a mask of the innermost module; return a function that makes it; it raises what `drop` does."""
+        return self._counted(p, what).weights
 
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
@@ -368,22 +369,26 @@ class DropoutMode(MaskSource):
         # A compiler may write into the memory of a result; that of known masks is shared.
         return bits.dropped().clone() if bits.mask is not None else bits.dropped().contiguous()
 
-    def _counted(self, p: float, what: str) -> Callable[[Tensor, torch.Size], DrawBits]:
-        """Count a mask of the innermost module; return what arranges its hashed bits for a tensor and a shape."""
+    def _counted(self, p: float, what: str) -> CountedDraw:
+        """Count a mask of the innermost module."""
         self._unknown.add(mask := self._next_draw())
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
         rows = self._tracker.rows.get(mask, IN_ORDER)
-        return lambda x, shape: self._remembered(
-            mask, self._arranged(mask, rows, shape, x.device, what, p), shape, x, p
-        )
 
-    def _remembered(self, mask: DrawKey, found: DrawBits, shape: torch.Size, x: Tensor, p: float) -> DrawBits:
+        def arranged(device: torch.device, shape: torch.Size, p: float) -> DrawBits:
+            return self._remembered(mask, self._arranged(mask, rows, shape, device, what, p), shape, device, p)
+
+        return CountedDraw(arranged, rows[0], p)
+
+    def _remembered(
+        self, mask: DrawKey, found: DrawBits, shape: torch.Size, device: torch.device, p: float
+    ) -> DrawBits:
         """Return the bits of a mask, and remember its place where it was hashed at once with others."""
         if found.mask is not None and found.is_in_order:
             if len(self._tracker.in_order) >= _MOST_MASKS:
                 self._tracker.in_order.clear()
-            key = mask, tuple(shape), p, self._num_samples, x.device
+            key = mask, tuple(shape), p, self._num_samples, device
             self._tracker.in_order[key] = self._rows.drawn(mask)
         return found
 

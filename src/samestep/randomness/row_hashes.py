@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.building.attention.attention_spec import WeightHashes
 from samestep.randomness.masks import HashedPositions, drop_mask, hash_bits, mix, row_halves
 
 OF_NO_SAMPLE = -1
@@ -245,6 +246,12 @@ class DrawBits:
         if self.mask is None and self.dim < len(self.shape) - 2:
             return drop_mask(self._part(start, stop, num_columns), self.p)
         return part_of(self.dropped(), start, stop, num_columns)
+
+    def hashes(self, threshold: int) -> WeightHashes:
+        """Return what a kernel draws the mask from, of samples that are not along the last dimension."""
+        assert self.halves is not None, "masks without a probability are not hashed with others"
+        halves = self._arranged(self.halves, (*self.shape[:-1], 2), (*self.each[:-1], 2))
+        return WeightHashes(halves, self.columns, threshold)
 
     def _part(self, start: int, stop: int, num_columns: int) -> Tensor:
         assert self.halves is not None

@@ -23,11 +23,24 @@ DropPart = Callable[[int, int, int], Tensor]
 of as many of the first keys as the third."""
 
 
+class WeightHashes(NamedTuple):
+    """The inputs of the hashed bits of weights (`randomness/masks.py`), of which those are dropped whose bits are below a threshold."""
+
+    halves: Tensor
+    """The halves of the hashed rows, int32 [..., queries, 2]."""
+    columns: Tensor
+    """The hashed columns, int32 [keys]."""
+    threshold: int
+
+
 class DroppedWeights(NamedTuple):
-    """The dropout of an attention: its probability, and the key of its mask as a function that makes parts of it at any time."""
+    """The dropout of an attention: its probability, and the key of its mask as functions that may be called at any time."""
 
     p: float
     part: DropPart
+    """Makes parts of the mask."""
+    hashes: Callable[[], WeightHashes] | None = None
+    """Makes what a kernel draws the mask from; None where there are no kernels, or samples are not in front of the keys."""
 
     @property
     def scale(self) -> float:

@@ -7,9 +7,10 @@
     by documents      documents                                                CPUs, GPUs of other dtypes where lengths are known
     torch             masks or causality, no log-sum-exp                       every device: torch chooses its kernel
     flash             causality, sinks, the log-sum-exp                        CPUs; GPUs in half precision
+    dropped flash     dropout, causality, windows, documents, masks            GPUs with Triton, by our kernels; not in float64
     formula           everything: windows, caps, sinks, dropout, documents     every device
 
-Each is the formula of `attention_spec.py`. A kernel is given `is_causal` in place of a mask, and drops nothing.
+Each is the formula of `attention_spec.py`. A kernel of torch is given `is_causal` in place of a mask, and drops nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from samestep.building.attention import by_document
 from samestep.building.attention.attention_spec import AttentionSpec
+from samestep.building.attention.dropped_flash import attend_dropped, fits_dropped_flash
 from samestep.building.attention.formula import attend_by_formula, attend_small, is_small
 from samestep.building.attention.fused import attend_by_flash, fits_flash, has_variable_length
 
@@ -156,6 +158,7 @@ CARRIERS = (
     Carrier("by documents", _fits_documents, lambda asked: (by_document.attend_each(*asked[:4]), None)),
     Carrier("torch", _fits_torch, _by_torch),
     Carrier("flash", _fits_flash, lambda asked: attend_by_flash(*asked[:4])),
+    Carrier("dropped flash", lambda asked: fits_dropped_flash(*asked[:4]), lambda asked: attend_dropped(*asked[:4])),
     Carrier("formula", lambda asked: True, lambda asked: attend_by_formula(*asked[:4], needs_lse=asked.needs_lse)),
 )
 """The carriers, the first that fits before those after it."""

@@ -116,7 +116,7 @@ def scores_of(
         hidden = _hidden(spec, pairs, block, query.device)
         scores = scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
     if spec.mask is not None:
-        part = _mask_part(spec.mask, pairs, block)
+        part = mask_part(spec.mask, pairs, block)
         scores = scores.masked_fill_(~part, -math.inf) if part.dtype is torch.bool else scores.add_(part)
     return scores, tanh
 
@@ -414,7 +414,7 @@ def _hidden(spec: AttentionSpec, pairs: Pairs, block: AttentionTile, device: tor
 def hides_all(spec: AttentionSpec, pairs: Pairs, block: AttentionTile) -> bool:
     """Return whether masks or documents on the host hide all keys of a block from all its queries."""
     if spec.mask is not None and spec.mask.dtype is torch.bool and spec.mask.device.type == "cpu":
-        return not _mask_part(spec.mask, pairs, block).any()
+        return not mask_part(spec.mask, pairs, block).any()
     if spec.documents is not None and spec.documents.device.type == "cpu":
         mine, theirs = (taken(spec.documents, 1, cut(*one)) for one in zip(pairs, block, strict=True))
         return not (mine[:, :, None] == theirs[:, None]).any()
@@ -462,7 +462,7 @@ _FUTURE_SCORES: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
 _MOST_MASKS = 256
 
 
-def _mask_part(mask: Tensor, pairs: Pairs, block: AttentionTile) -> Tensor:
+def mask_part(mask: Tensor, pairs: Pairs, block: AttentionTile) -> Tensor:
     """Return the part of a whole mask [..., T or 1, T or 1] for a block."""
     if mask.dim() > 1 and mask.shape[-2] > 1:
         mask = taken(mask, -2, cut(pairs.queries, block.rows))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from samestep.building.attention.attention_call import AttentionCall
-from samestep.building.attention.attention_spec import DropPart
+from samestep.building.attention.attention_spec import DroppedWeights
 
 LEAST_FILL = -1e4
 """A number of at most this, in the place of a score, leaves a key no weight beside one that is seen."""
 
-MakeDropPart = Callable[[Tensor, torch.Size], DropPart]
+DropLater = Callable[[Tensor, torch.Size], DroppedWeights]
 """Makes the mask of a draw that was counted before, for weights of this shape."""
 
 
@@ -64,7 +64,7 @@ class ScoreForm:
     after: float = 1.0
     """Factor of the weights."""
     dropout_p: float = 0.0
-    draw: MakeDropPart | None = None
+    draw: DropLater | None = None
     drawn_shape: tuple[int, ...] = ()
     """Sizes of the shared dimensions of the tensor whose elements are dropped."""
 
@@ -111,7 +111,7 @@ class WrittenCall(NamedTuple):
     call: AttentionCall
     """Without masks."""
     masks: tuple[ScoreMask, ...]
-    draw: MakeDropPart | None
+    draw: DropLater | None
     drawn_shape: tuple[int, ...]
 
     def masked_by(self, masks: Sequence[ScoreMask]) -> AttentionCall:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.building.attention.form_functions import OF_FORM
-from samestep.building.attention.score_form import MakeDropPart, ScoreForm, WrittenCall
+from samestep.building.attention.score_form import DropLater, ScoreForm, WrittenCall
 from samestep.building.torch_seams import DisableTorchFunctionSubclass, disable_current_modes
 from samestep.trees import tree_leaves, tree_map_only
 
@@ -104,7 +104,7 @@ class Scores(Tensor):
         self.form, self.made = found.form, (_out_of_place(func), (before, *args[1:]), kwargs)
         return self
 
-    def dropped(self, p: float, draw: MakeDropPart | None, made: Any) -> Scores | None:
+    def dropped(self, p: float, draw: DropLater | None, made: Any) -> Scores | None:
         """Return the weights of which a dropout drops some; None where they are none yet."""
         form = self.form
         if self.rows or form.stage != "weights" or form.dropout_p or form.has_sink_column or not form.is_normal:
@@ -119,7 +119,7 @@ class Scores(Tensor):
         given = [self.form.query, self.form.key, *masks, *([] if self.form.sinks is None else [self.form.sinks])]
         return torch.is_grad_enabled() and any(one.requires_grad for one in given)
 
-    def dropped_by(self, p: float, draw: MakeDropPart) -> Scores:
+    def dropped_by(self, p: float, draw: DropLater) -> Scores:
         """Return the weights of which a mask drops some, where a rank has its part of an attention that a trace has found."""
         found = self.dropped(p, draw, (self.formulas.reject, ("dropout",), {}))
         if found is None:

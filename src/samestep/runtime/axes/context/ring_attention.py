@@ -10,8 +10,9 @@ the block of its own keys: the other half is computed beside the first message.
 The message of a hop is under way while the block that is there is computed. A message is an all_to_all in which each rank sends
 to one rank alone: NCCL carries it out as one send and one receive, and gloo beside the compute.
 
-A block runs in torch's flash kernel, which returns the log-sum-exp and whose backward takes that of all keys; where there is a
-mask, a bias, a cap, packed documents or dropout, by the formula of `building/attention/formula.py`. A sink is a key that every query
+A block runs in torch's flash kernel, which returns the log-sum-exp and whose backward takes that of all keys; with dropout on GPUs in
+ours (`building/attention/dropped_flash.py`); else, where there is a mask, a bias, a cap, packed documents or dropout, by the formula of
+`building/attention/formula.py`. A sink is a key that every query
 has seen before the first hop. Sums are in float32 at least.
 
 Legend: B samples, A heads, L queries and S keys of a block, D features of a head; K heads of keys, G = A / K.
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.attention import AttentionSpec
+from samestep.building.attention.dropped_flash import fits_dropped_flash, flash_form
 from samestep.building.attention.formula import (
     AttentionTile,
     Gradients,
@@ -37,8 +39,10 @@ from samestep.building.attention.formula import (
     add_gradients,
     add_to_sinks,
     blocks,
+    cut,
     dropped_of,
     hides_all,
+    mask_part,
     output_of,
     scale_of,
     scores_of,
@@ -48,6 +52,8 @@ from samestep.building.attention.formula import (
 from samestep.building.attention.fused import fits_flash, flash_backward, flash_forward
 from samestep.building.attention.head_products import wide, widen
 from samestep.building.torch_seams import disable_current_modes
+from samestep.kernels import flash_launches
+from samestep.kernels.flash_launches import FlashForm
 from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
 from samestep.runtime.axes.context.shifts import shift
 from samestep.strategies.context import OF_GRADIENTS
@@ -278,12 +284,29 @@ def _blocks(
             yield spec, pairs, block
 
 
+def _dropped_form(how: RingForm, source: int, seen: RingVisit, given: _Given) -> FlashForm | None:
+    """Return the form of a visit that our kernels of dropout compute; None where they do not."""
+    query, key, value, mask = given
+    spec, pairs = how.spec.but(mask=mask), how.ring.pairs(source)
+    if not fits_dropped_flash(query, key, value, spec):
+        return None
+    if mask is not None:
+        spec = spec.but(mask=mask_part(mask, pairs, AttentionTile(seen.queries, seen.keys)))
+    # Models that drop have contiguous slices.
+    (queries,), (keys,) = cut(pairs.queries, seen.queries), cut(pairs.keys, seen.keys)
+    return flash_form(spec, how.scale, queries, keys, seen.queries)
+
+
 def _visit_forward(how: RingForm, source: int, seen: RingVisit, given: _Given, sums: _Softmax) -> None:
     """Add the attention to the keys and values of one rank."""
     query, key, value, mask = given
     if fits_flash(query, value, how.spec.but(mask=mask)):
         some = query[:, :, seen.queries], key[:, :, seen.keys], value[:, :, seen.keys]
         sums.add(seen.queries, *flash_forward(*some, is_causal=seen.is_causal, scale=how.scale))
+        return
+    if (form := _dropped_form(how, source, seen, given)) is not None:
+        some = query[:, :, seen.queries], key[:, :, seen.keys], value[:, :, seen.keys]
+        sums.add(seen.queries, *flash_launches.forward(*some, form))
         return
     key, value = widen(key), widen(value)
     for spec, pairs, block in _blocks(how, source, seen, given):
@@ -309,10 +332,12 @@ def _visit_backward(how: RingForm, source: int, seen: RingVisit, given: _Given, 
             is_causal=seen.is_causal,
             scale=how.scale,
         )
-        for sum_, some, part in zip(
-            (into.of_queries, into.of_keys, into.of_values), (rows, seen.keys, seen.keys), found, strict=True
-        ):
-            sum_.add(some, part)
+        _add(into, seen, found)
+        return
+    if (form := _dropped_form(how, source, seen, given)) is not None:
+        three = query[:, :, rows], key[:, :, seen.keys], value[:, :, seen.keys]
+        known = back.log_sum_exp[:, :, rows], back.products[:, :, rows, 0]
+        _add(into, seen, flash_launches.backward(back.given[:, :, rows], three, *known, form, in_float32=True))
         return
     key, value = widen(key), widen(value)
     for spec, pairs, block in _blocks(how, source, seen, given):
@@ -321,3 +346,10 @@ def _visit_backward(how: RingForm, source: int, seen: RingVisit, given: _Given, 
         gradient, products = widen(back.given[:, :, block.rows]), back.products[:, :, block.rows]
         computed = weights, dropped_of(spec, pairs, block), tanh
         add_gradients(spec, how.scale, pairs, block, (query, key, value), computed, gradient, products, into)
+
+
+def _add(into: Gradients, seen: RingVisit, found: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Add the gradients of the queries, keys and values of a visit."""
+    into.of_queries.add(seen.queries, found[0])
+    into.of_keys.add(seen.keys, found[1])
+    into.of_values.add(seen.keys, found[2])

@@ -1,0 +1,292 @@
+"""Attention with hashed dropout as kernels of Triton: no scores, weights or mask of all pairs of tokens are in memory.
+
+A program has the rows of one head and passes over the blocks of the others, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135;
+Dao 2023, arXiv:2307.08691); each block draws its part of the mask anew from the hashes of its rows and columns.
+
+    forward          a block of queries, over keys      O = (P * D) V, L = log sum exp S     with a running maximum
+    of queries       a block of queries, over keys      dS = P (dP - delta),  dQ = scale dS K
+    of keys          a block of keys, over the heads    dV = (P * D)' dO,  dK = scale dS' Q
+                     that share it and their queries
+
+There are no atomic additions, so repetitions have equal bits. Products are of the dtype that is given, sums in float32.
+
+Legend: B samples, A heads, K heads of keys, L queries, S keys, D features of a head, E features of a value.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from samestep.kernels.hashed_bits import element_bits
+
+_RUNTIME = ("num_queries", "num_keys", "query_start", "key_start", "threshold")
+
+
+@triton.jit
+def _tile(base, rows, num_rows, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Return some rows of a matrix, with zeros where there are none."""
+    features = tl.arange(0, PADDED)
+    is_there = (rows < num_rows)[:, None] & (features < WIDTH)[None, :]
+    return tl.load(base + rows.to(tl.int64)[:, None] * stride + features[None, :], mask=is_there, other=0.0)
+
+
+@triton.jit
+def _put(base, values, rows, num_rows, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Write some rows of a matrix."""
+    features = tl.arange(0, PADDED)
+    is_there = (rows < num_rows)[:, None] & (features < WIDTH)[None, :]
+    tl.store(base + rows.to(tl.int64)[:, None] * stride + features[None, :], values, mask=is_there)
+
+
+@triton.jit
+def _keys_of(first, last, distance, num_keys, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where the keys begin and end that queries from `first` to `last` may see; query i is key i + distance."""
+    low = first * 0
+    high = low + num_keys
+    if IS_CAUSAL:
+        high = tl.minimum(high, last + distance + 1)
+    if WINDOW > 0:
+        low = tl.maximum(first + distance - WINDOW + 1, 0) // BLOCK * BLOCK
+        if not IS_CAUSAL:
+            high = tl.minimum(high, last + distance + WINDOW)
+    return low, high
+
+
+@triton.jit
+def _queries_of(first, last, distance, num_queries, WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where the queries begin and end that may see keys from `first` to `last`."""
+    low = first * 0
+    high = low + num_queries
+    if IS_CAUSAL:
+        low = tl.maximum(first - distance, 0) // BLOCK * BLOCK
+    if WINDOW > 0:
+        high = tl.minimum(high, last - distance + WINDOW)
+        if not IS_CAUSAL:
+            low = tl.maximum(first - distance - WINDOW + 1, 0) // BLOCK * BLOCK
+    return low, high
+
+
+@triton.jit
+def _scores(
+    q,
+    k,
+    rows,
+    columns,
+    num_queries,
+    num_keys,
+    query_start,
+    key_start,
+    scale,
+    mask,
+    mask_row,
+    mask_column,
+    documents,
+    IS_CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the scores of a block, -inf for pairs that do not see each other."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    is_pair = (rows < num_queries)[:, None] & (columns < num_keys)[None, :]
+    is_seen = is_pair
+    ahead = (rows + query_start)[:, None] - (columns + key_start)[None, :]
+    if IS_CAUSAL:
+        is_seen = is_seen & (ahead >= 0)
+    if WINDOW > 0:
+        is_seen = is_seen & (ahead < WINDOW) & (ahead > -WINDOW)
+    if MASK != "":
+        at = mask + rows.to(tl.int64)[:, None] * mask_row + columns.to(tl.int64)[None, :] * mask_column
+        if MASK == "bool":
+            is_seen = is_seen & (tl.load(at, mask=is_pair, other=0) != 0)
+        else:
+            scores = scores + tl.load(at, mask=is_pair, other=0.0).to(tl.float32)
+    if HAS_DOCUMENTS:
+        mine = tl.load(documents + query_start + rows, mask=rows < num_queries, other=-1)
+        theirs = tl.load(documents + key_start + columns, mask=columns < num_keys, other=-1)
+        is_seen = is_seen & (mine[:, None] == theirs[None, :])
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit
+def _drop(first, second, hashed_columns, columns, num_keys, threshold):
+    """Return which weights of a block are dropped."""
+    hashes = tl.load(hashed_columns + columns, mask=columns < num_keys, other=0)
+    return element_bits(first[:, None], second[:, None], hashes[None, :]) < threshold
+
+
+@triton.jit
+def _halves(halves, rows, num_queries):
+    """Return the halves of the hashes of some rows."""
+    at = halves + rows.to(tl.int64) * 2
+    return tl.load(at, mask=rows < num_queries, other=0), tl.load(at + 1, mask=rows < num_queries, other=0)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def forward_kernel(
+    q, k, v, out, lse, halves, hashed_columns, mask, documents,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
+    num_queries, num_keys, query_start, key_start, scale, times, threshold,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute output [.., L, E] and log-sum-exps [B, A, L] of a block of queries."""
+    num_blocks = tl.cdiv(num_queries, ROWS)
+    row = tl.program_id(0) % num_blocks * ROWS
+    sample = (tl.program_id(0) // num_blocks // HEADS).to(tl.int64)
+    head = (tl.program_id(0) // num_blocks % HEADS).to(tl.int64)
+    rows = row + tl.arange(0, ROWS)
+    queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
+    first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
+    k += sample * k_b + head // GROUP * k_h
+    v += sample * v_b + head // GROUP * v_h
+    mask += sample * mask_b + head * mask_h
+    documents += sample * documents_b
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PADDED_E], tl.float32)
+    low, high = _keys_of(row, row + ROWS - 1, query_start - key_start, num_keys, WINDOW, IS_CAUSAL, COLUMNS)
+    for start in range(low, high, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        keys = _tile(k, columns, num_keys, k_t, D, PADDED_D)
+        scores = _scores(
+            queries, keys, rows, columns, num_queries, num_keys, query_start, key_start, scale,
+            mask, mask_t, mask_s, documents, IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - finite[:, None])
+        shrunk = tl.exp(top - finite)
+        total = total * shrunk + tl.sum(weights, 1)
+        weights = tl.where(_drop(first, second, hashed_columns, columns, num_keys, threshold), 0.0, weights)
+        values = _tile(v, columns, num_keys, v_t, E, PADDED_E)
+        sums = sums * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        top = higher
+    is_blind = top == float("-inf")
+    sums = sums * (times / tl.where(is_blind, 1.0, total))[:, None]
+    _put(out + sample * o_b + head * o_h, sums, rows, num_queries, o_t, E, PADDED_E)
+    found = tl.where(is_blind, float("-inf"), top + tl.log(tl.where(is_blind, 1.0, total)))
+    tl.store(lse + (sample * HEADS + head) * num_queries + rows, found, mask=rows < num_queries)
+
+
+@triton.jit
+def products_kernel(
+    given, out, delta, g_b, g_h, g_t, o_b, o_h, o_t, num_queries,
+    HEADS: tl.constexpr, E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute the sums over features of gradient times output [B, A, L] for a block of queries."""
+    num_blocks = tl.cdiv(num_queries, ROWS)
+    rows = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)
+    sample = (tl.program_id(0) // num_blocks // HEADS).to(tl.int64)
+    head = (tl.program_id(0) // num_blocks % HEADS).to(tl.int64)
+    gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E).to(tl.float32)
+    outputs = _tile(out + sample * o_b + head * o_h, rows, num_queries, o_t, E, PADDED_E).to(tl.float32)
+    at = delta + (sample * HEADS + head) * num_queries + rows
+    tl.store(at, tl.sum(gradients * outputs, 1), mask=rows < num_queries)
+
+
+@triton.jit
+def _gradient_of_scores(
+    queries, keys, values, gradients, log_sum_exp, delta, first, second, hashed_columns, rows, columns,
+    num_queries, num_keys, query_start, key_start, scale, times, threshold, mask, mask_row, mask_column, documents,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of a block that are kept, times 1 / (1 - p), and the gradient of its scores."""
+    scores = _scores(
+        queries, keys, rows, columns, num_queries, num_keys, query_start, key_start, scale,
+        mask, mask_row, mask_column, documents, IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+    )  # fmt: skip
+    finite = tl.where(log_sum_exp == float("-inf"), 0.0, log_sum_exp)
+    weights = tl.exp(scores - finite[:, None])
+    drop = _drop(first, second, hashed_columns, columns, num_keys, threshold)
+    of_weights = tl.dot(gradients, tl.trans(values), input_precision=PRECISION) * times
+    of_scores = weights * (tl.where(drop, 0.0, of_weights) - delta[:, None])
+    return tl.where(drop, 0.0, weights * times), of_scores
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def query_gradients_kernel(
+    q, k, v, given, lse, delta, dq, halves, hashed_columns, mask, documents,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, l_b, l_h, dq_b, dq_h, dq_t,
+    halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
+    num_queries, num_keys, query_start, key_start, scale, times, threshold,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a block of queries."""
+    num_blocks = tl.cdiv(num_queries, ROWS)
+    row = tl.program_id(0) % num_blocks * ROWS
+    sample = (tl.program_id(0) // num_blocks // HEADS).to(tl.int64)
+    head = (tl.program_id(0) // num_blocks % HEADS).to(tl.int64)
+    rows = row + tl.arange(0, ROWS)
+    is_row = rows < num_queries
+    queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
+    gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
+    log_sum_exp = tl.load(lse + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
+    products = tl.load(delta + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
+    first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
+    k += sample * k_b + head // GROUP * k_h
+    v += sample * v_b + head // GROUP * v_h
+    mask += sample * mask_b + head * mask_h
+    documents += sample * documents_b
+    sums = tl.zeros([ROWS, PADDED_D], tl.float32)
+    low, high = _keys_of(row, row + ROWS - 1, query_start - key_start, num_keys, WINDOW, IS_CAUSAL, COLUMNS)
+    for start in range(low, high, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        keys = _tile(k, columns, num_keys, k_t, D, PADDED_D)
+        values = _tile(v, columns, num_keys, v_t, E, PADDED_E)
+        _, of_scores = _gradient_of_scores(
+            queries, keys, values, gradients, log_sum_exp, products, first, second, hashed_columns, rows, columns,
+            num_queries, num_keys, query_start, key_start, scale, times, threshold, mask, mask_t, mask_s, documents,
+            IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+        )  # fmt: skip
+        sums += tl.dot(of_scores.to(keys.dtype), keys, input_precision=PRECISION)
+    _put(dq + sample * dq_b + head * dq_h, sums * scale, rows, num_queries, dq_t, D, PADDED_D)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def key_gradients_kernel(
+    q, k, v, given, lse, delta, dk, dv, halves, hashed_columns, mask, documents,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, l_b, l_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    halves_b, halves_h, mask_b, mask_h, mask_t, mask_s, documents_b,
+    num_queries, num_keys, query_start, key_start, scale, times, threshold,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a block of keys and of its values."""
+    num_blocks = tl.cdiv(num_keys, COLUMNS)
+    column = tl.program_id(0) % num_blocks * COLUMNS
+    sample = (tl.program_id(0) // num_blocks // (HEADS // GROUP)).to(tl.int64)
+    shared = (tl.program_id(0) // num_blocks % (HEADS // GROUP)).to(tl.int64)
+    columns = column + tl.arange(0, COLUMNS)
+    keys = _tile(k + sample * k_b + shared * k_h, columns, num_keys, k_t, D, PADDED_D)
+    values = _tile(v + sample * v_b + shared * v_h, columns, num_keys, v_t, E, PADDED_E)
+    documents += sample * documents_b
+    of_keys = tl.zeros([COLUMNS, PADDED_D], tl.float32)
+    of_values = tl.zeros([COLUMNS, PADDED_E], tl.float32)
+    low, high = _queries_of(column, column + COLUMNS - 1, query_start - key_start, num_queries, WINDOW, IS_CAUSAL, ROWS)
+    for each in range(GROUP):
+        head = shared * GROUP + each
+        for start in range(low, high, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            is_row = rows < num_queries
+            queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
+            gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
+            log_sum_exp = tl.load(lse + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
+            products = tl.load(delta + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
+            first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
+            kept, of_scores = _gradient_of_scores(
+                queries, keys, values, gradients, log_sum_exp, products, first, second, hashed_columns, rows, columns,
+                num_queries, num_keys, query_start, key_start, scale, times, threshold,
+                mask + sample * mask_b + head * mask_h, mask_t, mask_s, documents,
+                IS_CAUSAL, WINDOW, MASK, HAS_DOCUMENTS, PRECISION,
+            )  # fmt: skip
+            of_values += tl.dot(tl.trans(kept.to(gradients.dtype)), gradients, input_precision=PRECISION)
+            of_keys += tl.dot(tl.trans(of_scores.to(queries.dtype)), queries, input_precision=PRECISION)
+    _put(dk + sample * dk_b + shared * dk_h, of_keys * scale, columns, num_keys, dk_t, D, PADDED_D)
+    _put(dv + sample * dv_b + shared * dv_h, of_values, columns, num_keys, dv_t, E, PADDED_E)

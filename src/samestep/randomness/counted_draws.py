@@ -1,0 +1,45 @@
+"""Masks that a forward has counted: their bits are arranged for a tensor when they are used.
+
+formula of torch    a mask, bool, whole or in parts         hashed with the other masks of its forward
+kernel              halves of rows and hashed columns       it hashes the elements itself, so no mask is in memory
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samestep.building.attention.attention_spec import DroppedWeights
+from samestep.kernels.kernel_choice import runs_kernels
+from samestep.randomness.masks import drop_threshold
+from samestep.randomness.row_hashes import DrawBits
+
+
+@dataclass(frozen=True, slots=True)
+class CountedDraw:
+    """A mask that was counted."""
+
+    arranged: Callable[[torch.device, torch.Size, float], DrawBits]
+    """Returns its bits for a tensor on a device, of this shape; with the probability of a mask, or 0 where a kernel hashes elements."""
+    dim: int
+    """The dimension of the samples."""
+    p: float
+    """The probability with which an element is dropped."""
+
+    def bits(self, x: Tensor, shape: torch.Size) -> DrawBits:
+        """Return the bits for a tensor."""
+        return self.arranged(x.device, shape, self.p)
+
+    def weights(self, x: Tensor, shape: torch.Size) -> DroppedWeights:
+        """Return the dropout of an attention with these queries, whose weights have this shape."""
+        if not runs_kernels(x):
+            return DroppedWeights(self.p, self.bits(x, shape).dropped_part)
+        arranged, device, p = self.arranged, x.device, self.p  # the tensor itself would be kept for the backward
+        bits = functools.cache(lambda: arranged(device, shape, p))
+        hashes = functools.cache(lambda: arranged(device, shape, 0.0).hashes(drop_threshold(p)))
+        are_in_rows = self.dim < len(shape) - 1
+        return DroppedWeights(p, lambda *some: bits().dropped_part(*some), hashes if are_in_rows else None)
