@@ -196,7 +196,7 @@ def _have_own_sizes(assembly: Assembly, batch: StepBatch) -> bool:
     if not hasattr(getattr(batch, "dataset", None), "read"):
         return False
     mesh = assembly.parallel.mesh
-    mine = batch.shares(mesh.index("dp"), assembly.parallel.program.step.layout.dp, 1)[0]
+    mine = batch.shares(*mesh.data_share, 1)[0]
     sizes = {tuple(tuple(leaf.shape) for leaf in tensors_in(batch.samples([index]))) for index in mine}
     everyone = gather_values(sorted(sizes)[:2], mesh.size("world"))
     return len({size for some in everyone for size in some}) > 1

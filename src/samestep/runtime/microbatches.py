@@ -82,7 +82,7 @@ class Microbatches:
         self._reading = reading
         self._assembly = assembly
         step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
-        mine = mesh.index("dp"), step.layout.dp, step.num_microbatches
+        mine = *mesh.data_share, step.num_microbatches
         self._shares = batch.shares(*mine)
         batch.read_ahead(*mine, pin=mesh.device.type == "cuda")
         self.wait_s = 0.0

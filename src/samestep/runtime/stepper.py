@@ -41,7 +41,7 @@ from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.step_backward import WHOLE, StepBackward
 from samestep.runtime.step_observer import Indices, StepObserver
-from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
+from samestep.runtime.step_report import StepReport, forget_peak, peaks_of
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
@@ -169,7 +169,9 @@ class Stepper:
         summed = self.read(opened)
         # Decide: the step is taken or skipped, or the run stops.
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        note = self.note_of(numbers, opened.batch) or self.guards.spikes.judge(numbers.loss)
+        note = self.guards.note_of(numbers, self.held, opened.batch, self.forward_backward) or self.guards.spikes.judge(
+            numbers.loss
+        )
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
         are_apart = self._own.are_apart
@@ -242,10 +244,6 @@ class Stepper:
             join.note_stop()
         return True
 
-    def note_of(self, numbers: StepNumbers, batch: StepBatch, of: StepBackward = WHOLE) -> str:
-        """Return why the numbers of a step are unusual; empty where they are not. What is not finite is looked for in a second run."""
-        return self.guards.note_of(numbers, self.held, batch, functools.partial(self.forward_backward, batch, 0, of))
-
     def judge(self, note: str, numbers: StepNumbers, opened: OpenStep) -> bool:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
 
@@ -267,6 +265,7 @@ class Stepper:
         """Return the report of a step whose sums are read, or of one of its backwards."""
         count, device, step_s = summed.agreed.count, self.place.device, time.perf_counter() - opened.began_s
         terms, values = opened.names.means(summed.reported)
+        memory_bytes, reserved_bytes = peaks_of(device)
         return StepReport(
             step=opened.batch.step + 1,
             loss=numbers.loss,
@@ -276,8 +275,8 @@ class Stepper:
             step_s=step_s,
             tokens_per_s=count / step_s,
             data_wait_s=opened.data_wait_s,
-            memory_bytes=peak_memory_bytes(device),
-            reserved_bytes=peak_reserved_bytes(device),
+            memory_bytes=memory_bytes,
+            reserved_bytes=reserved_bytes,
             note=note,
             skipped=skipped,
             spike=numbers.are_finite and bool(note),

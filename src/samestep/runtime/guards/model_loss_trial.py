@@ -129,7 +129,7 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     Collective over the world, see [Note: collective calls].
     """
     mesh = held.parallel.mesh
-    mine = batch.shares(mesh.index("dp"), held.parallel.program.step.layout.dp, 1)[0]
+    mine = batch.shares(*mesh.data_share, 1)[0]
     again = Repeat(held, batch, loss, seed, lambda: None)
     with outside_step():
         found = _findings(_Trial(loss, held, again, again.few(_FEW), []))

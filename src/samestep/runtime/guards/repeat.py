@@ -70,8 +70,7 @@ class NamedSamples:
     @property
     def mine(self) -> Indices:
         """The indices of this rank's samples; there may be none."""
-        layout = self._assembly.parallel.program.step.layout
-        return self._batch.shares(self._assembly.parallel.mesh.index("dp"), layout.dp, 1)[0]
+        return self._batch.shares(*self._assembly.parallel.mesh.data_share, 1)[0]
 
     def read(self, indices: list[int] | Indices) -> Any:
         """Return samples, read together."""

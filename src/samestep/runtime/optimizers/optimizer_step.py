@@ -162,18 +162,15 @@ class Updater:
 
     def step(self, factor: float, *, was_held_back: bool = False, part: UpdatedPart = ALL) -> None:
         """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces of a part."""
-        with torch.set_grad_enabled(False):
-            self._step(factor, was_held_back, part)
-
-    def _step(self, factor: float, was_held_back: bool, part: UpdatedPart) -> None:
         self.factor = factor
         sent, pieces = self.offload.take(), self.pieces_of(part)
         if self.optimizer is None or not pieces:
             return
-        gradients = gradients_of(pieces) if sent is None else sent
-        if factor != 1.0 and (sent is None or was_held_back):
-            torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
-        self.update(gradients, part=part)
+        with torch.set_grad_enabled(False):
+            gradients = gradients_of(pieces) if sent is None else sent
+            if factor != 1.0 and (sent is None or was_held_back):
+                torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
+            self.update(gradients, part=part)
 
     def update(self, gradients: list[Tensor], held_back: Tensor | None = None, part: UpdatedPart = ALL) -> None:
         """Lend the gradients to the pieces, let the optimizer update them, chunk by chunk, and average them.
@@ -182,7 +179,7 @@ class Updater:
         """
         assert self.optimizer is not None
         pieces = self.pieces_of(part)
-        there = beside_values(pieces, gradients)
+        there = host_copies.beside(gradients, [piece.value for piece in pieces])
         of_piece: dict[int, Tensor] | None = None
         for together in begun_first(self.chunks, self.optimizer, self.pieces, self.unused):
             chunk, mine = together, there
@@ -248,11 +245,6 @@ class Updater:
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads."""
         self.live.publish()
-
-
-def beside_values(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of pieces on the devices of their values."""
-    return host_copies.beside(gradients, [piece.value for piece in pieces])
 
 
 def _as_tensor(factor: float, gradient: Tensor) -> Any:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from samestep.building.optimizer import members_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
+from samestep.runtime import host_copies
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
 from samestep.runtime.evaluated_steps import with_closure
@@ -36,7 +37,7 @@ from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import check_call
-from samestep.runtime.optimizers.optimizer_step import Updater, beside_values, clip_factor
+from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.left_gradients import LeftGradients
@@ -143,7 +144,8 @@ class StepsInParts:
         opened = self._stepper.open(batch, of)
         summed = self._stepper.read(opened)
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        note = self._stepper.note_of(numbers, batch, of)
+        again = functools.partial(self._stepper.forward_backward, of=of)
+        note = self._stepper.guards.note_of(numbers, self._stepper.held, batch, again)
         given = self._names_of(None) - self._stepper.used.unused(0)
         names = given if of.names is None else given & of.names
         waiting.add(names, numbers.scales[0] or 0.0, is_reduced=not of.waits)
@@ -436,7 +438,7 @@ def _called(
     pieces = updater.pieces_of(part)
     if updater.optimizer is None or not pieces:
         return None, False
-    gradients = beside_values(pieces, gradients_of(pieces))
+    gradients = host_copies.beside(gradients_of(pieces), [piece.value for piece in pieces])
     result = None
     with updater.widened(pieces), updater.lent(pieces, gradients):
         with alone(type(updater.optimizer).__name__):
