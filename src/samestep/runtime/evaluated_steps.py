@@ -8,12 +8,12 @@ from typing import Protocol
 
 from samestep.job import Job
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep
 from samestep.runtime.optimizers.closures import Closure
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart
 from samestep.runtime.step_backward import StepBackward
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars
 
 

@@ -26,9 +26,8 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import broadcast_from, gather_values
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.trees import (
     keystr,

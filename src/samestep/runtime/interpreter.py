@@ -28,9 +28,10 @@ from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
-from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.microbatches import Microbatches
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_backward import WHOLE, StepBackward
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_observer import StepObserver
 from samestep.schedules import TaskKind
 

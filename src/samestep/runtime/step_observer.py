@@ -13,15 +13,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from samestep.program.ops import Task
 from samestep.randomness.dropout_state import MakeMode as MakeMode
-
-Indices = np.ndarray[Any, np.dtype[np.int64]]
-"""Global indices of samples."""
+from samestep.runtime.step_batch import Indices
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -26,21 +26,20 @@ from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
 from samestep.runtime.evaluated_steps import with_closure
-from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep, Progress, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.step_backward import WHOLE, StepBackward
-from samestep.runtime.step_observer import Indices, StepObserver
+from samestep.runtime.step_batch import Indices, StepBatch
+from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peaks_of
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
 
@@ -50,17 +49,12 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 class Stepper:
     """Takes the steps of a run. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(
-        self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool, shared: SharedWeights | None = None
-    ) -> None:
-        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps.
-
-        `shared` notices other runs that were given the same weights.
-        """
+    def __init__(self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
+        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
         self._own, self._owns_weights = own, owns_weights
         self.job, self.place = own.job, own.place
         self.steps_taken = 0
-        self.guards = StepGuards(own, observer, shared)
+        self.guards = StepGuards(own, observer)
         self.refusals = self.guards.refusals
         self._deciders = Deciders.of(own, self.guards.spikes)
         self.progress = Progress.BETWEEN

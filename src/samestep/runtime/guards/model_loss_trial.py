@@ -31,9 +31,8 @@ from samestep.runtime.guards import counted_labels
 from samestep.runtime.guards.counted_labels import GivenLabels
 from samestep.runtime.guards.repeat import Repeat
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices, StepBatch
 from samestep.trees import tree_map_only
 
 _FEW = 8

@@ -1,8 +1,7 @@
 """One observer that calls all guards of a rank's steps: which step is watched, by which of them, and in which order.
 
 ```
-take    ─► take           another run that was given the same weights takes steps too
-        ─► watch          a watched step: samples run again, one update made again, ranks compared
+take    ─► watch          a watched step: samples run again, one update made again, ranks compared
 begin   ─► begin_step     what the loop has changed since the last step; samples read twice
 tasks   ─► observer       that of the run, in a watched step by way of the canary
         ─► trials         random numbers, calls of torch.distributed, the loss
@@ -38,12 +37,11 @@ from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
 from samestep.runtime.guards.parts_trial import PartsTrial
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import copy_modes
-from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
@@ -52,8 +50,8 @@ from samestep.runtime.step_scalars import StepNumbers
 class StepGuards:
     """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, own: HeldAssembly, observer: StepObserver, shared: SharedWeights | None) -> None:
-        """Make them before the run is prepared; `observer` sees the steps as the guards do, `shared` other runs with its weights."""
+    def __init__(self, own: HeldAssembly, observer: StepObserver) -> None:
+        """Make them before the run is prepared; `observer` sees the steps as the guards do."""
         self.observer = observer
         """What sees the steps: in a watched step the canary, which passes on what it hears."""
         self.refusals = Refusals(own.job.run)
@@ -62,26 +60,10 @@ class StepGuards:
         """The losses of the last steps, by which a spike is recognised."""
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
-        self._own, self._shared = own, shared
+        self._own = own
         self._loop_changes: LoopChanges | None = None
 
-    def begin(self, held: Assembly) -> None:
-        """Note the weights that a prepared run was given, and remark on another run that has trained copies of them."""
-        if self._shared is not None and (remark := self._shared.begin(held)):
-            self.refusals.remark(remark)
-
     # -- a whole step ------------------------------------------------------------------------------
-
-    def take(self, batch: StepBatch, take: Callable[[StepBatch], StepReport]) -> StepReport:
-        """Take a step or a part of one by `take`.
-
-        Raises:
-            ModelError: another run takes steps with weights that were given to both.
-        """
-        if self._shared is None:
-            return take(batch)
-        is_last = batch.step + 1 >= self._own.job.train.steps
-        return self._shared.take(functools.partial(take, batch), is_last=is_last)
 
     def looks_closer(self, step: int) -> bool:
         """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""

@@ -33,7 +33,6 @@ from samestep.runtime.axes.joined_exchanges import NothingToJoin
 from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import check_call
@@ -45,6 +44,7 @@ from samestep.runtime.own_steps.other_losses import OtherLosses
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_backward import StepBackward
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
 from samestep.runtime.stepper import Stepper

@@ -37,7 +37,8 @@ from samestep.runtime.recording.memory_marks import MemorySampler, Sample
 from samestep.runtime.recording.record_window import RecordWindow, head_of, sent_ops
 from samestep.runtime.recording.sums import StepSums, sums_of
 from samestep.runtime.recording.system_files import ProcessorTime, queued_threads
-from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import MakeMode, StepObserver, StepScalars
 
 _AROUND_LAYERS = {
     "F": "forward:between layers",
