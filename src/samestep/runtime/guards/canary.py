@@ -208,7 +208,7 @@ class WatchedStep(StepObserver):
             self._task = task
             if task.kind is TaskKind.UPDATE and self._replays and "optimizer" not in self._canary.waived:
                 updater = self._assembly.weights.updater
-                replay = None if updater.couples_weights else UpdateReplay.before(updater, self._turn)
+                replay = None if updater.whole.couples_weights else UpdateReplay.before(updater, self._turn)
             yield
             self._task = None
         if replay is not None and (deviation := replay.deviation()):

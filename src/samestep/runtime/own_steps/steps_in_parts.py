@@ -263,7 +263,7 @@ class StepsInParts:
                 raise ModelError(
                     f"run.call: {type(member).__name__}.{method} does not take what it is given ({error})"
                 ) from None
-        check_call(source, held.model.spec, layout, held.weights.updater.whole.attributes, method, run)
+        check_call(source, held.model.spec, layout, held.weights.updater.whole.weights.attributes, method, run)
         self._methods.add((part.members, method))
 
     def _evaluating(self, part: UpdatedPart, taken: _Taken, mine: Set[str]) -> UpdatedPart:
@@ -272,7 +272,7 @@ class StepsInParts:
         Raises:
             ModelError: the gradients of several wait, of which a closure would repeat one.
         """
-        evaluating = self._stepper.held.weights.updater.evaluating
+        evaluating = self._stepper.held.weights.updater.whole.evaluating
         if not evaluating or (part.members is not None and not evaluating & set(part.members)):
             return part
         if len([one for one in self._taken if one.names & mine]) > 1:
@@ -396,7 +396,7 @@ class StepsInParts:
         trained = frozenset(self._stepper.used.names)
         if members is None:
             return trained
-        return frozenset(name for name in trained if updater.member_of_weight[name] in members)
+        return frozenset(name for name in trained if updater.whole.member_of_weight[name] in members)
 
     def _refuse_layout(self, method: str) -> None:
         """Refuse what cannot be taken in parts.
