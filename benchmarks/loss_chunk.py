@@ -26,8 +26,8 @@ from live import Live
 import samestep
 from samestep.building.loss import cross_entropy
 from samestep.output.text_table import align_columns
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.run import Run
+from samestep.runtime.step_batch import StepBatch
 from samestep.simulation.memory import during_step
 
 CLASSES, WIDTH, LAYERS, LENGTH, BATCH = 2**17, 128, 2, 256, 2

@@ -48,7 +48,8 @@ from samestep.runtime.axes.pipeline.stage import Stage
 from samestep.runtime.processes.join import LOOPBACK, RankInfo
 from samestep.runtime.processes.worker import die_with_parent
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import Indices, StepObserver
+from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import StepObserver
 from samestep.schedules import Action
 from samestep.training.workload import Workload
 

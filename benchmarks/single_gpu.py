@@ -23,10 +23,10 @@ from samestep.datasets import batches
 from samestep.hardware import Hardware
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import states_per_param
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.runtime.step_batch import StepBatch
 from samestep.simulation.prediction import predict
 from samestep.training.out_of_memory import is_shortage
 from samestep.training.workload import Workload

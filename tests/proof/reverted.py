@@ -35,7 +35,7 @@ from samestep.runtime import assembly
 from samestep.runtime.axes import expert, recompute, weight_gradients
 from samestep.runtime.axes.pipeline import recorded_flows, stage, whole_model
 from samestep.runtime.checkpoints import checkpoint, other_state
-from samestep.runtime.optimizers import optimizer_source, used_weights
+from samestep.runtime.optimizers import optimizer_source, used_weights, whole_optimizer
 from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights import fsdp_units, replicated
@@ -113,8 +113,8 @@ def a_rule_that_starts_late_is_taken_for_elementwise(patch: Patch) -> None:
 
 @reverted("A3", "groups by size", "dp=2 zero=1", Cause.UPDATE)
 def groups_are_made_of_the_pieces_of_a_rank(patch: Patch) -> None:
-    patch.setattr(assembly.WholeWeights, "of", lambda *args: optimizer_source.ALONE)
-    around(patch, assembly, "check_optimizer", lambda check, source, model, *rest: model)
+    patch.setattr(optimizer_source.WholeWeights, "of", lambda *args: optimizer_source.ALONE)
+    around(patch, whole_optimizer, "check_optimizer", lambda check, source, model, *rest: model)
 
 
 @reverted("B", "optimizer that draws noise", "dp=2", Cause.UPDATE, is_refused=True)

@@ -20,7 +20,8 @@ from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.runtime.device_decides import decide
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
+from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import StepObserver, StepScalars
 from samestep.runtime.step_scalars import SummedScalars, flag_slots
 from samestep.schedules import TaskKind
 from tests.laboratory import job_of, perturbed

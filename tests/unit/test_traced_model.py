@@ -12,8 +12,8 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
-from samestep.examination import examine as examination
-from samestep.examination.examine import Source, examine, with_new_blueprint
+from samestep.examination import traced_forward
+from samestep.examination.examine import Source, build_blueprint, examine, with_new_blueprint
 from samestep.independence import sequence_boundaries, tensor_plan, token_slices
 from samestep.layout import Layout
 from samestep.randomness import masks
@@ -34,7 +34,7 @@ EXAMINATIONS = [
     (sequence_boundaries, "_parts"),
     (token_slices, "prove"),
     (masks, "has_dropout"),
-    (examination, "trace"),
+    (traced_forward, "trace"),
 ]
 """Functions that find something out about a model."""
 
@@ -166,4 +166,4 @@ def test_a_part_that_torch_jit_has_compiled_is_refused_by_its_name() -> None:
         with pytest.raises(
             ModelError, match=r"^1 is compiled by torch.jit, .* the module that was given to torch.jit.script works"
         ):
-            examination.build_blueprint(source, clipped())
+            build_blueprint(source, clipped())

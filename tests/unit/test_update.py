@@ -37,6 +37,7 @@ from samestep.runtime.optimizers.optimizer_source import (
     optimizer_source,
 )
 from samestep.runtime.optimizers.optimizer_step import LossScale, Piece, Updater, clip_factor
+from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights.gradient_norms import squared_norm
@@ -460,7 +461,9 @@ def test_an_instance_may_leave_weights_out() -> None:
     for zero in (1, 2, 3):
         check_optimizer(source, spec, under(zero))
     weight = torch.ones(3)
-    updater = Updater.over([Piece("0.weight", 0, 3, weight, lambda: torch.ones(3))], source, NumericsTable())
+    updater = Updater.over(
+        [Piece("0.weight", 0, 3, weight, lambda: torch.ones(3))], WholeOptimizer(source), NumericsTable()
+    )
     updater.step(1.0)
     assert torch.equal(weight, torch.ones(3))
 
@@ -513,7 +516,7 @@ def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, 
     for name in names:
         for piece, value in zip(store.pieces, first, strict=True):
             piece.value.detach().copy_(value)
-        updater = Updater.over(store.pieces, source_of(name), job.numerics)
+        updater = Updater.over(store.pieces, WholeOptimizer(source_of(name)), job.numerics)
         for step in range(3):
             for piece in updater.pieces:
                 generator = torch.Generator().manual_seed(100 * step + list(sizes).index(piece.name))

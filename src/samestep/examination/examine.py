@@ -26,7 +26,6 @@ from samestep.building.model import JobModel, give_labels
 from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
 from samestep.building.training_modules import refuse_scripts, set_training
-from samestep.datasets import blame_samples
 from samestep.errors import ModelError, failures_of
 from samestep.examination import plan_search
 from samestep.examination.layout_needs import examine_layout, with_chunks
@@ -46,7 +45,6 @@ from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
-from samestep.tracing.trace import trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +87,18 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
 
     `cuts` is whether a plan of tensor parallelism is looked for and proven, and `chunks` whether the loss is tried in chunks of tokens.
     """
+
+    def build() -> BuiltModel:
+        return BuiltModel.of(source.name, build_blueprint(source, job), source.loss, example, job.model.stages)
+
     plan: ProvenPlan | None = None
-    build = functools.partial(_build, source, job, example)
-    spec_of = functools.partial(_spec_of, source, job, example)
     if cuts:
-        built, forward, plan = plan_search.trace_with_plan(build, spec_of, source.loss)
+        built, forward, plan = plan_search.trace_with_plan(build)
     else:
-        built = build()
-        forward = trace_forward(built, None, functools.partial(spec_of, built))
+        forward = trace_forward(built := build(), None)
     if chunks:
-        forward = replace(forward, spec=with_chunks(built, forward.spec, source.loss))
-    found = _examine_further(built, forward, source.loss)
+        forward = replace(forward, spec=with_chunks(built, forward.spec))
+    found = _examine_further(built, forward)
     spec = build_spec(built.module, forward, found, has_own_loss=source.loss is not cross_entropy)
     spec, of_plan = plan_search.with_plan(spec, built.module, forward, plan)
     entered = forward.checkpointed.entered
@@ -120,19 +119,6 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
     return TracedModel(built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None)
 
 
-def _build(source: Source, job: Job, example: Any) -> BuiltModel:
-    return BuiltModel.of(build_blueprint(source, job), example)
-
-
-def _spec_of(source: Source, job: Job, example: Any, built: BuiltModel, *given: Any, **more: Any) -> ModelSpec:
-    """Return the spec that one forward of a built model gives, as `tracing.trace` does."""
-    run = functools.partial(
-        trace, built.module, built.sample, source.name, built.value_of, loss=source.loss, stages=job.model.stages
-    )
-    with blame_samples(example):
-        return run(*given, **more)
-
-
 # -- further forwards of the whole model -----------------------------------------------------------
 
 
@@ -148,7 +134,7 @@ class FurtherFindings:
     """The masks and random numbers that are drawn, with the rows of each sample."""
 
 
-def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> FurtherFindings:
+def _examine_further(built: BuiltModel, forward: TracedForward) -> FurtherFindings:
     """Return what further forwards show of a traced model: what it keeps, and several samples."""
     module, sample, value_of = built.module, built.sample, built.value_of
     spec, drawn, num_samples = forward.spec, forward.masks, built.num_samples
@@ -167,7 +153,7 @@ def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> F
     looks = bool(spec.varies_at)
     with snapshot.preserve_modules(module), record_checkpointed(module):
         found = samples.examine(
-            module, sample, loss, built.experts, value_of,
+            module, sample, built.loss, built.experts, value_of,
             keeps_all=looks, takes_gradients=bool(spec.differentiates_at), around=placing,
         )  # fmt: skip
     rows = placed if len(placed) == len(drawn.masks) else drawn.masks

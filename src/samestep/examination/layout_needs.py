@@ -32,7 +32,7 @@ def examine_layout(traced: TracedModel, layout: Layout, loss: Loss, example: Any
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
     analysis, proof, lacks = traced.analysis, traced.cuts, traced.lacks(layout, num_samples)
-    built = BuiltModel.of(traced.blueprint, example, analysis.experts)
+    built = BuiltModel.of(analysis.spec.name, traced.blueprint, loss, example, analysis.stages, analysis.experts)
     if "counts" in lacks:
         assert proof is not None
         proof, counts = plan_search.try_degree(built, proof, analysis.shareable_heads, layout.tp)
@@ -63,7 +63,7 @@ def examine_layout(traced: TracedModel, layout: Layout, loss: Loss, example: Any
                 )
         analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, num_slices(layout)))
     if "chunks" in lacks:
-        analysis = replace(analysis, spec=with_chunks(built, analysis.spec, loss), chunks_examined=True)
+        analysis = replace(analysis, spec=with_chunks(built, analysis.spec), chunks_examined=True)
     if "calls" in lacks:
         spec = analysis.spec
         with built.repeating():
@@ -75,15 +75,15 @@ def examine_layout(traced: TracedModel, layout: Layout, loss: Loss, example: Any
     return replace(traced, analysis=analysis, cuts=proof)
 
 
-def with_chunks(built: BuiltModel, spec: ModelSpec, loss: Loss) -> ModelSpec:
+def with_chunks(built: BuiltModel, spec: ModelSpec) -> ModelSpec:
     """Return the spec with whether logits and loss can be computed in chunks of tokens, by a forward of the whole model."""
     looks = bool(spec.varies_at)
     run = functools.partial(
         outputs_on_meta, built.module, built.sample, built.num_samples, built.value_of, keeps_all=looks
     )
     with built.repeating():
-        found = pending_logits.find_chunks(built.module, spec, loss, run)
-    given = () if loss is cross_entropy else found.reduced
+        found = pending_logits.find_chunks(built.module, spec, built.loss, run)
+    given = () if built.loss is cross_entropy else found.reduced
     reduces = tuple((held, elements // built.num_samples) for held, elements in given)
     return replace(spec, chunk_refusal=found.refusal, chunk_reduces=reduces)
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from samestep.building.loss import cross_entropy
-from samestep.building.loss_result import Loss
 from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
 from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
@@ -45,17 +44,12 @@ class ProvenPlan:
     """Number of heads of keys or values that ranks may share, by the path of the projection."""
 
 
-def trace_with_plan(
-    build: Callable[[], BuiltModel], spec_of: Callable[..., ModelSpec], loss: Loss
-) -> tuple[BuiltModel, TracedForward, ProvenPlan]:
-    """Build and trace a model, anew until a plan of tensor parallelism is proven for the forward that was traced, or refused.
-
-    `spec_of` is given a built model and what the plan adds to its trace.
-    """
+def trace_with_plan(build: Callable[[], BuiltModel]) -> tuple[BuiltModel, TracedForward, ProvenPlan]:
+    """Build and trace a model, anew until a plan of tensor parallelism is proven for the forward that was traced, or refused."""
     planned = find_plan(built := build())
     while True:
-        forward = trace_forward(built, planned, functools.partial(spec_of, built))
-        plan = prove_or_change(built, forward, planned, loss)
+        forward = trace_forward(built, planned)
+        plan = prove_or_change(built, forward, planned)
         if isinstance(plan, ProvenPlan):
             break
         planned, built = plan, build()
@@ -63,7 +57,7 @@ def trace_with_plan(
         assert forward.cuts is not None
         places = TracedPlaces()
         with built.repeating(), tensor_plan.record_cuts(built.module, planned, places) as costs:
-            spec = spec_of(built, places, planned.styles, keeps_all=bool(planned.looking))
+            spec = built.trace(places, planned.styles, keeps_all=bool(planned.looking))
         forward = replace(forward, spec=spec, cuts=replace(forward.cuts, costs=costs))
     return built, forward, plan
 
@@ -114,7 +108,7 @@ def find_plan(built: BuiltModel) -> Cuts:
     return planned
 
 
-def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, loss: Loss) -> ProvenPlan | Cuts:
+def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts) -> ProvenPlan | Cuts:
     """Return the proof of the plan with which a forward was traced, or another plan, with which to trace it anew.
 
     Another plan is one that leaves whole what the trace has seen to look at values, or of which a smaller part is proven:
@@ -122,7 +116,7 @@ def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, lo
     """
     if not planned.refusal and not {*forward.spec.looks_in} <= {*planned.looking}:
         return tensor_plan.without_looking(built.module, planned, forward.spec.looks_in)
-    reads = functools.cache(functools.partial(_outputs_read, built, loss, keeps_all=bool(planned.looking)))
+    reads = functools.cache(functools.partial(_outputs_read, built, keeps_all=bool(planned.looking)))
     found = _prove(built, forward, planned, reads)
     fewer, refusal = planned, found.proof.refusal
     while refusal and (smaller := tensor_plan.smaller(built.module, fewer, refusal)):
@@ -130,8 +124,9 @@ def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, lo
     return found if refusal or fewer is planned else fewer
 
 
-def _outputs_read(built: BuiltModel, loss: Loss, *, keeps_all: bool) -> frozenset[int] | None:
+def _outputs_read(built: BuiltModel, *, keeps_all: bool) -> frozenset[int] | None:
     """Return the numbers of the outputs, among all of their tensors, that a loss reads besides the prediction; None for all."""
+    loss = built.loss
     if loss is cross_entropy or isinstance(loss, ModelLoss):
         return frozenset()
     read = ReadStorages()

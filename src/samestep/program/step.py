@@ -168,7 +168,7 @@ class StepSpec:
             return None
         return SampleGroups.of(self.global_batch, self.coupled_samples, self.layout.dp, self.num_microbatches)
 
-    @property
+    @cached_property
     def compute_dtype(self) -> str:
         """Dtype of the weights and activations in the forward."""
         return COMPUTE_DTYPE[self.precision]
@@ -206,7 +206,7 @@ class StepSpec:
         own = self.sharing.replicas if self.sharing.trains_apart else 1
         return own * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
 
-    @property
+    @cached_property
     def replicas_each(self) -> int:
         """The number of replicas that a rank trains one after the other, each with separate weights and states."""
         return self.contributions.each if self.sharing.trains_apart and self.contributions is not None else 1

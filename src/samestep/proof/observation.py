@@ -45,7 +45,8 @@ from samestep.runtime.axes.expert import RouteMode, Routes
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import MakeMode, StepObserver, StepScalars
 from samestep.runtime.weights.pieces import Piece
 from samestep.schedules import TaskKind
 from samestep.strategies.chunked_mlp import chunked_owners

@@ -47,8 +47,9 @@ from samestep.runtime.axes import expert
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.optimizers.optimizer_source import check_optimizer
+from samestep.runtime.optimizers.optimizer_source import check_optimizer, member_of_weight
 from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
@@ -325,11 +326,11 @@ def _batch(subject: Subject, step: int) -> Batch:
 def _with_optimizer(assembly: Assembly, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
     """Return an assembly with another optimizer over the same weights; its state is empty."""
     weights = assembly.weights
+    whole = weights.updater.whole.weights
     updater = Updater.over(
         weights.store.pieces,
-        source,
+        WholeOptimizer(source, whole, member_of_weight(source, whole)),
         numerics,
-        weights.updater.whole,
         codes=weights.store.codes,
         packing=weights.updater.packing,
     )

@@ -49,16 +49,10 @@ from samestep.runtime.axes.compiled_blocks import CompiledBlocks
 from samestep.runtime.axes.pipeline import recorded_flows
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.objective import Objective
-from samestep.runtime.optimizers.closures import members_that_evaluate
-from samestep.runtime.optimizers.optimizer_source import (
-    WholeWeights,
-    check_optimizer,
-    couples_weights,
-    updates_in_chunks,
-)
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_rule import why_uncompiled
+from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
@@ -168,11 +162,7 @@ class _Decided:
     flows: Flows | None
     spec: ModelSpec
     """The spec of the whole model, with what its optimizer needs."""
-    whole: WholeWeights
-    couples_weights: bool
-    """Whether the update of a weight is known to depend on others; asked for runs with steps under watch."""
-    evaluating: frozenset[int]
-    """The members of the optimizer whose step evaluates the loss again."""
+    optimizer: WholeOptimizer
     program: Program
 
 
@@ -186,17 +176,11 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
-    whole = WholeWeights.of(traced.spec, attributes_of(traced.blueprint.marks))
-    evaluating = members_that_evaluate(source.optimizer, whole)
-    spec = check_optimizer(source.optimizer, traced.spec, layout, whole.attributes, evaluating)
-    # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
-    is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
-    couples = bool(evaluating) or (is_watched and couples_weights(source.optimizer, spec, whole.attributes))
-    in_chunks = updates_in_chunks(source.optimizer, job.numerics, whole)
-    program = program_of(
-        spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
-    )
-    return _Decided(source, job, traced, flows, spec, whole, couples, evaluating, program)
+    marks = attributes_of(traced.blueprint.marks)
+    optimizer, spec = WholeOptimizer.of(source.optimizer, traced.spec, marks, job, layout)
+    cuts_loss, in_chunks = source.loss is cross_entropy, optimizer.updates_in_chunks
+    program = program_of(spec, job, layout, place.ranks_per_node, cuts_loss, stage, replica, in_chunks)
+    return _Decided(source, job, traced, flows, spec, optimizer, program)
 
 
 def _check(decided: _Decided, place: RankInfo) -> tuple[str, ...]:
@@ -218,7 +202,7 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
     store = make(model, program, mesh, host_weights.on_host(functools.partial(placements.materialize, plan), program))
     host_weights.copy_for_calls(model, program, mesh)
     store = owning.owning(store, program, mesh, decided.spec)
-    _mark(model, decided.whole)
+    _mark(model, decided.optimizer.weights.attributes)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, mesh.device, torch.float64 if job.numerics.precision == "float64" else None)
     return store
@@ -251,12 +235,9 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
     job, program = decided.job, decided.program
     updater = Updater.over(
         store.pieces,
-        decided.source.optimizer,
+        decided.optimizer,
         job.numerics,
-        decided.whole,
         codes=store.codes,
-        couples_weights=decided.couples_weights,
-        evaluating=decided.evaluating,
         splits_masters=program.step.splits_masters,
         packing=StatePacking.of(job, program, placements),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
@@ -265,10 +246,10 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
     return Weights(store=store, updater=updater, placements=placements, lr_factor=learning_rate_factor(job))
 
 
-def _mark(model: nn.Module, whole: WholeWeights) -> None:
+def _mark(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
     """Give the run's parameters the Python attributes that the user's had."""
     for name, param in model.named_parameters():
-        param.__dict__.update(whole.attributes.get(name, {}))
+        param.__dict__.update(attributes.get(name, {}))
 
 
 def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Materialize], WeightStore]:

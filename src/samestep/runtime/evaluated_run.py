@@ -15,7 +15,7 @@ from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints.run_state import Lent, RunState
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.stepper import Stepper
 
 Measure = Callable[[Any, Any], Any]

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from samestep.job import Job
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep
 from samestep.runtime.optimizers.closures import Closure
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart
 from samestep.runtime.step_backward import StepBackward
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars
 
 
@@ -36,10 +36,10 @@ class Halves(Protocol):
 def with_closure(part: UpdatedPart, steps: Halves, opened: OpenStep, numbers: StepNumbers) -> UpdatedPart:
     """Return a part of the optimizer with a closure that repeats an opened step, if one of its members evaluates the loss."""
     updater = steps.held.weights.updater
-    if not updater.evaluating:
+    if not updater.whole.evaluating:
         return part
     closure = Closure(updater.pieces_of(part), functools.partial(_evaluate, steps, opened), numbers.loss)
-    return replace(part, evaluating=updater.evaluating, closure=closure)
+    return replace(part, evaluating=updater.whole.evaluating, closure=closure)
 
 
 def _evaluate(steps: Halves, opened: OpenStep) -> tuple[float, float]:

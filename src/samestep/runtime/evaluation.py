@@ -26,9 +26,8 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import broadcast_from, gather_values
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.trees import (
     keystr,
@@ -196,7 +195,7 @@ def _have_own_sizes(assembly: Assembly, batch: StepBatch) -> bool:
     if not hasattr(getattr(batch, "dataset", None), "read"):
         return False
     mesh = assembly.parallel.mesh
-    mine = batch.shares(mesh.index("dp"), assembly.parallel.program.step.layout.dp, 1)[0]
+    mine = batch.shares(*mesh.data_share, 1)[0]
     sizes = {tuple(tuple(leaf.shape) for leaf in tensors_in(batch.samples([index]))) for index in mine}
     everyone = gather_values(sorted(sizes)[:2], mesh.size("world"))
     return len({size for some in everyone for size in some}) > 1

@@ -28,9 +28,10 @@ from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
-from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.microbatches import Microbatches
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_backward import WHOLE, StepBackward
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_observer import StepObserver
 from samestep.schedules import TaskKind
 
@@ -125,7 +126,10 @@ class Interpreter:
             given = precision.for_loss(outputs)
             part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
             mine = part, len(microbatches.indices(task.microbatch))
-            with self._trying("the loss"), parallel.batch_norms.of_loss(task.microbatch):
+            with (
+                self.trials.trying(self.assembly, self.step, "the loss"),
+                parallel.batch_norms.of_loss(task.microbatch),
+            ):
                 found = objective.sums.result(task.microbatch, given, part, objective.loss)
             later = functools.partial(self._later, task, microbatches)
             loss = objective.part(found, outputs, given, mine, later, weight)
@@ -154,12 +158,9 @@ class Interpreter:
         for part in parallel.step_parts:
             part.begin_forward()
         norms = parallel.batch_norms.of(task.microbatch)
-        with self._trying("the forward", samples), parallel.slicing.of(samples), parallel.pending(), norms:
+        trying = self.trials.trying(self.assembly, self.step, "the forward", samples)
+        with trying, parallel.slicing.of(samples), parallel.pending(), norms:
             return parallel.stage.forward(task.microbatch, task.chunk, samples)
-
-    def _trying(self, call: str, samples: Any = None) -> AbstractContextManager[None]:
-        """Return the context of a call of the user's code, in which it may neither communicate nor draw random numbers."""
-        return self.trials.trying(self.assembly, self.step, call, samples)
 
     def _outputs_alone(self, task: Task, microbatches: Microbatches) -> None:
         """Run a forward that no backward follows, for a loss over all samples of the step."""
@@ -174,7 +175,7 @@ class Interpreter:
             if not over_batch.left:
                 parallel.stage.finish_forward()
             if parallel.stage.is_last(task.chunk):
-                with self._trying("the loss"):
+                with self.trials.trying(self.assembly, self.step, "the loss"):
                     over_batch.keep(task.microbatch, outputs, samples, objective.loss)
 
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,42 +18,8 @@ from samestep.runtime.axes import precision
 from samestep.runtime.axes.lanes import LaneBatch
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.recording import marks
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices, StepBatch
 from samestep.trees import tree_leaves
-
-
-class StepBatch(Protocol):
-    """The global batch of one step, as `datasets.Batch` implements it: every rank reads only its part."""
-
-    @property
-    def step(self) -> int:
-        """Number of the step, from 0."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of all ranks."""
-        ...
-
-    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Indices]:
-        """Return the sample indices of each micro-batch of a rank; a micro-batch may be empty."""
-        ...
-
-    def samples(self, indices: Sequence[int] | Indices) -> Any:
-        """Read samples into tensors with the batch dimension first."""
-        ...
-
-    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
-        """Begin to read a rank's micro-batches before they are asked for; `pin` puts them where a GPU copies from."""
-        ...
-
-    def before_next(self, function: Callable[[], None]) -> None:
-        """Call a function before the next batch of the stream."""
-        ...
-
-    def end_stream(self) -> None:
-        """End the stream of batches after this one, since the ranks agreed to stop."""
-        ...
 
 
 def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, float]:
@@ -82,7 +48,7 @@ class Microbatches:
         self._reading = reading
         self._assembly = assembly
         step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
-        mine = mesh.index("dp"), step.layout.dp, step.num_microbatches
+        mine = *mesh.data_share, step.num_microbatches
         self._shares = batch.shares(*mine)
         batch.read_ahead(*mine, pin=mesh.device.type == "cuda")
         self.wait_s = 0.0

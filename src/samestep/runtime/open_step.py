@@ -15,9 +15,9 @@ from torch import Tensor
 
 from samestep.models.loss_names import LossNames
 from samestep.runtime.host_copies import Reading
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_backward import StepBackward
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import SummedScalars
 from samestep.state.kept_tensors import KeptTensors

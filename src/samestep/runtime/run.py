@@ -47,7 +47,6 @@ from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import LocalReplicas
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.held_bytes import held_bytes
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
@@ -60,6 +59,7 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.processes.process_groups import forget_groups
 from samestep.runtime.recording.recorded_run import RecordedRun
 from samestep.runtime.recording.step_recorder import StepRecorder
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
@@ -84,13 +84,13 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         observer: StepObserver = _NOBODY,
         *,
         owns_weights: bool = False,
-        shared: SharedWeights | None = None,
+        watches_given: bool = False,
         batch_dim: int = 0,
         averages: ModelAverages = _NONE_FOLLOWS,
     ) -> None:
         """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it.
 
-        With `shared` its steps are refused while another such run takes steps with weights that both were given.
+        If it `watches_given`, its steps are refused while another such run takes steps with weights that both were given.
         """
         self.job, self.place = job, place
         self.changes: tuple[str, ...] = ()
@@ -101,7 +101,8 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         held = HeldAssembly if job.numerics.exchange_every == 1 else LocalReplicas
         self._own = held(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
-        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights, shared=shared)
+        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
+        self._shared = SharedWeights(is_watched=watches_given)
         self._parts = StepsInParts(self._stepper, self._own)
         self._refuse_waiting = self._parts.refuse_waiting
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
@@ -191,7 +192,8 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         self._batches.begin(example)
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
-        self._stepper.guards.begin(self._own.current)
+        if remark := self._shared.begin(self._own.current):
+            self._stepper.refusals.remark(remark)
         self._state.begin()
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
@@ -238,13 +240,16 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         module, program, updater = held.model.module, held.parallel.program, held.weights.updater
         kept = functools.partial(held_bytes, module, program, updater)
         recorded = self.recorder.taking(batch.step + 1, program, module, held.model.spec, kept)
+        self._shared.refuse_others()
         try:
             with self._kernels(), recorded:
-                report = self._stepper.guards.take(batch, take)
+                report = take(batch)
         except BaseException:
+            self._shared.end()
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
                 forget_groups()
             raise
+        self._shared.note(report, is_last=batch.step + 1 >= self.job.train.steps)
         return report, batch
 
     def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
@@ -335,7 +340,7 @@ def parallelize(
     averages.check(where, job)
     whole = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
     source = _source_of(whole, loss, optimizer, job)
-    return Run(source, where, job, place, shared=SharedWeights(), batch_dim=batch_dim, averages=averages)
+    return Run(source, where, job, place, watches_given=True, batch_dim=batch_dim, averages=averages)
 
 
 def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:

@@ -13,15 +13,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from samestep.program.ops import Task
 from samestep.randomness.dropout_state import MakeMode as MakeMode
-
-Indices = np.ndarray[Any, np.dtype[np.int64]]
-"""Global indices of samples."""
+from samestep.runtime.step_batch import Indices
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -56,10 +51,11 @@ class StepObserver:
     is_proof = False
     """Whether it compares the steps with those of another run, so that the run need not try samples again."""
 
-    @property
-    def hears_scalars(self) -> bool:
-        """Whether it reads a step's scalars before the update, for which the host must then wait."""
-        return type(self).agreed is not StepObserver.agreed
+    hears_scalars = False
+    """Whether it reads a step's scalars before the update, for which the host must then wait."""
+
+    def __init_subclass__(cls) -> None:
+        cls.hears_scalars = cls.agreed is not StepObserver.agreed
 
     def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
         """Return the context in which a task runs; `samples` are those of its micro-batch, none for the update."""

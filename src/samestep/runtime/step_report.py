@@ -102,13 +102,10 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_reserved_bytes(device: torch.device) -> int | None:
-    """Return the peak bytes that torch's allocator has taken from a GPU; None on a CPU, where nobody counts them."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes allocated on a GPU, or on a CPU the peak resident bytes of this process."""
+def peaks_of(device: torch.device) -> tuple[int, int | None]:
+    """Return the peak bytes allocated on a GPU, and those that torch's allocator has taken from it; on a CPU the peak resident bytes of
+    this process, and None, since nobody counts the others.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return process_limits.peak_resident_bytes()
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return process_limits.peak_resident_bytes(), None

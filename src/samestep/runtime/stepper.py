@@ -26,22 +26,21 @@ from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
 from samestep.runtime.evaluated_steps import with_closure
-from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep, Progress, StepState
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.step_backward import WHOLE, StepBackward
-from samestep.runtime.step_observer import Indices, StepObserver
-from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
+from samestep.runtime.step_batch import Indices, StepBatch
+from samestep.runtime.step_observer import StepObserver
+from samestep.runtime.step_report import StepReport, forget_peak, peaks_of
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
@@ -50,17 +49,12 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 class Stepper:
     """Takes the steps of a run. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(
-        self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool, shared: SharedWeights | None = None
-    ) -> None:
-        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps.
-
-        `shared` notices other runs that were given the same weights.
-        """
+    def __init__(self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
+        """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
         self._own, self._owns_weights = own, owns_weights
         self.job, self.place = own.job, own.place
         self.steps_taken = 0
-        self.guards = StepGuards(own, observer, shared)
+        self.guards = StepGuards(own, observer)
         self.refusals = self.guards.refusals
         self._deciders = Deciders.of(own, self.guards.spikes)
         self.progress = Progress.BETWEEN
@@ -169,7 +163,9 @@ class Stepper:
         summed = self.read(opened)
         # Decide: the step is taken or skipped, or the run stops.
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        note = self.note_of(numbers, opened.batch) or self.guards.spikes.judge(numbers.loss)
+        note = self.guards.note_of(numbers, self.held, opened.batch, self.forward_backward) or self.guards.spikes.judge(
+            numbers.loss
+        )
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
         are_apart = self._own.are_apart
@@ -242,10 +238,6 @@ class Stepper:
             join.note_stop()
         return True
 
-    def note_of(self, numbers: StepNumbers, batch: StepBatch, of: StepBackward = WHOLE) -> str:
-        """Return why the numbers of a step are unusual; empty where they are not. What is not finite is looked for in a second run."""
-        return self.guards.note_of(numbers, self.held, batch, functools.partial(self.forward_backward, batch, 0, of))
-
     def judge(self, note: str, numbers: StepNumbers, opened: OpenStep) -> bool:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
 
@@ -267,6 +259,7 @@ class Stepper:
         """Return the report of a step whose sums are read, or of one of its backwards."""
         count, device, step_s = summed.agreed.count, self.place.device, time.perf_counter() - opened.began_s
         terms, values = opened.names.means(summed.reported)
+        memory_bytes, reserved_bytes = peaks_of(device)
         return StepReport(
             step=opened.batch.step + 1,
             loss=numbers.loss,
@@ -276,8 +269,8 @@ class Stepper:
             step_s=step_s,
             tokens_per_s=count / step_s,
             data_wait_s=opened.data_wait_s,
-            memory_bytes=peak_memory_bytes(device),
-            reserved_bytes=peak_reserved_bytes(device),
+            memory_bytes=memory_bytes,
+            reserved_bytes=reserved_bytes,
             note=note,
             skipped=skipped,
             spike=numbers.are_finite and bool(note),

@@ -25,7 +25,8 @@ from samestep.models.spec import ModelSpec
 from samestep.program.ops import Task
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import Indices, StepObserver
+from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import StepObserver
 
 _MOST_ALLOCATIONS = 1_000_000
 """The number of allocations whose history is kept; older ones are forgotten."""

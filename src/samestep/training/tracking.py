@@ -21,10 +21,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from samestep.errors import JobError, did_you_mean, short_repr
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.recording import stragglers
 from samestep.runtime.recording.stragglers import StragglerWatch
 from samestep.runtime.run import Run
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, trackers
 from samestep.training.evaluations import Evaluations, HeldOut

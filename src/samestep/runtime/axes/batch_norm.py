@@ -43,9 +43,10 @@ from samestep.runtime.axes.one_group_norm import (
 )
 from samestep.runtime.axes.shared_samples import SharedSamples
 from samestep.runtime.axes.stage_buffers import StageBuffers
-from samestep.runtime.axes.step_part import ShapesOf, SharedBatch
+from samestep.runtime.axes.step_part import ShapesOf
 from samestep.runtime.contexts import Anew
 from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.step_batch import StepBatch
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts
 
@@ -180,7 +181,7 @@ class BatchNorms(SharedSamples):
             direct = OneGroupNorm(module, self.exchanges[path], self.kept, takes_gradient=path in self._summed)
         module.forward = functools.partial(self._forward, module, path, module.forward, direct)
 
-    def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
+    def begin_step(self, batch: StepBatch, shapes_of: ShapesOf) -> None:
         """Follow the size of a step's batch where it is another one than the job's.
 
         Raises:

@@ -25,7 +25,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.runtime.axes.later_values import LaterTensor, value_of
-from samestep.runtime.axes.step_part import SharedBatch
+from samestep.runtime.step_batch import StepBatch
 from samestep.shares import Shares
 from samestep.strategies.batch_values import OWNER, is_sent_once
 
@@ -42,7 +42,7 @@ class BatchValues:
         self.are_used, self._ranks = step.model.uses_batch_values, ranks
         self.keeps, self._is_late = bool(step.model.kept_after), is_sent_once(step)
         self._num_microbatches = step.num_microbatches
-        self._batch: SharedBatch | None = None
+        self._batch: StepBatch | None = None
         self._sizes: list[int] = []
         """Samples of each rank in the present forward."""
         self._records: list[list[Tensor]] = []
@@ -52,7 +52,7 @@ class BatchValues:
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         """Buffers with their next values, by their identities."""
 
-    def begin_step(self, batch: SharedBatch) -> None:
+    def begin_step(self, batch: StepBatch) -> None:
         """Begin a step, or another backward of it, of a batch."""
         self._batch = batch
         if self._is_late:

@@ -37,7 +37,7 @@ from samestep.errors import DataError, LayoutError, ModelError
 from samestep.examination.examine import Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices
 from samestep.trees import map_tensors, tree_flatten, tree_leaves, tree_unflatten
 
 

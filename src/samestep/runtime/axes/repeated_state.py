@@ -14,7 +14,8 @@ from torch import nn
 
 from samestep.models.analysis import StateSpec
 from samestep.program.program import Program
-from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
+from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
+from samestep.runtime.step_batch import StepBatch
 from samestep.state.kept_slots import KeptSlots
 
 
@@ -33,7 +34,7 @@ class RepeatedState(PartOfStep):
         slots = [(modules[state.owner], state.name) for state in states if state.is_restorable]
         return [cls(slots)] if slots else []
 
-    def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
+    def begin_step(self, batch: StepBatch, shapes_of: ShapesOf) -> None:
         """Note the values at the beginning."""
         self._kept, self._is_first = KeptSlots(self._slots), True
 

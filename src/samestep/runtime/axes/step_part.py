@@ -8,32 +8,17 @@ Messages under way, the samples that a batch norm shares, the next values of buf
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
 
-import numpy as np
+from samestep.runtime.step_batch import StepBatch
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
 ShapesOf = Callable[[int], Hashable]
 """Returns, for a micro-batch, the shapes of its samples, which determine the shapes of activations."""
-
-
-class SharedBatch(Protocol):
-    """The batch of a step, of which every rank knows who has which samples."""
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of all ranks."""
-        ...
-
-    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Indices]:
-        """Return the samples of each micro-batch of a rank."""
-        ...
 
 
 class PartOfStep:
     """A part of a layout that holds something during a step. Every method of this base class does nothing."""
 
-    def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
+    def begin_step(self, batch: StepBatch, shapes_of: ShapesOf) -> None:
         """Begin a step, or another backward of it, on a batch; `shapes_of` gives the shapes of each micro-batch's samples."""
 
     def begin_forward(self) -> None:

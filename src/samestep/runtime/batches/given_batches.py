@@ -23,9 +23,9 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ranks import Ranks
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import broadcast_from, gather_values
+from samestep.runtime.step_batch import StepBatch
 from samestep.state.fingerprints import digest
 
 _UNSENT = "a batch that rank 0 alone is given holds {}, which is not sent to the other ranks"

@@ -24,7 +24,7 @@ from samestep.errors import DataError
 from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Convention
-from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_batch import StepBatch
 
 _KEPT = 8
 """Datasets whose convention is kept: those that a run trains on and evaluates."""

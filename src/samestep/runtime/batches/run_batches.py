@@ -21,7 +21,7 @@ from samestep.runtime.batches.next_labels import NextLabels
 from samestep.runtime.checkpoints.trained_data import TrainedData
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_batch import StepBatch
 
 
 class RunBatches:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from samestep.datasets import stamps
 from samestep.errors import CheckpointError, DataError
 from samestep.job import Job
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.step_batch import StepBatch
 from samestep.state.snapshot import preserve_generators
 
 

@@ -59,9 +59,10 @@ from samestep.runtime.axes.expert import RouteMode, tokens_of_first
 from samestep.runtime.guards.repeat import FAILURES, Nudge, Repeat
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.microbatches import Microbatches
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_batch import Indices, StepBatch
+from samestep.runtime.step_observer import MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import preserve_generators
@@ -207,7 +208,7 @@ class WatchedStep(StepObserver):
             self._task = task
             if task.kind is TaskKind.UPDATE and self._replays and "optimizer" not in self._canary.waived:
                 updater = self._assembly.weights.updater
-                replay = None if updater.couples_weights else UpdateReplay.before(updater, self._turn)
+                replay = None if updater.whole.couples_weights else UpdateReplay.before(updater, self._turn)
             yield
             self._task = None
         if replay is not None and (deviation := replay.deviation()):

@@ -19,7 +19,7 @@ from samestep.datasets.values import num_samples, rows_of
 from samestep.runtime.guards.repeat import NamedSamples
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices
 from samestep.state.fingerprints import digest
 from samestep.trees import have_same_values, tensors_in, tree_leaves
 

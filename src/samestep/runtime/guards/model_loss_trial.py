@@ -31,9 +31,8 @@ from samestep.runtime.guards import counted_labels
 from samestep.runtime.guards.counted_labels import GivenLabels
 from samestep.runtime.guards.repeat import Repeat
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices, StepBatch
 from samestep.trees import tree_map_only
 
 _FEW = 8
@@ -129,7 +128,7 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     Collective over the world, see [Note: collective calls].
     """
     mesh = held.parallel.mesh
-    mine = batch.shares(mesh.index("dp"), held.parallel.program.step.layout.dp, 1)[0]
+    mine = batch.shares(*mesh.data_share, 1)[0]
     again = Repeat(held, batch, loss, seed, lambda: None)
     with outside_step():
         found = _findings(_Trial(loss, held, again, again.few(_FEW), []))

@@ -28,9 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.randomness.drawing_modules import named_modules
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.loss_scale import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.step_batch import StepBatch
 from samestep.state.kept_tensors import KeptTensors
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in
@@ -107,8 +107,7 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
 
 def _bad_samples(assembly: Assembly, batch: StepBatch) -> list[int]:
     """Return the samples of this data rank that hold a number which is not finite."""
-    layout = assembly.parallel.program.step.layout
-    mine = batch.shares(assembly.parallel.mesh.index("dp"), layout.dp, 1)[0].tolist()
+    mine = batch.shares(*assembly.parallel.mesh.data_share, 1)[0].tolist()
     return [one for one in mine if not all(_is_finite(held) for held in tensors_in(batch.samples([one])))]
 
 

@@ -23,8 +23,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.guards.repeat import FAILURES, Repeat
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.step_observer import Indices
+from samestep.runtime.step_batch import Indices, StepBatch
 
 _SAMPLES = 4
 

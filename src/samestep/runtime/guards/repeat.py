@@ -35,8 +35,8 @@ from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import RouteMode, Routes, tokens_of_first
-from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.step_observer import Indices, MakeMode
+from samestep.runtime.step_batch import Indices, StepBatch
+from samestep.runtime.step_observer import MakeMode
 from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.state.snapshot import ModelState, preserve_function
 from samestep.trees import tree_leaves
@@ -70,8 +70,7 @@ class NamedSamples:
     @property
     def mine(self) -> Indices:
         """The indices of this rank's samples; there may be none."""
-        layout = self._assembly.parallel.program.step.layout
-        return self._batch.shares(self._assembly.parallel.mesh.index("dp"), layout.dp, 1)[0]
+        return self._batch.shares(*self._assembly.parallel.mesh.data_share, 1)[0]
 
     def read(self, indices: list[int] | Indices) -> Any:
         """Return samples, read together."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -26,7 +26,9 @@ _RUNS: weakref.WeakSet[SharedWeights] = weakref.WeakSet()
 class SharedWeights:
     """Weights that one run was given and that stay with whoever gave them, and how far the run has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_watched: bool = True) -> None:
+        """Watch the weights that a run is given, which `parallelize` has made; other runs of samestep train copies in turn."""
+        self._is_watched = is_watched
         self._given: dict[str, weakref.ref[Tensor]] = {}
         self._trained: frozenset[str] = frozenset()
         self._versions: dict[str, int] = {}
@@ -35,7 +37,7 @@ class SharedWeights:
 
     def begin(self, held: Assembly) -> str:
         """Note what a run was given once it is prepared; return what the user should know of runs before, as text."""
-        if not held.model.given:
+        if not (self._is_watched and held.model.given):
             return ""
         self._given, self._trained = held.model.given, frozenset(p.name for p in held.model.spec.params if p.trainable)
         self._versions = self._present_versions()
@@ -48,8 +50,8 @@ class SharedWeights:
             "model.load_state_dict(run.state_dict(on_every_rank=True)) in front of it takes over what was trained"
         )
 
-    def take(self, take: Callable[[], StepReport], *, is_last: bool) -> StepReport:
-        """Take a step or a part of one by `take`, and note its report; refuse it while another run takes steps with the same weights.
+    def refuse_others(self) -> None:
+        """Refuse a step, or a part of one, while another run takes steps with the same weights.
 
         Raises:
             ModelError: another run does.
@@ -63,13 +65,14 @@ class SharedWeights:
                     "one run over a module that holds all parts works; so does, for one run after the other, "
                     "model.load_state_dict(run.state_dict(on_every_rank=True)) before the next one is made"
                 )
-        try:
-            self._last = take()
-        except BaseException:
-            self._has_ended = True
-            raise
-        self._has_ended = is_last
-        return self._last
+
+    def note(self, report: StepReport, *, is_last: bool) -> None:
+        """Note the report of a step, or of a part of one."""
+        self._last, self._has_ended = report, is_last
+
+    def end(self) -> None:
+        """Note that a step has failed, so that the run takes no more."""
+        self._has_ended = True
 
     def _weight_used_by_another(self) -> str:
         """Return the name of a weight with which another run takes steps; empty if none does."""

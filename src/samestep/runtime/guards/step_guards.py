@@ -1,8 +1,7 @@
 """One observer that calls all guards of a rank's steps: which step is watched, by which of them, and in which order.
 
 ```
-take    ─► take           another run that was given the same weights takes steps too
-        ─► watch          a watched step: samples run again, one update made again, ranks compared
+take    ─► watch          a watched step: samples run again, one update made again, ranks compared
 begin   ─► begin_step     what the loop has changed since the last step; samples read twice
 tasks   ─► observer       that of the run, in a watched step by way of the canary
         ─► trials         random numbers, calls of torch.distributed, the loss
@@ -38,12 +37,11 @@ from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
 from samestep.runtime.guards.parts_trial import PartsTrial
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import copy_modes
-from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
@@ -52,8 +50,8 @@ from samestep.runtime.step_scalars import StepNumbers
 class StepGuards:
     """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
 
-    def __init__(self, own: HeldAssembly, observer: StepObserver, shared: SharedWeights | None) -> None:
-        """Make them before the run is prepared; `observer` sees the steps as the guards do, `shared` other runs with its weights."""
+    def __init__(self, own: HeldAssembly, observer: StepObserver) -> None:
+        """Make them before the run is prepared; `observer` sees the steps as the guards do."""
         self.observer = observer
         """What sees the steps: in a watched step the canary, which passes on what it hears."""
         self.refusals = Refusals(own.job.run)
@@ -62,31 +60,14 @@ class StepGuards:
         """The losses of the last steps, by which a spike is recognised."""
         self.num_taken = 0
         """Number of steps that this process has begun to take."""
-        self._own, self._shared = own, shared
+        self._own = own
         self._loop_changes: LoopChanges | None = None
-
-    def begin(self, held: Assembly) -> None:
-        """Note the weights that a prepared run was given, and remark on another run that has trained copies of them."""
-        if self._shared is not None and (remark := self._shared.begin(held)):
-            self.refusals.remark(remark)
 
     # -- a whole step ------------------------------------------------------------------------------
 
-    def take(self, batch: StepBatch, take: Callable[[StepBatch], StepReport]) -> StepReport:
-        """Take a step or a part of one by `take`.
-
-        Raises:
-            ModelError: another run takes steps with weights that were given to both.
-        """
-        if self._shared is None:
-            return take(batch)
-        is_last = batch.step + 1 >= self._own.job.train.steps
-        return self._shared.take(functools.partial(take, batch), is_last=is_last)
-
     def looks_closer(self, step: int) -> bool:
         """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""
-        taken = self.num_taken + 1
-        return taken == 1 or self._is_regular(step, taken) or self._is_early(taken)
+        return self.num_taken == 0 or any(self._due(step, self.num_taken + 1))
 
     def watch(self, batch: StepBatch, take: Callable[[], StepReport], *, replays: bool) -> StepReport:
         """Take a step or a part of one by `take`; where one is due, do a part of it once more, and compare what ranks hold.
@@ -95,10 +76,8 @@ class StepGuards:
         """
         self.num_taken += 1
         taken, held = self.num_taken, self._own.current
-        regularly = self._is_regular(batch.step, taken)
-        if len(self._own.assemblies) > 1:  # the canary knows one model
-            return take()
-        if not regularly and not self._is_early(taken):
+        is_early, regularly = self._due(batch.step, taken)
+        if not (is_early or regularly) or len(self._own.assemblies) > 1:  # the canary knows one model
             return take()
         held.weights.store.settle()  # what is repeated or compared reads any weight
         self.trials.watch_closely()
@@ -110,19 +89,17 @@ class StepGuards:
         with watching as watched, self._observing_by(watched):
             return watched.checked(self._compare(batch, take) if regularly else take())
 
-    def _is_regular(self, step: int, taken: int) -> bool:
-        """Return whether a step, counted from 0, is one of `train.watch_every`, or the first of a model with what no rule shows.
+    def _due(self, step: int, taken: int) -> tuple[bool, bool]:
+        """Return whether samples are run again in a step, counted from 0, since it is an early one: the first, second, fourth and so on
+        of this process; and whether it is one of `train.watch_every`, or the first of a model with what no rule shows.
 
         `taken` is the number of steps of this process, with this one.
         """
         every, program = self._own.job.train.watch_every, self._own.current.parallel.program
+        is_early = taken & (taken - 1) == 0 and (taken == 1 or taken < every)
         is_first = taken == 1 and bool(program.step.model.tried)
-        return (every > 0 and (step + 1) % every == 0) or (is_first and is_split(program))
-
-    def _is_early(self, taken: int) -> bool:
-        """Return whether samples are run again in this step, the first, second, fourth, eighth and so on of this process."""
-        every, program = self._own.job.train.watch_every, self._own.current.parallel.program
-        return taken & (taken - 1) == 0 and (taken == 1 or taken < every) and is_split(program)
+        is_regular = every > 0 and (step + 1) % every == 0
+        return is_early and is_split(program), is_regular or (is_first and is_split(program))
 
     def _compare(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
         """Take a step or a part of one, and compare what several ranks must hold alike."""
@@ -162,7 +139,9 @@ class StepGuards:
             self.refuse_state(batch, reason)
         self.trials.try_data(held, batch)
 
-    def note_of(self, numbers: StepNumbers, held: Assembly, batch: StepBatch, again: Callable[[], Tensor]) -> str:
+    def note_of(
+        self, numbers: StepNumbers, held: Assembly, batch: StepBatch, again: Callable[[StepBatch], Tensor]
+    ) -> str:
         """Return why the numbers of a step are unusual; empty where they are not.
 
         Where they are not finite, `again` runs the forwards and backwards once more, to find the first module at fault. Collective
@@ -170,7 +149,7 @@ class StepGuards:
         """
         if numbers.is_masked:
             return MASKED
-        return "" if numbers.are_finite else nonfinite.cause_of_nonfinite(held, lambda: again()[0], batch)
+        return "" if numbers.are_finite else nonfinite.cause_of_nonfinite(held, lambda: again(batch)[0], batch)
 
     def take_over(self, held: Assembly, batch: StepBatch, *, inside: bool) -> None:
         """Give weights the values of the parameters that code has put in their places, and refuse those that cannot be weights.

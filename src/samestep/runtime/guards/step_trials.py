@@ -34,7 +34,7 @@ from samestep.runtime.guards import loss_parts, loss_paths, loss_trial, model_lo
 from samestep.runtime.guards.data_trial import data_refusal
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.repeat import NamedSamples, has_own_graph
-from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_batch import StepBatch
 
 _CALLS = (
     "get_rank", "get_world_size", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",

@@ -53,7 +53,7 @@ class UpdateReplay:
         if not small or updater.optimizer is None:
             return None
         piece = small[turn % len(small)]
-        is_divided = piece.value.shape != updater.whole.shapes.get(piece.name, piece.value.shape)
+        is_divided = piece.value.shape != updater.whole.weights.shapes.get(piece.name, piece.value.shape)
         half = _FirstHalf.of_shape(piece.value.shape) if is_divided else _FirstHalf()
         copied = half.of(piece.master()).clone().requires_grad_(True)
         vars(copied).update(vars(piece.value))  # tags that the rule may read

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import OptimizerSource
 from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
@@ -34,19 +33,13 @@ from samestep.runtime.optimizers.group_rates import GroupRates
 from samestep.runtime.optimizers.loss_scale import LossScale
 from samestep.runtime.optimizers.offload import Offload
 from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.optimizer_source import (
-    ALONE,
-    WholeWeights,
-    build_over,
-    check_step,
-    given_instances,
-    member_of_weight,
-)
+from samestep.runtime.optimizers.optimizer_source import build_over, check_step, given_instances
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, step_members
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_chunks import Chunks, begun_first, chunks_of, holding_only
 from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
+from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.weights.gradient_codes import GradientCodes
 from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
@@ -78,13 +71,8 @@ class Updater:
     """How states are held between two updates; None where they are as the optimizer computes with them."""
     averages: WeightAverages | None
     """Moving averages of the pieces; None where the job keeps none."""
-    whole: WholeWeights
-    couples_weights: bool
-    """Whether the update of a weight is known to depend on which other weights the optimizer holds."""
-    evaluating: frozenset[int]
-    """The members of the optimizer whose step evaluates the loss again."""
-    member_of_weight: Mapping[str, int]
-    """The index of the member that holds each weight of the whole model, where the user gave several optimizers."""
+    whole: WholeOptimizer
+    """What is known of it over the whole weights."""
     with_states: list[Any]
     """The optimizer, and those in it that keep states of their own."""
     first_digests: dict[str, int] = field(default_factory=dict)
@@ -100,19 +88,16 @@ class Updater:
     def over(
         cls,
         pieces: list[Piece],
-        source: OptimizerSource,
+        whole: WholeOptimizer,
         numerics: NumericsTable,
-        whole: WholeWeights = ALONE,
         *,
         codes: GradientCodes = _NO_CODES,
-        couples_weights: bool = False,
-        evaluating: frozenset[int] = frozenset(),
         splits_masters: bool = False,
         packing: StatePacking | None = None,
         averages: WeightAverages | None = None,
         follows_schedule: bool = False,
     ) -> Updater:
-        """Build the optimizer over `pieces` of the `whole` weights; `splits_masters` holds masters in two halves.
+        """Build the optimizer over `pieces` of the weights of the `whole` one; `splits_masters` holds masters in two halves.
 
         Raises:
             ModelError: the optimizer's `step` needs a closure, it holds none of the weights, or it `follows_schedule` and has no
@@ -120,18 +105,16 @@ class Updater:
         """
         for piece in pieces:
             piece.value.requires_grad_(True)
-            piece.value.__dict__.update(whole.attributes.get(piece.name, {}))
-        # In front: the optimizer in use is the last one that a function makes.
-        holders = member_of_weight(source, whole)
-        optimizer = build_over(source, [(piece.name, piece.value) for piece in pieces], whole)
+            piece.value.__dict__.update(whole.weights.attributes.get(piece.name, {}))
+        optimizer = build_over(whole.source, [(piece.name, piece.value) for piece in pieces], whole.weights)
         loss_scale = LossScale.of(numerics, codes)
-        rates = GroupRates(optimizer, given_instances(source, optimizer))
+        rates = GroupRates(optimizer, given_instances(whole.source, optimizer))
         with_states: list[Any] = []
         if optimizer is not None:
             check_step(optimizer)
             rates.check(follows_schedule=follows_schedule)
             with_states = [optimizer] if is_torchs_own(optimizer) else optimizers_with_states(optimizer)
-        check_scale(loss_scale, evaluating, optimizer)
+        check_scale(loss_scale, whole.evaluating, optimizer)
         return cls(
             pieces=pieces,
             optimizer=optimizer,
@@ -143,9 +126,6 @@ class Updater:
             packing=packing,
             averages=averages,
             whole=whole,
-            couples_weights=couples_weights,
-            evaluating=evaluating,
-            member_of_weight=holders,
             with_states=with_states,
             first_digests=optimizer_digests(optimizer) if optimizer else {},
         )
@@ -158,22 +138,19 @@ class Updater:
         """Return the pieces of the members of a part."""
         if part.members is None:
             return self.pieces
-        return [piece for piece in self.pieces if self.member_of_weight[piece.name] in part.members]
+        return [piece for piece in self.pieces if self.whole.member_of_weight[piece.name] in part.members]
 
     def step(self, factor: float, *, was_held_back: bool = False, part: UpdatedPart = ALL) -> None:
         """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces of a part."""
-        with torch.set_grad_enabled(False):
-            self._step(factor, was_held_back, part)
-
-    def _step(self, factor: float, was_held_back: bool, part: UpdatedPart) -> None:
         self.factor = factor
         sent, pieces = self.offload.take(), self.pieces_of(part)
         if self.optimizer is None or not pieces:
             return
-        gradients = gradients_of(pieces) if sent is None else sent
-        if factor != 1.0 and (sent is None or was_held_back):
-            torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
-        self.update(gradients, part=part)
+        with torch.set_grad_enabled(False):
+            gradients = gradients_of(pieces) if sent is None else sent
+            if factor != 1.0 and (sent is None or was_held_back):
+                torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
+            self.update(gradients, part=part)
 
     def update(self, gradients: list[Tensor], held_back: Tensor | None = None, part: UpdatedPart = ALL) -> None:
         """Lend the gradients to the pieces, let the optimizer update them, chunk by chunk, and average them.
@@ -182,7 +159,7 @@ class Updater:
         """
         assert self.optimizer is not None
         pieces = self.pieces_of(part)
-        there = beside_values(pieces, gradients)
+        there = host_copies.beside(gradients, [piece.value for piece in pieces])
         of_piece: dict[int, Tensor] | None = None
         for together in begun_first(self.chunks, self.optimizer, self.pieces, self.unused):
             chunk, mine = together, there
@@ -248,11 +225,6 @@ class Updater:
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads."""
         self.live.publish()
-
-
-def beside_values(pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of pieces on the devices of their values."""
-    return host_copies.beside(gradients, [piece.value for piece in pieces])
 
 
 def _as_tensor(factor: float, gradient: Tensor) -> Any:

@@ -58,6 +58,8 @@ class UsedWeights:
     program: Program
     names: Sequence[str]
     """The trained weights of the whole model."""
+    unsure: Sequence[str]
+    """Those of them that have a number in the step's scalars."""
     world: dist.ProcessGroup | None
     """The group of all ranks; None where there is one."""
     device: torch.device
@@ -76,16 +78,12 @@ class UsedWeights:
         return cls(
             program=program,
             names=[p.name for p in model.params if p.trainable and p.numel],
+            unsure=program.step.unsure,
             world=mesh.groups["world"] if program.step.layout.world_size > 1 else None,
             device=mesh.device,
             held=frozenset(p.name for p in program.step.model.params if p.trainable and p.numel),
             num_replicas=num_replicas,
         )
-
-    @property
-    def unsure(self) -> tuple[str, ...]:
-        """The weights that have a number in the step's scalars."""
-        return self.program.step.unsure
 
     def note(self, replica: int, without: Mapping[str, bool]) -> Tensor:
         """Note the weights that this rank's micro-batches of a replica left without a gradient, and whether they are frozen;

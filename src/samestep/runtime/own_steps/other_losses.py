@@ -21,7 +21,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import given_instance
 

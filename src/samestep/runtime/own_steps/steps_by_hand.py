@@ -13,8 +13,8 @@ from samestep.building.loss import named_loss
 from samestep.examination.examine import Loss
 from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints.run_state import RunState
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 

@@ -27,16 +27,16 @@ from torch.optim import Optimizer
 from samestep.building.optimizer import members_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
+from samestep.runtime import host_copies
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
 from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import check_call
-from samestep.runtime.optimizers.optimizer_step import Updater, beside_values, clip_factor
+from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.left_gradients import LeftGradients
@@ -44,6 +44,7 @@ from samestep.runtime.own_steps.other_losses import OtherLosses
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_backward import StepBackward
+from samestep.runtime.step_batch import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
 from samestep.runtime.stepper import Stepper
@@ -143,7 +144,8 @@ class StepsInParts:
         opened = self._stepper.open(batch, of)
         summed = self._stepper.read(opened)
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        note = self._stepper.note_of(numbers, batch, of)
+        again = functools.partial(self._stepper.forward_backward, of=of)
+        note = self._stepper.guards.note_of(numbers, self._stepper.held, batch, again)
         given = self._names_of(None) - self._stepper.used.unused(0)
         names = given if of.names is None else given & of.names
         waiting.add(names, numbers.scales[0] or 0.0, is_reduced=not of.waits)
@@ -261,7 +263,7 @@ class StepsInParts:
                 raise ModelError(
                     f"run.call: {type(member).__name__}.{method} does not take what it is given ({error})"
                 ) from None
-        check_call(source, held.model.spec, layout, held.weights.updater.whole.attributes, method, run)
+        check_call(source, held.model.spec, layout, held.weights.updater.whole.weights.attributes, method, run)
         self._methods.add((part.members, method))
 
     def _evaluating(self, part: UpdatedPart, taken: _Taken, mine: Set[str]) -> UpdatedPart:
@@ -270,7 +272,7 @@ class StepsInParts:
         Raises:
             ModelError: the gradients of several wait, of which a closure would repeat one.
         """
-        evaluating = self._stepper.held.weights.updater.evaluating
+        evaluating = self._stepper.held.weights.updater.whole.evaluating
         if not evaluating or (part.members is not None and not evaluating & set(part.members)):
             return part
         if len([one for one in self._taken if one.names & mine]) > 1:
@@ -394,7 +396,7 @@ class StepsInParts:
         trained = frozenset(self._stepper.used.names)
         if members is None:
             return trained
-        return frozenset(name for name in trained if updater.member_of_weight[name] in members)
+        return frozenset(name for name in trained if updater.whole.member_of_weight[name] in members)
 
     def _refuse_layout(self, method: str) -> None:
         """Refuse what cannot be taken in parts.
@@ -436,7 +438,7 @@ def _called(
     pieces = updater.pieces_of(part)
     if updater.optimizer is None or not pieces:
         return None, False
-    gradients = beside_values(pieces, gradients_of(pieces))
+    gradients = host_copies.beside(gradients_of(pieces), [piece.value for piece in pieces])
     result = None
     with updater.widened(pieces), updater.lent(pieces, gradients):
         with alone(type(updater.optimizer).__name__):

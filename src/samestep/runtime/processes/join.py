@@ -74,7 +74,7 @@ class _Joined:
 _launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
 _stop_signal = 0  # the stop signal that came, 0 before one has
-_requests: set[int] = set()  # the signals of REQUESTS that came and that no step has told the other ranks of
+_requests: dict[int | None, bool] = {}  # the signals of REQUESTS that came and that no step has told the other ranks of
 _ended_by = 0  # the signal after which the ranks agreed to stop, 0 before
 
 
@@ -214,23 +214,16 @@ def ended_by() -> int:
 
 def save_requested() -> bool:
     """Return whether this rank was asked to save a checkpoint, by SIGUSR1, since the last call."""
-    return _was_asked_by(SAVE_SIGNAL)
+    return _requests.pop(SAVE_SIGNAL, False)
 
 
 def record_requested() -> bool:
     """Return whether this rank was asked to record where the time of steps goes, by SIGUSR2, since the last call."""
-    return _was_asked_by(RECORD_SIGNAL)
-
-
-def _was_asked_by(request: int | None) -> bool:
-    if request not in _requests:
-        return False
-    _requests.discard(request)
-    return True
+    return _requests.pop(RECORD_SIGNAL, False)
 
 
 def _on_request(signal_number: int, _frame: FrameType | None) -> None:
-    _requests.add(signal_number)
+    _requests[signal_number] = True
 
 
 def _on_stop(signal_number: int, _frame: FrameType | None) -> None:

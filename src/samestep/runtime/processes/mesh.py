@@ -45,6 +45,8 @@ class Mesh:
     """The groups of messages between this stage of a pipeline and its neighbours, by the names of `schedules.links`."""
     timeout_s: float
     """Seconds that a call in any of the groups may take."""
+    data_share: tuple[int, int]
+    """Position of this rank among those that read other samples, and their number: what `StepBatch.shares` is asked with."""
 
     def __deepcopy__(self, _: object) -> Mesh:
         """Refuse a copy of what holds process groups, such as the hooks of a model's layout; without groups it is itself."""
@@ -107,7 +109,8 @@ def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
     for link, pairs in _links(program, ranks).items():
         if (group := group_among(pairs, link, timeout_s, LINK + _join_ranks(ranks.group(rank, "pp")))) is not None:
             links[link] = group
-    return Mesh(rank, ranks, device, groups, links, timeout_s)
+    data_share = ranks.coordinate(rank, "dp"), layout.dp
+    return Mesh(rank, ranks, device, groups, links, timeout_s, data_share)
 
 
 def _join_ranks(ranks: Sequence[int]) -> str:

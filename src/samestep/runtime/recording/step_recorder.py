@@ -37,7 +37,8 @@ from samestep.runtime.recording.memory_marks import MemorySampler, Sample
 from samestep.runtime.recording.record_window import RecordWindow, head_of, sent_ops
 from samestep.runtime.recording.sums import StepSums, sums_of
 from samestep.runtime.recording.system_files import ProcessorTime, queued_threads
-from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import MakeMode, StepObserver, StepScalars
 
 _AROUND_LAYERS = {
     "F": "forward:between layers",
@@ -167,6 +168,7 @@ class StepRecorder(StepObserver):
 
     def __init__(self, inner: StepObserver, job: Job, device: torch.device, rank: int) -> None:
         self._inner, self._job, self._device, self.rank = inner, job, device, rank
+        self.is_proof, self.hears_scalars = inner.is_proof, inner.hears_scalars
         self._clock = clock_of(device)
         self.now: Callable[[], Stamp] = self._clock.now
         self._open: _OpenStep | None = None
@@ -263,16 +265,6 @@ class StepRecorder(StepObserver):
         return 0 if self._open is None else self._open.step
 
     # -- what is observed --------------------------------------------------------------------------
-
-    @property
-    def is_proof(self) -> bool:  # type: ignore[override]
-        """Whether the observer that it is given compares steps with those of another run."""
-        return self._inner.is_proof
-
-    @property
-    def hears_scalars(self) -> bool:
-        """Whether the observer that it wraps reads a step's scalars."""
-        return self._inner.hears_scalars
 
     def dropout_mode(self) -> MakeMode | None:
         """Return the factory of the observer that it is given."""

@@ -1,17 +1,19 @@
 """The squared norm of the gradients of all weights, as shares of ranks that add up to it: each element counts once.
 
-What several ranks hold alike is divided by their number (`norm_of_pieces`), or each of them adds up a run of it (`norm_of_buckets`).
+What several ranks hold alike is divided by their number (`norm_of_pieces`), or each of them adds up a run of it (`BucketNorms`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from samestep.program.buckets import Bucket
 from samestep.program.holding import REPLICAS, Holding
 from samestep.program.step import StepSpec
 from samestep.runtime.processes.mesh import Mesh
@@ -56,50 +58,72 @@ def norm_of_pieces(
     ranks that hold it alike, so that their shares add up to one.
     """
     copies, numbers = step.copies
-    shares: list[Tensor] = []
+    alike: list[tuple[int, list[Tensor]]] = []
     for number in numbers:
         mine = pieces if len(numbers) == 1 else [piece for piece in pieces if copies[piece.name] == number]
-        alike = gradients_of(mine if names is None else [piece for piece in mine if piece.name in names])
-        shares.append(_share(squared_norm(alike, device), number))
-    return _sum(shares, device)
+        alike.append(
+            (number, gradients_of(mine if names is None else [piece for piece in mine if piece.name in names]))
+        )
+    return _sum_of_shares(alike, device)
 
 
-def norm_of_buckets(flats: Sequence[FlatBuffer], step: StepSpec, mesh: Mesh, names: Set[str] | None = None) -> Tensor:
-    """Return this rank's share of the squared norm (float64 []) of the gradients in buckets, or of those of some weights."""
-    shares: list[Tensor] = []
-    for copies in sorted({flat.bucket.holding.num_copies for flat in flats}):
-        alike = [flat for flat in flats if flat.bucket.holding.num_copies == copies]
-        _, repeated_over = _axes_of(step, alike[0].bucket.holding)
-        mine = [part for flat in alike for part in _share_of(flat, step, mesh, names)]
-        shares.append(_share(squared_norm(mine, mesh.device), math.prod(map(mesh.size, repeated_over)) * copies))
-    return _sum(shares, mesh.device)
+def _sum_of_shares(alike: Iterable[tuple[int, list[Tensor]]], device: torch.device) -> Tensor:
+    """Return the sum of squares (float64 []) of gradients, each divided by the number of ranks that add it up too.
+
+    Most often all have one number: each call of torch costs the host as much as that of a model.
+    """
+    shares = [
+        norm if number == 1 else norm / number for number, norm in ((n, squared_norm(t, device)) for n, t in alike)
+    ]
+    return functools.reduce(torch.add, shares) if shares else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _share(norm_squared: Tensor, number: int) -> Tensor:
-    """Return the share of one of so many ranks that hold the same gradients."""
-    return norm_squared if number == 1 else norm_squared / number
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The run of a bucket's gradients whose squares this rank adds up."""
+
+    bucket: Bucket
+    gradients: Tensor
+    first: int
+    """The element of the bucket with which it begins."""
+
+    def of(self, names: Set[str]) -> Iterator[Tensor]:
+        """Yield the parts of it that are gradients of some weights."""
+        for member in self.bucket.members:
+            start = max(member.offset - self.first, 0)
+            stop = min(member.offset + member.numel - self.first, self.gradients.numel())
+            if member.name in names and start < stop:
+                yield self.gradients[start:stop]
 
 
-def _sum(shares: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of shares (float64 []), which most often is of one: each call of torch costs the host as much as that of a model."""
-    if not shares:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return functools.reduce(torch.add, shares)
+class BucketNorms:
+    """The runs of buckets' gradients whose squares this rank adds up: found once, since buckets stay where they are."""
+
+    def __init__(self, flats: Sequence[FlatBuffer], step: StepSpec, mesh: Mesh) -> None:
+        self._device = mesh.device
+        self._alike: list[tuple[int, list[_Run]]] = []
+        """With the number of ranks that add up the same."""
+        for copies in sorted({flat.bucket.holding.num_copies for flat in flats}):
+            alike = [flat for flat in flats if flat.bucket.holding.num_copies == copies]
+            _, repeated_over = _axes_of(step, alike[0].bucket.holding)
+            number = math.prod(map(mesh.size, repeated_over)) * copies
+            self._alike.append((number, [_run_of(flat, step, mesh) for flat in alike]))
+        self._whole = [(number, [run.gradients for run in runs]) for number, runs in self._alike]
+
+    def squared(self, names: Set[str] | None = None) -> Tensor:
+        """Return this rank's share of the squared norm (float64 []) of the gradients in buckets, or of those of some weights."""
+        if names is None:
+            return _sum_of_shares(self._whole, self._device)
+        some = ((number, [part for run in runs for part in run.of(names)]) for number, runs in self._alike)
+        return _sum_of_shares(some, self._device)
 
 
-def _share_of(flat: FlatBuffer, step: StepSpec, mesh: Mesh, names: Set[str] | None) -> Iterator[Tensor]:
-    """Yield the runs of a bucket's gradients, or of those of some weights, whose squares this rank adds up."""
+def _run_of(flat: FlatBuffer, step: StepSpec, mesh: Mesh) -> _Run:
+    """Return the run of a bucket's gradients whose squares this rank adds up."""
     divided_over, _ = _axes_of(step, flat.bucket.holding)
     number, index = (mesh.size(divided_over), mesh.index(divided_over)) if divided_over else (1, 0)
-    share = flat.gradients if number == 1 else flat.gradients.view(number, -1)[index]
-    if names is None:
-        yield share
-        return
-    first = index * share.numel()
-    for member in flat.bucket.members:
-        start, stop = max(member.offset - first, 0), min(member.offset + member.numel - first, share.numel())
-        if member.name in names and start < stop:
-            yield share[start:stop]
+    run = flat.gradients if number == 1 else flat.gradients.view(number, -1)[index]
+    return _Run(flat.bucket, run, index * run.numel())
 
 
 def _axes_of(step: StepSpec, holding: Holding) -> tuple[str | None, tuple[str, ...]]:

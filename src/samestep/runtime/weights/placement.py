@@ -217,6 +217,8 @@ class Placements:
 
     def materialize(self, plan: Blueprint, name: str, dtype: torch.dtype) -> Tensor:
         """Return the first values of this rank's part of a weight, computed without the rest of it where that is possible."""
+        if self.parts[name].shape == self.whole[name].shape:
+            return plan.materialize(name, self.mesh.device, dtype)
         held = self.part(name)
         if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
             return plan.materialize(name, self.mesh.device, dtype, held.intervals)

@@ -34,7 +34,7 @@ from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot
 from samestep.runtime.weights.gradient_codes import GradientCodes
-from samestep.runtime.weights.gradient_norms import norm_of_buckets
+from samestep.runtime.weights.gradient_norms import BucketNorms
 from samestep.runtime.weights.late_weights import LateWeights
 from samestep.runtime.weights.local_gradients import BucketGradients
 from samestep.runtime.weights.module_calls import ModuleCalls
@@ -64,11 +64,14 @@ class Replicated(WeightStore):
         self._left_out: Set[int] = frozenset()
         self._unused: set[str] = set()
         """Weights to which no micro-batch of the step has given a gradient so far, unless it does not count."""
+        self._last_of_step = {key for key in program.bodies if ends_step(key) and not is_forward(key)}
+        self._completing = {key for key in program.bodies if program.step.ends_gradients(key)}
         self._sending = {key for key, ops in program.bodies.items() if any(op.kind is OpKind.SEND for op in ops)}
         """The bodies that end with a message to another stage, which goes out before anything is reduced."""
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [FlatBuffer.of(bucket, program, mesh) for bucket in program.buckets]
+        self._norms = BucketNorms(self._flats, program.step, mesh)
         self.codes, self.exchange = GradientCodes(), ReplicaExchange()
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
@@ -172,13 +175,11 @@ class Replicated(WeightStore):
         """
         self._counts, self._left_out = counts, left_out
         body = task.body
-        if is_forward(body):
-            self._is_weight_task = self._last = self._starts = False
-            return AtEnd(functools.partial(self.end_task, task, completes=False), always=False)
-        self.settle()
+        if body.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT):
+            self.settle()
         self._is_weight_task = body.kind is TaskKind.WEIGHT
-        self._last = body.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(body)
-        completes = self._last and self.program.step.ends_gradients(body) and not self._waits
+        self._last = body in self._last_of_step
+        completes = body in self._completing and not self._waits
         self._starts = completes and body not in self._sending
         return AtEnd(functools.partial(self.end_task, task, completes=completes), always=False)
 
@@ -227,7 +228,7 @@ class Replicated(WeightStore):
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         if self._waits:
             return self.local.norm_squared(names)
-        return norm_of_buckets(self._flats, self.program.step, self.mesh, names)
+        return self._norms.squared(names)
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.

@@ -41,10 +41,11 @@ from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
 from samestep.runtime.axes.pipeline.whole_model import WholeModel
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.axes.step_part import PartOfStep, ShapesOf, SharedBatch
+from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
+from samestep.runtime.step_batch import StepBatch
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.custom_functions import seen_by
@@ -98,7 +99,7 @@ class Stage(PartOfStep):
         """Return whether a chunk ends the model, and so has the loss."""
         return self._program.chunks[chunk].stop == len(self._layers)
 
-    def begin_step(self, batch: SharedBatch, shapes_of: ShapesOf) -> None:
+    def begin_step(self, batch: StepBatch, shapes_of: ShapesOf) -> None:
         """Set the messages of the step; `shapes_of` gives the shapes of each micro-batch's samples."""
         self._shapes_of = shapes_of
         self._messages.begin_step()
