@@ -59,6 +59,8 @@ class LayerSpec:
     """Elements kept under recompute=selective: its input and the results of its matrix products."""
     input_elements: int = 0
     """Elements of its input, which recompute=full keeps."""
+    input_norm_elements: int = 0
+    """The part of these that norms alone keep: under bf16 and fp16, where they keep float32 copies, recompute has it besides."""
     saved_norm_elements: int = 0
     """Additional elements kept under bf16 and fp16, because norms keep float32 copies of 2-byte activations."""
     saved_cut_elements: int = 0
@@ -291,6 +293,7 @@ class LayerSpec:
             + sum(kept_twice),
             saved_selective_elements=part(self.saved_selective_elements),
             saved_norm_elements=part(self.saved_norm_elements),
+            input_norm_elements=part(self.input_norm_elements),
             working_elements=part(self.working_elements),
             working_cut_elements=part(self.working_cut_elements),
             norm_working_elements=part(self.norm_working_elements),

@@ -47,6 +47,8 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
     kept = whole if recompute == "none" else given
     if recompute in KEEPS_PRODUCTS:
         kept = max(given, layer.saved_selective_elements - dropped_elements(step, layer))
+    if recompute != "none" and step.is_mixed:
+        whole += layer.input_norm_elements
     working = layer.working_elements * one
     most = max((working, *_in_chunks(step, layer, one)))
     return Saved(

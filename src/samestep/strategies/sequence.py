@@ -150,6 +150,7 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         passing,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
         saved_norm_elements=layer.saved_norm_elements // degree,
+        input_norm_elements=layer.input_norm_elements // degree,
         working_elements=layer.working_cut_elements + (layer.working_elements - layer.working_cut_elements) // degree,
         norm_working_elements=layer.norm_working_cut_elements
         + (layer.norm_working_elements - layer.norm_working_cut_elements) // degree,

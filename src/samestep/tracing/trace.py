@@ -271,6 +271,7 @@ def _layer_specs(
             saved_pair_elements=elements(saved[index] & watch.pairs),
             saved_norm_elements=elements(norms := saved[index] & watch.norm_savers.keys())
             + elements(norms & watch.savers.keys()),
+            input_norm_elements=elements((inputs[index] & watch.norm_savers.keys()) - watch.savers.keys()),
             saved_selective_elements=elements(kept),
             working_elements=most.elements // num_samples,
             working_cut_elements=most.cut_elements // num_samples,
