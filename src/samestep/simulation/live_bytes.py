@@ -259,7 +259,8 @@ class LiveBytes:
         else:
             self._look(op, activations=saved.working + self._unpacked(op), gradients=gradients.most)
             self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
-            self._look(op, activations=saved.boundaries, gradients=max(gradients.behind, gradients.largest))
+            self._look(op, activations=saved.boundaries, gradients=gradients.before + gradients.largest)
+            self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries), gradients=gradients.behind)
 
     def _unpacked(self, op: Op) -> int:
         return 0 if op.layer is None else self.sizes.unpacked[op.layer]
@@ -329,8 +330,10 @@ class LayerGradients(NamedTuple):
 
     largest: int
     """Of its largest weight."""
+    before: int
+    """Those of buckets that are not full, when it begins."""
     most: int
-    """Those of buckets that are not full, where it works on most."""
+    """The same, where it works on most."""
     in_norms: int
     """The same, where its norms work on most; under zero=2 and 3 those of the layer alone."""
     behind: int
@@ -361,8 +364,8 @@ def _layer_gradients(program: Program) -> list[LayerGradients]:
             next((size for number, size in alive if number >= wanted), alive[-1][1]) * (not step.splits_backward)
             for wanted in (layer.working_weights, layer.norm_working_weights)
         )
-        behind = sum(arrived.values()) * (not step.splits_backward)
-        found.append(LayerGradients(max(sizes, default=0), most, norms, behind))
+        before, behind = (one * (not step.splits_backward) for one in (alive[0][1], sum(arrived.values())))
+        found.append(LayerGradients(max(sizes, default=0), before, most, norms, behind))
     return found[::-1]
 
 
