@@ -260,7 +260,9 @@ class LiveBytes:
             self._look(op, activations=saved.working + self._unpacked(op), gradients=gradients.most)
             self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
             self._look(op, activations=saved.boundaries, gradients=gradients.before + gradients.largest)
-            self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries), gradients=gradients.behind)
+            self._look(
+                op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries), gradients=gradients.behind
+            )
 
     def _unpacked(self, op: Op) -> int:
         return 0 if op.layer is None else self.sizes.unpacked[op.layer]
