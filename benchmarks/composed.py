@@ -12,6 +12,10 @@ over four devices 849 us *faster* than over two, which is what vTrain falls back
 compute_comm_time), to a microsecond; and a layer takes the same microseconds in every depth and pipeline, so that one trace
 of it stands behind all rows of a width, tensor cut and micro-batch. They are its predictions: what they say of ours is how
 alike two models are, not how good one is.
+
+That model hides sums of gradients behind the backward: 24 layers of 2,048 in two stages take 6 ms more on four replicas than on one,
+where the sum alone takes some 18. Megatron-LM did not before Hopper, and ours says so of its rows. So the layout that we would choose is 5 % slower by the
+times of its 136 groups, and 2 % by those of groups that somebody measured. Nothing of ours is changed for the former.
 """
 
 from __future__ import annotations

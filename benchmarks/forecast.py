@@ -15,7 +15,7 @@ from samestep.layout import Layout
 from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.simulation import clock, cost, memory
+from samestep.simulation import clock, cost, memory, reserved_memory
 from samestep.strategies import ProgramBuilder
 
 UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
@@ -220,6 +220,16 @@ def _peak(case: Case, programs: Sequence[Program]) -> int:
     return held + WORKSPACE_BYTES * (case.machine.num_units > 0)
 
 
+def _counted(case: Case, programs: Sequence[Program]) -> int:
+    """Bytes of the peak as the row counts them: what the allocator takes grows up to all that the device has, where tensors have less."""
+    held = _peak(case, programs)
+    if not case.is_reserved or not _fits(case, held):
+        return held
+    workspace = WORKSPACE_BYTES * (case.machine.num_units > 0)
+    taken = max(reserved_memory.reserved_bytes(one, case.states_per_param).reserved for one in programs) + workspace
+    return min(max(held, taken), case.machine.memory_bytes - case.machine.reserved_bytes)
+
+
 def _held(case: Case, program: Program) -> int:
     """Bytes of one stage. Of a lean run, what does not fit is left out.
 
@@ -259,12 +269,12 @@ def _predicted(case: Case) -> tuple[str, float, int]:
     """Return the layout of a case, and its predicted seconds and bytes; zero where none was measured."""
     key = (
         case.model, case.machine, *case.words.items(), case.recompute, case.microbatches, case.sent_rows, case.chunks,
-        case.precision, case.products, case.global_batch, case.stage, case.states_per_param, case.repeats_half,
+        case.precision, case.products, case.global_batch, case.stage, case.is_reserved, case.states_per_param, case.repeats_half,
         case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s),
     )  # fmt: skip
     if key not in _KNOWN:
         programs, step = written(case)
-        held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
+        held = _counted(case, programs) if case.memory_bytes or case.out_of_memory else 0
         predicted_s = step.step_s(case.machine) if case.step_s else 0.0
         _KNOWN[key] = str(programs[0].step.layout), predicted_s, held
     return _KNOWN[key]

@@ -60,8 +60,9 @@ from multiprocessing.connection import Connection
 import numpy as np
 from cells import Row, whole
 from forecast import UNREADABLE, TimedStep, rounded, written
-from published import Case, case_of, is_timed
+from published import Case, case_of
 from published_machines import SHIPPED, machine_of
+from published_memory import is_timed
 
 from samestep import hardware as machines
 from samestep.hardware import Hardware

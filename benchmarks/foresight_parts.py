@@ -1,14 +1,18 @@
 """Parts of the record of predictions: errors by size of cluster and by word of the layout, and how many rows intervals cover.
 
-A prediction carries the interval of measured / predicted in which 8 of 10 rows lie, every source counting alike. How many rows of a *new*
-source it covers is found by leaving out each source in turn: the interval is that of all others, the covered rows are its own. The
-mean over sources is to be near 80 per cent; far more would be an interval that says nothing.
+A prediction carries the interval of measured / predicted in which 8 of 10 rows of a *new* source are to be expected, every source counting
+alike. How many it covers is found by leaving out each source in turn: the interval is that of all others, the covered rows are its own.
+The mean over sources is to be near 80 per cent; far more would be an interval that says nothing.
+
+Two procedures were looked at. Quantiles of all rows, with tails that leaving out one source after the other chose, covered 80 % of the
+steps of 17 sources, and 68 to 74 % of the memory of four: no quantile is beyond what was seen, and of three sources too little was.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +25,8 @@ Ratio = tuple[str, float]
 """A source, and measured / predicted of one of its rows."""
 COVERED = 0.8
 """Part of the rows of a new source that an interval shall hold."""
-TAILS = (0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0)
-"""Parts of all rows that may be outside of an interval, on either side."""
+STRIPS = 2**14
+"""Of a right angle, by which a distribution is summed up."""
 SIZES = (1, 8, 64, 512)
 """Devices from which on a row belongs to the next group of sizes."""
 FEATURES: dict[str, Callable[[Layout], bool]] = {
@@ -40,40 +44,43 @@ FEATURES: dict[str, Callable[[Layout], bool]] = {
 }
 
 
-def weighted_quantiles(found: Sequence[Ratio], parts: Sequence[float]) -> list[float]:
-    """Return the values below which these parts of (source, value) are, in rising order, all of a source weighing as much as of another."""
-    counts = Counter(source for source, _ in found)
-    order = sorted(found, key=lambda one: one[1])
-    values, reached, left = list[float](), 0.0, sorted(parts)
-    for source, value in order:
-        reached += 1 / counts[source] / len(counts)
-        while left and reached >= left[0]:
-            values.append(value)
-            left = left[1:]
-    return values + [order[-1][1]] * len(left)
-
-
 def interval(found: Sequence[Ratio]) -> tuple[float, float]:
-    """Return the ends of the narrowest interval in which most rows of a new source are to be expected, `COVERED` of them.
+    """Return the ends of the interval in which a row of a new source is to be expected, with `COVERED` of probability.
 
-    Between two quantiles of all rows fewer rows of a new source are than of these, since sources differ and are few: so tails are
-    tried from the largest on, until the intervals of all sources but one cover that many rows of the one, on average over sources.
+    Sources are few and differ: of n sources, whose own means vary by b, a new one's mean is off their middle by b (1 + 1 / n), and its
+    row by the variance w within sources on top. Logarithms are taken as normal, and both variances are only estimated, so the ends
+    are those of Student's t, with the degrees of freedom of b (1 + 1 / n) + w (Satterthwaite 1946): with four sources far out, with
+    many where the normal distribution has them. Of one source alone the ends are its smallest and its largest value.
     """
-    tails = sorted(TAILS, reverse=True)
-    by_source = _by_source(found)
-    covered = {tail: list[float]() for tail in tails}
-    if len(by_source) > 2:
-        for source, values in by_source.items():
-            for tail, (low, high) in zip(tails, _ends([one for one in found if one[0] != source], tails), strict=True):
-                covered[tail].append(statistics.fmean(low <= value <= high for value in values))
-    enough = (tail for tail in tails if statistics.fmean(covered[tail] or [1.0]) >= COVERED)
-    return _ends(found, [next(enough, tails[-1])])[0]
+    logs = {source: [math.log(value) for value in values] for source, values in _by_source(found).items()}
+    count = len(logs)
+    if count < 2:
+        return min(value for _, value in found), max(value for _, value in found)
+    means = [statistics.fmean(values) for values in logs.values()]
+    within = [(statistics.variance(values), len(values) - 1) for values in logs.values() if len(values) > 1]
+    parts = [(statistics.variance(means) * (1 + 1 / count), count - 1)]
+    parts += [(variance / len(within), freedom) for variance, freedom in within]
+    variance = sum(part for part, _ in parts)
+    uncertain = sum(part**2 / freedom for part, freedom in parts)
+    freedom = variance**2 / uncertain if uncertain else count - 1
+    off = student_quantile((1 + COVERED) / 2, freedom) * math.sqrt(variance)
+    middle = statistics.fmean(means)
+    return math.exp(middle - off), math.exp(middle + off)
 
 
-def _ends(found: Sequence[Ratio], tails: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the ends of the interval that leaves out each of these parts of the rows on either side; tails from the largest on."""
-    lows = weighted_quantiles(found, tails)[::-1]
-    return list(zip(lows, weighted_quantiles(found, [1 - tail for tail in tails]), strict=True))
+def student_quantile(part: float, freedom: float) -> float:
+    """Return the value below which this part, over one half, of Student's t distribution is.
+
+    With t = sqrt(freedom) tan(angle) its density is cos(angle)^(freedom - 1), and all of one side is within a right angle.
+    """
+    width = math.pi / 2 / STRIPS
+    density = [math.cos((strip + 0.5) * width) ** (freedom - 1) for strip in range(STRIPS)]
+    wanted, reached = (2 * part - 1) * sum(density), 0.0
+    for strip, height in enumerate(density):
+        if reached + height >= wanted:
+            return math.sqrt(freedom) * math.tan((strip + (wanted - reached) / height) * width)
+        reached += height
+    raise AssertionError(f"{part} is no part of a distribution")
 
 
 def _by_source(found: Sequence[Ratio]) -> dict[str, list[float]]:
@@ -95,10 +102,7 @@ def ratios(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, list[R
 
 
 def coverage(found: Sequence[Ratio]) -> dict[str, Any]:
-    """Return the per cent of each source's rows that the interval of all other sources covers, and their mean over sources.
-
-    A source has no part in the choice of the tails of the interval that judges it.
-    """
+    """Return the per cent of each source's rows that the interval of all other sources covers, and their mean over sources."""
     covered: dict[str, float] = {}
     for source, values in _by_source(found).items():
         others = [one for one in found if one[0] != source]

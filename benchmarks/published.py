@@ -22,10 +22,11 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each       |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
+| which memory was measured   | what tensors had at most; in torchtitan what the allocator took from the device, which its log prints |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
 | all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
-What software made of a machine is in `published_machines.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
+What software made of a machine is in `published_machines.py`, of a loss in `published_memory.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
 is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that are dealt to the ranks of a tensor cut too
 (their rows travel among data ranks), an exchange beside the compute of another micro-batch (rows of the same job with and
 without differ by a few per cent: nothing hides).
@@ -41,6 +42,7 @@ from functools import lru_cache
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from published_experts import sent_rows, with_experts
 from published_machines import is_by_engine, is_late, machine_of
+from published_memory import TARGETS, is_out_of_memory, is_reserved, is_timed, is_titan, memory_bytes, with_its_loss
 from published_mixers import MIXERS, with_mixers
 from published_models import decoder_of, recipe_of
 
@@ -49,12 +51,10 @@ from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.param_spec import ParamSpec
 from samestep.models.presets import resnet
 from samestep.models.spec import ModelSpec
 
 _YES = ("true", "yes", "1", "on", "1.0")
-TARGETS = ("metric_step_time_s", "metric_tokens_per_s_per_gpu", "metric_tflops_per_gpu", "metric_mfu")
 COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 """What a file must have one of to hold rows of this kind."""
 
@@ -63,8 +63,6 @@ RELEASE_DEVICES = 64
 """Of Megatron-LM's release runs: what bert_release needs (tp 8, pp 8), and t5_release for one micro-batch a step (512 / 32 x 4)."""
 MUON_STARTS = 40
 """Operations of Muon for one matrix: five times three products and what adds them up (Jordan 2024), momentum, norm, update."""
-QUANTIZED = 0.516
-"""Bytes of a weight in NF4: half a byte, and a scale of 64 weights that is quantized too (arXiv:2305.14314, section 3)."""
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
 _ADAPTERS = r"\bq?lora\b|task=lora"
@@ -107,6 +105,8 @@ class Case:
     global_batch: int
     step_s: float | None
     memory_bytes: float | None
+    is_reserved: bool
+    """Whether that is what the allocator took from the device, and not what tensors had of it."""
     out_of_memory: bool
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
@@ -123,7 +123,7 @@ def case_of(row: Row) -> Case:
     Raises:
         SkippedError: it cannot be predicted.
     """
-    if not is_timed(row) and not number(row, "metric_memory_gib") and not _failed(row):
+    if not is_timed(row) and not number(row, "metric_memory_gib") and not is_out_of_memory(row):
         raise SkippedError("nothing was measured")
     _refuse_nonsense(row)
     machine = machine_of(row)
@@ -154,11 +154,11 @@ def case_of(row: Row) -> Case:
         unit = 128 * tp  # vocabularies are padded, so that they can be cut and rows are aligned
         decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
         decoder = _on_a_rank(row, decoder, cp)
-        model = _lean(row, spec(decoder, name))
+        model = with_its_loss(row, spec(decoder, name))
         model = with_mixers(model, decoder, MIXERS[name]) if name in MIXERS else model
     assert model is not None
     splits = _splits_sequence(row, machine, decoder, tp)
-    if splits:
+    if splits and not is_titan(row):
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
     model = _as_it_recomputes(row, model)
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
@@ -193,11 +193,12 @@ def case_of(row: Row) -> Case:
         step_s=_step_s(
             row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision, bool(printed_batch)
         ),
-        memory_bytes=_memory_bytes(row, is_said=_says_microbatch(row, per_rank, dp)),
-        out_of_memory=_failed(row),
+        memory_bytes=memory_bytes(row, is_said=_says_microbatch(row, per_rank, dp)),
+        is_reserved=is_reserved(row),
+        out_of_memory=is_out_of_memory(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
-        repeats_half=_is_titan(row),
+        repeats_half=is_titan(row),
         is_lean=recipe is not None,
     )
 
@@ -229,31 +230,6 @@ def _matrices(model: ModelSpec, pp: int, ep: int) -> int:
     """Matrices of the blocks that one rank updates; each of its experts has its own."""
     params = [p for p in model.params if p.trainable and len(p.shape) > 1 and model.layers[p.layer].is_block]
     return sum(-(-p.experts // ep) if p.experts else 1 for p in params) // pp
-
-
-def is_timed(row: Row) -> bool:
-    """Whether a row says how long a step took, in any unit."""
-    return any(number(row, column) for column in TARGETS)
-
-
-def _failed(row: Row) -> bool:
-    return bool(re.search(r"\bOOM\b|OUT OF MEMORY", joined(row, "notes")))
-
-
-def _memory_bytes(row: Row, *, is_said: bool) -> float | None:
-    """Return the peak of memory of a row that says what its micro-batch is.
-
-    Raises:
-        SkippedError: it does not, and nothing else was measured.
-    """
-    size = number(row, "metric_memory_gib")
-    if not is_said and not is_timed(row) and not _failed(row):
-        raise SkippedError("its memory alone was measured, and its micro-batch is not printed")
-    if (
-        not size or not is_said or "nvidia-smi" in joined(row, "notes")
-    ):  # which counts what the allocator keeps for later too
-        return None
-    return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 
 
 def _devices(row: Row, machine: Hardware, needed: int) -> int:
@@ -334,43 +310,11 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int) -> Decoder:
     return decoder
 
 
-def _lean(row: Row, model: ModelSpec) -> ModelSpec:
-    """Make of a model what lean libraries do: float32 of one chunk of the logits at a time, and NF4 under QLoRA.
-
-    Of all logits the loss keeps them and their gradient, and one kernel reads them twice and writes that: of the nine
-    times that it goes over them otherwise, one and a half are left. Two bytes hold the fewer elements that are left of a weight.
-    """
-    if not recipe_of(row):
-        return model
-    *others, head = model.layers
-    logits = head.output_elements
-    head = replace(
-        head,
-        loss_elements=logits,
-        loss_working_elements=logits,
-        working_elements=head.working_elements - head.working_cut_elements,
-        working_cut_elements=0,
-        moved_elements=head.moved_elements - 15 * logits // 2,
-        moved_cut_elements=head.moved_cut_elements - 15 * logits // 2,
-    )
-    model = replace(model, layers=(*others, head))
-
-    def packed(param: ParamSpec) -> ParamSpec:
-        is_product = not param.trainable and len(param.shape) > 1 and model.layers[param.layer].is_block
-        return replace(param, shape=(round(param.shape[0] * QUANTIZED / 2), *param.shape[1:])) if is_product else param
-
-    return replace(model, params=tuple(map(packed, model.params))) if "qlora" in row["model"].lower() else model
-
-
 def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: int) -> bool:
     said = (row.get("sequence_parallel") or "").strip().lower()
     if decoder is None or tp == 1 or decoder.sequence % tp:
         return False
     return said in _YES or (not said and (is_late(machine) or decoder.experts > 0))
-
-
-def _is_titan(row: Row) -> bool:
-    return re.search(r"titan|torchao", joined(row, "source"), re.IGNORECASE) is not None
 
 
 _ENDS_EARLY = re.compile("mosaic|maxtext|google", re.IGNORECASE)
@@ -380,7 +324,7 @@ reentrance, as torchtitan does too, or by a compiler that leaves out what nobody
 
 def _as_it_recomputes(row: Row, model: ModelSpec) -> ModelSpec:
     """Let blocks keep and repeat what those of a row's library do."""
-    if _is_titan(row):
+    if is_titan(row):
         return replace(model, layers=tuple(map(_without_every_second, model.layers)))
     if _ENDS_EARLY.search(joined(row, "source")):
         return model
@@ -412,7 +356,7 @@ def repeated(layer: LayerSpec) -> tuple[Product, ...]:
 
 
 def _gathered_again(layer: LayerSpec) -> LayerSpec:
-    """What is gathered for the cut parts is not kept: those libraries gather it again in the backward."""
+    """What is gathered for the cut parts is not kept: Megatron-LM gathers it again in the backward, where DTensors keep it."""
     return replace(layer, saved_cut_elements=layer.saved_elements) if layer.is_block else layer
 
 

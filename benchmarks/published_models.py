@@ -64,6 +64,9 @@ class Recipe(NamedTuple):
     tokens: int
     microbatches: int
     recompute: str
+    loss_chunks: int
+    """Parts in which the loss makes gradients of logits, of which it keeps no others (CEWithChunkedOutputLoss; the recipes drop their
+    own reference to the logits before the backward)."""
 
 
 MOST_LAYERS = 2000
@@ -72,9 +75,9 @@ TOP_K = 2
 """Experts of a token where nothing says so: Megatron-LM's default, and Mixtral's."""
 RECIPES = {
     # recipes/configs and the README of pytorch/torchtune: batch size 2, packed to 2048 tokens, activation checkpointing
-    "torchtune": Recipe(2, 2048, 1, "full"),
+    "torchtune": Recipe(2, 2048, 1, "full", 8),
     # the README of IST-DASLab/llmq: defaults of --batch-size, --seq-len, --grad-accumulation
-    "llmq": Recipe(4, 1024, 4, ""),
+    "llmq": Recipe(4, 1024, 4, "", 1),
 }
 _NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?(v?3|h(?!.?56b))|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux"
 _LOOPS = r"(?<![a-z])(grpo|rlhf|ppo)(?![a-z])"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import random
+import statistics
 import sys
 import tomllib
 from pathlib import Path
@@ -333,9 +336,6 @@ def test_what_cannot_be_written_is_said_before_the_work(
 
 
 def test_predictions_carry_the_interval_of_the_record(written: Path) -> None:
-    four = [("a", 1.0), ("a", 2.0), ("a", 3.0), ("a", 4.0), ("b", 10.0)]
-    assert foresight_parts.weighted_quantiles(four, [0.2, 0.5, 0.6]) == [2.0, 4.0, 10.0]
-    assert foresight_parts.weighted_quantiles([("a", 1.0), ("b", 10.0)], [0.6, 1.1]) == [10.0, 10.0]
     made, shipped = tomllib.loads((written / "record.toml").read_text()), intervals()
     assert made.keys() == shipped.keys() == {"time", "memory"}
     assert all(0 < one["low"] < one["high"] and one["rows"] for one in made.values())
@@ -391,7 +391,7 @@ def test_constants_are_fitted_to_other_sources(tmp_path: Path) -> None:
 
 
 def test_intervals_are_judged_by_sources_that_had_no_part_in_them() -> None:
-    alike = [(source, 1 + step / 100) for source in "abc" for step in range(-20, 21)]
+    alike = [(source, math.exp(step / 100)) for source in "abc" for step in range(-20, 21)]
     judged = foresight_parts.coverage(alike)
     assert judged["sources"].keys() == {"a", "b", "c"}
     assert 75 <= judged["mean"] <= 85
@@ -400,16 +400,39 @@ def test_intervals_are_judged_by_sources_that_had_no_part_in_them() -> None:
     assert foresight_parts.coverage([("a", 1.0)]) == {"sources": {}, "mean": None}
 
 
-def test_an_interval_is_wider_where_sources_differ_than_where_rows_do() -> None:
-    """Eight of ten rows of all sources are between two quantiles; of a new source, whose middle is elsewhere, fewer."""
-    steps = range(-10, 11)
-    differ = [(source, middle + step / 100) for middle, source in enumerate("abcdefgh", 1) for step in steps]
-    low, high = foresight_parts.interval(differ)
-    plain_low, plain_high = foresight_parts.weighted_quantiles(differ, [0.1, 0.9])
-    assert low <= plain_low < plain_high <= high
-    assert high - low > plain_high - plain_low
-    alike = [(source, 4 + step / 10) for source in "abcdefgh" for step in steps]
-    assert foresight_parts.interval(alike) == tuple(foresight_parts.weighted_quantiles(alike, [0.1, 0.9]))
+@pytest.mark.parametrize("sources", [4, 17])
+@pytest.mark.parametrize(("between", "within"), [(0.2, 0.05), (0.1, 0.15)])
+def test_an_interval_covers_rows_of_a_new_source_however_few_there_are(
+    sources: int, between: float, within: float
+) -> None:
+    draw = random.Random(f"{sources} {between}")
+    covered = []
+    for _ in range(60):
+        found = []
+        for source in range(sources):
+            middle = draw.gauss(0, between)
+            found += [(str(source), math.exp(draw.gauss(middle, within))) for _ in range(draw.choice((1, 5, 30)))]
+        covered.append(foresight_parts.coverage(found)["mean"])
+    assert 75 <= statistics.fmean(covered) <= 85
+
+
+def test_an_interval_is_wider_where_sources_differ_or_are_few() -> None:
+    def width(names: str, apart: float) -> float:
+        rows = [
+            (name, math.exp(apart * (-1) ** at + step / 10)) for at, name in enumerate(names) for step in (-1, 0, 1)
+        ]
+        low, high = foresight_parts.interval(rows)
+        return math.log(high / low)
+
+    assert width("abcd", 0) < width("abcd", 0.2) < width("abcd", 0.4)
+    assert width("abcdefgh", 0.2) < width("abcd", 0.2) < width("ab", 0.2)
+    assert foresight_parts.interval([("a", 0.5), ("a", 2.0)]) == (0.5, 2.0)
+    assert foresight_parts.interval([("a", 2.0), ("b", 2.0)]) == pytest.approx((2.0, 2.0))
+
+
+def test_ends_of_an_interval_are_those_of_tables() -> None:
+    for freedom, value in ((1, 3.0777), (2, 1.8856), (3, 1.6377), (10, 1.3722), (1e4, 1.2816)):
+        assert foresight_parts.student_quantile(0.9, freedom) == pytest.approx(value, abs=1e-3)
 
 
 @pytest.mark.parametrize(

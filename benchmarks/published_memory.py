@@ -1,0 +1,107 @@
+"""What a published row says of memory, and what the loss of its library keeps.
+
+allocated   bytes that tensors had at most: Megatron-LM's golden values, and all others that do not say
+reserved    bytes that the allocator took from the device: torchtitan's log prints them (`max_reserved`, components/metrics.py)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from cells import Row, SkippedError, joined, number
+from published_models import recipe_of
+
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
+
+TARGETS = ("metric_step_time_s", "metric_tokens_per_s_per_gpu", "metric_tflops_per_gpu", "metric_mfu")
+QUANTIZED = 0.516
+"""Bytes of a weight in NF4: half a byte, and a scale of 64 weights that is quantized too (arXiv:2305.14314, section 3)."""
+
+_EAGER_LOSS = "torchtitan benchmarks 2024"
+"""Sources that compiled blocks and left the loss as it was, of which compiling made errors then (train.py of December 2024)."""
+
+
+def is_timed(row: Row) -> bool:
+    """Whether a row says how long a step took, in any unit."""
+    return any(number(row, column) for column in TARGETS)
+
+
+def is_titan(row: Row) -> bool:
+    """Whether the row is of torchtitan."""
+    return re.search(r"titan|torchao", joined(row, "source"), re.IGNORECASE) is not None
+
+
+def is_reserved(row: Row) -> bool:
+    """Whether the memory of a row is what the allocator took from the device."""
+    return is_titan(row) or re.search(r"\breserved\b", joined(row, "notes"), re.IGNORECASE) is not None
+
+
+def is_out_of_memory(row: Row) -> bool:
+    """Whether the run ran out of memory."""
+    return bool(re.search(r"\bOOM\b|OUT OF MEMORY", joined(row, "notes")))
+
+
+def memory_bytes(row: Row, *, is_said: bool) -> float | None:
+    """Return the bytes of memory of a row that says what its micro-batch is.
+
+    Raises:
+        SkippedError: it does not, and nothing else was measured.
+    """
+    size = number(row, "metric_memory_gib")
+    if not is_said and not is_timed(row) and not is_out_of_memory(row):
+        raise SkippedError("its memory alone was measured, and its micro-batch is not printed")
+    if (
+        not size or not is_said or "nvidia-smi" in joined(row, "notes")
+    ):  # which counts what the allocator keeps for later too
+        return None
+    return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
+
+
+def with_its_loss(row: Row, model: ModelSpec) -> ModelSpec:
+    """Make of a model what its library's loss and adapters do."""
+    recipe = recipe_of(row)
+    if recipe:
+        model = _in_chunks(model, recipe.loss_chunks)
+        return _packed(model) if "qlora" in row["model"].lower() else model
+    return _in_whole(model) if re.search(_EAGER_LOSS, row.get("source") or "") else model
+
+
+def _in_chunks(model: ModelSpec, chunks: int) -> ModelSpec:
+    """Let the loss make float32 of one chunk of the logits at a time.
+
+    It keeps all logits, and gives up each chunk of them for its gradient, of which one more chunk is held. The memory model counts a
+    loss's input beside what the loss keeps, so each of the two is given half of that. One kernel reads all logits twice and writes
+    gradients: of the nine times that a loss goes over them otherwise, one and a half are left.
+    """
+    *others, head = model.layers
+    logits = head.output_elements
+    held = (logits + logits // chunks) // 2
+    head = replace(
+        head,
+        loss_elements=held,
+        loss_working_elements=held,
+        working_elements=head.working_elements - head.working_cut_elements,
+        working_cut_elements=0,
+        moved_elements=head.moved_elements - 15 * logits // 2,
+        moved_cut_elements=head.moved_cut_elements - 15 * logits // 2,
+    )
+    return replace(model, layers=(*others, head))
+
+
+def _in_whole(model: ModelSpec) -> ModelSpec:
+    """Let the loss hold three copies of all logits in float32, as one that is not compiled does."""
+    *others, head = model.layers
+    head = replace(head, loss_elements=head.output_elements, loss_working_elements=2 * head.output_elements)
+    return replace(model, layers=(*others, head))
+
+
+def _packed(model: ModelSpec) -> ModelSpec:
+    """Keep frozen weights of products in 4 bits: two bytes hold the fewer elements that are left of a weight."""
+
+    def packed(param: ParamSpec) -> ParamSpec:
+        is_product = not param.trainable and len(param.shape) > 1 and model.layers[param.layer].is_block
+        return replace(param, shape=(round(param.shape[0] * QUANTIZED / 2), *param.shape[1:])) if is_product else param
+
+    return replace(model, params=tuple(map(packed, model.params)))

@@ -1,0 +1,92 @@
+"""What a published row says of memory is compared with the figure that its source counted, and with the loss that it ran."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import forecast  # noqa: E402
+import published  # noqa: E402
+from cells import Row  # noqa: E402
+
+TITAN = {
+    "id": "1", "file": "rows", "source": "torchtitan benchmarks 2025", "model": "Llama 3 8B", "gpu": "H100", "n_gpus": "8",
+    "n_layers": "2", "hidden": "1024", "heads": "8", "seq_len": "4096", "dp_shard": "8", "zero_stage": "3", "micro_batch": "2",
+    "global_batch": "16", "recompute": "full", "schedule": "FSDP2", "compile": "True", "metric_memory_gib": "10",
+}  # fmt: skip
+TUNE = {
+    "id": "2", "file": "rows", "source": "torchtune README", "model": "Llama 3.1 8B LoRA", "gpu": "4090", "n_gpus": "1",
+    "n_layers": "2", "hidden": "1024", "heads": "8", "metric_memory_gib": "10",
+}  # fmt: skip
+
+
+def _bytes(row: Row, **cells: str) -> int:
+    return forecast.predict({**row, **cells}).predicted_bytes
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_reserved"),
+    [
+        ({}, True),
+        ({"source": "torchao training benchmarks (torchtitan)"}, True),
+        ({"source": "x"}, False),
+        ({"source": "x", "notes": "peak reserved memory"}, True),
+        ({"source": "x", "notes": "mem-max-allocated-bytes 5"}, False),
+    ],
+)
+def test_a_row_is_compared_with_what_its_source_counted(cells: dict[str, str], is_reserved: bool) -> None:
+    case = published.case_of({**TITAN, **cells})
+    programs = forecast.chosen_programs(case)
+    tensors, counted = forecast._peak(case, programs), forecast._counted(case, programs)
+    assert case.is_reserved is is_reserved
+    assert counted > tensors if is_reserved else counted == tensors
+
+
+def test_an_allocator_takes_no_more_than_there_is_and_what_does_not_fit_is_told_by_tensors() -> None:
+    case = published.case_of(TITAN)
+    programs = forecast.chosen_programs(case)
+    tensors, taken = forecast._peak(case, programs), forecast._counted(case, programs)
+    room = (tensors + taken) // 2
+    tight = replace(case, machine=replace(case.machine, memory_bytes=room + case.machine.reserved_bytes))
+    assert forecast._counted(tight, programs) == room
+    full = replace(case, machine=replace(case.machine, memory_bytes=tensors))
+    assert forecast._counted(full, programs) == tensors
+
+
+@pytest.mark.parametrize(("vocab", "tp", "more"), [("32768", 1, 1.5), ("131072", 2, 1.0)])
+def test_a_loss_that_was_not_compiled_holds_whole_logits(vocab: str, tp: int, more: float) -> None:
+    """Three copies in float32, of which a compiled loss has half of one and one; the loss of a tensor cut needs one less for its gradient."""
+    cut = {"tp": str(tp), "dp_shard": str(8 // tp), "global_batch": str(16 // tp)}
+    peaks = []
+    for year in (2025, 2024):
+        case = published.case_of({**TITAN, **cut, "vocab": vocab, "source": f"torchtitan benchmarks {year}"})
+        peaks.append(forecast._peak(case, forecast.chosen_programs(case)))
+    compiled, eager = peaks
+    logits = 2 * 4096 * int(vocab) // tp * 4
+    assert eager - compiled == pytest.approx(more * logits, rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096])
+def test_a_loss_in_chunks_gives_up_logits_for_their_gradients(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = published.recipe_of.__globals__["RECIPES"]
+    logits = 2 * tokens * 128256 * 2
+    sizes = {}
+    for chunks in (1, 8):
+        monkeypatch.setitem(recipes, "torchtune", recipes["torchtune"]._replace(loss_chunks=chunks, tokens=tokens))
+        sizes[chunks] = _bytes(TUNE)
+    assert sizes[1] - sizes[8] == pytest.approx(7 / 8 * logits, rel=0.01)
+
+
+def test_what_a_tensor_cut_gathers_is_kept_by_dtensors_and_gathered_again_by_megatron() -> None:
+    kept, again = (
+        published.case_of({**TITAN, "tp": "2", "dp_shard": "4", "global_batch": "8", "source": source}).model.layers[1]
+        for source in ("torchtitan benchmarks 2025", "Megatron-LM")
+    )
+    assert again.saved_cut_elements == again.saved_elements
+    assert kept.saved_cut_elements < kept.saved_elements
