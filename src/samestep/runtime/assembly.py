@@ -63,6 +63,7 @@ from samestep.runtime.weights.placement import Placements
 from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
+from samestep.runtime.weights.weights_in_loops import WeightsInLoops
 from samestep.state.fingerprints import FirstState
 from samestep.state.kept_tensors import AlikeTensors
 from samestep.strategies import program_of
@@ -108,6 +109,8 @@ class Weights:
     """The elements of whole weights of which this rank's parts consist."""
     lr_factor: Callable[[int], float]
     """Returns the factor on the learning rate in a step, counted from 0."""
+    in_loops: WeightsInLoops
+    """The weights that a loop meets between two steps otherwise than a step does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,13 @@ def _with_updater(decided: _Decided, placements: Placements, store: WeightStore)
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
         follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
     )
-    return Weights(store=store, updater=updater, placements=placements, lr_factor=learning_rate_factor(job))
+    return Weights(
+        store=store,
+        updater=updater,
+        placements=placements,
+        lr_factor=learning_rate_factor(job),
+        in_loops=WeightsInLoops.of(decided.traced.module, program, placements),
+    )
 
 
 def _mark(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:

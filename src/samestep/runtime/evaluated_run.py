@@ -26,11 +26,14 @@ class EvaluatedRun:
     """Forwards of a run outside of its steps."""
 
     job: Job
-    _kernels: Callable[[], AbstractContextManager[None]]
     _own: HeldAssembly
     _stepper: Stepper
     _state: RunState
     _batches: RunBatches
+
+    @abstractmethod
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return a context in which the run computes."""
 
     @abstractmethod
     def prepare(self, example: Any) -> None:
@@ -55,7 +58,7 @@ class EvaluatedRun:
         """
         given = self._to_evaluate(batch, "evaluate", local=local)
         self._stepper.guards.find_loss(self._stepper.held, given)
-        with self._kernels(), self._own.outer():
+        with self._computing(), self._own.outer():
             return evaluate(self._stepper.whole_assembly, given, self.job.train.seed, measure)
 
     @calls.checked
@@ -69,7 +72,7 @@ class EvaluatedRun:
             DataError: an output has no dimension of samples, and is not the same for all of them.
         """
         given = self._to_evaluate(batch, "predict", local=local)
-        with self._kernels(), self._own.outer():
+        with self._computing(), self._own.outer():
             return predict(self._stepper.whole_assembly, given, self.job.train.seed)
 
     def _to_evaluate(self, given: Any, word: str, *, local: bool) -> StepBatch:
@@ -83,5 +86,5 @@ class EvaluatedRun:
         """Run the model forward on samples that every rank holds, and return its outputs on every rank."""
         self._state.refuse("outputs", Lent.WHOLE)
         self.prepare(samples)
-        with self._own.outer():
+        with self._computing(), self._own.outer():
             return outputs_of(self._stepper.whole_assembly, samples, self.job.train.seed)

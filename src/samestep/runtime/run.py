@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -64,6 +65,7 @@ from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import Following, ModelAverages
+from samestep.runtime.weights.weights_in_loops import computing
 
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
@@ -165,8 +167,10 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
 
     @property
     def model(self) -> nn.Module:
-        """This rank's module, after the layout has cut its weights. Under `tp` a weight that is cut is this rank's part of it: what looks at
-        several elements at once, such as a norm of rows or pruning by rank, belongs within `gathered()`.
+        """This rank's module, after the layout has cut its weights. Under `tp` and `ep` a weight that is cut is this rank's part of it, of
+        which a loop may change each element by itself: what looks at several at once, such as a norm of rows or pruning by rank, is
+        refused, and belongs within `gathered()`. So is a norm of `param.grad` where a rank has a part of the gradient: `report.grad_norm`
+        is that of all.
         """
         return self.assembly.model.module
 
@@ -242,7 +246,7 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         recorded = self.recorder.taking(batch.step + 1, program, module, held.model.spec, kept)
         self._shared.refuse_others()
         try:
-            with self._kernels(), recorded:
+            with self._computing(), recorded:
                 report = take(batch)
         except BaseException:
             self._shared.end()
@@ -258,9 +262,16 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
             report = receiver(report, batch, is_part)
         return report
 
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return a context in which the run computes: with the kernels of its job, and with weights that no loop has meanwhile."""
+        in_loops = [one.weights.in_loops for one in self._own.assemblies if one.weights.in_loops]
+        return computing(in_loops, self._kernels()) if in_loops else self._kernels()
+
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2]."""
-        return self._stepper.forward_backward(self.labelled(batch))
+        batch = self.labelled(batch)
+        with self._computing():
+            return self._stepper.forward_backward(batch)
 
     def all_waived(self) -> tuple[str, ...]:
         """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each."""

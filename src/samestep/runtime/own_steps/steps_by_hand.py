@@ -22,11 +22,14 @@ from samestep.runtime.stepper import Stepper
 class StepsByHand:
     """Backwards and updates of a run, which its loop calls one by one."""
 
-    _kernels: Callable[[], AbstractContextManager[None]]
     _stepper: Stepper
     _parts: StepsInParts
     _batches: RunBatches
     _state: RunState
+
+    @abstractmethod
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return a context in which the run computes."""
 
     @abstractmethod
     def _taken(
@@ -75,7 +78,7 @@ class StepsByHand:
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
         """
         self._state.refuse("update")
-        with self._kernels():
+        with self._computing():
             report, batch = self._parts.update(name, options)
             self._stepper.follow(batch.step, self._parts.weights_of(name))
         return self._received(report, batch, is_part=True)
@@ -99,7 +102,7 @@ class StepsByHand:
             LayoutError: the method couples weights, or elements of one, that the layout divides.
         """
         self._state.refuse("call")
-        with self._kernels():
+        with self._computing():
             return self._parts.call(name, method, args, given)
 
     def gradients(self) -> dict[str, Tensor]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
+from samestep.runtime.axes.loop_calls import Asker, asker, name_of
 from samestep.trees import operands
 
 
@@ -29,11 +31,17 @@ class OtherStageWeight(nn.Parameter):
         is_write = func.__name__.endswith("_") and not func.__name__.endswith("__")
         if is_write and isinstance(written, Tensor) and not written.is_meta:
             raise _refusal(args[1:])
+        is_gradient = func.__name__ == "__get__" and name_of(func) == "grad"
+        if is_gradient and isinstance(written, Tensor) and written.requires_grad and asker({})[0] is Asker.LOOP:
+            return _gradient_of(written)
         try:
             # Of a Parameter torch makes plain tensors, which would forget it.
-            return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+            made = Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise _refusal(args) from error
+        if isinstance(made, OtherStageWeight) and not made.weight_name:
+            made.weight_name = _name_among(args)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be written into a file, as by `torch.save`.
@@ -46,11 +54,27 @@ class OtherStageWeight(nn.Parameter):
     weight_name = ""
 
 
+def _gradient_of(weight: Any) -> Tensor:
+    """Return what a loop is given as the gradient of a weight of another stage: it has no values either, and is not None, as of a
+    weight without a gradient, which a sum over all weights would leave out.
+    """
+    held = vars(weight)
+    if "gradient" not in held:
+        held["gradient"] = made = torch.empty_like(weight.detach()).as_subclass(OtherStageWeight)
+        made.weight_name = f"{weight.weight_name}.grad"
+    gradient: Tensor = held["gradient"]
+    return gradient
+
+
+def _name_among(given: Iterable[Any]) -> str:
+    """Return the name of the first weight of another stage of which one of some operands was made."""
+    return next((one.weight_name for one in operands(*given) if isinstance(one, OtherStageWeight)), "")
+
+
 def _refusal(given: Iterable[Any]) -> LayoutError:
     """Return the error of an operation that needs the values of a weight among what it was given."""
-    name = next((one.weight_name for one in operands(*given) if isinstance(one, OtherStageWeight)), "")
     return LayoutError(
-        f"{name or 'a weight'} is in another stage of the pipeline, and on this rank it has no values: within "
+        f"{_name_among(given) or 'a weight'} is in another stage of the pipeline, and on this rank it has no values: within "
         "`with run.gathered() as model:` all weights are there, and so they are in a layout without pp; "
         "run.state_dict() returns them too"
     )

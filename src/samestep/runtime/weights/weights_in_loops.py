@@ -1,0 +1,328 @@
+"""The weights of a run as its loop meets them between two steps: where a rank has a part, what looks at several elements is refused.
+
+    one.mul_(0.9)    average.lerp_(one, 0.1)    one.clamp_(-1, 1)       each element by itself: as on one device
+    one.norm()       one.kthvalue(k)            nn.init.normal_(one)    of the part alone: refused, and in `run.gathered()` right
+    one.grad.norm()                                                     refused too where a rank has a part of the gradient
+
+Such a weight has another class while the loop has it, and so has what the loop makes of it. Within a step, and in the forward of a
+module of the run, it is the parameter that it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from samestep.errors import LayoutError
+from samestep.models.spec import is_below
+from samestep.program.program import Program
+from samestep.runtime.axes.loop_calls import Asker, asker, name_of
+from samestep.runtime.axes.tensor import whole_logits
+from samestep.runtime.weights.placement import Placements
+from samestep.trees import operands, tree_map_only
+
+_BY_ELEMENTS = """
+add sub subtract rsub mul multiply div divide true_divide rdiv floor_divide remainder fmod pow rpow float_power square sqrt rsqrt
+reciprocal neg negative positive abs absolute sign sgn exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
+sigmoid erf relu round floor ceil trunc frac clamp clamp_min clamp_max clip maximum minimum fmax fmin where lerp addcmul addcdiv
+nan_to_num isnan isinf isfinite isneginf isposinf eq ne lt le gt ge not_equal less less_equal greater greater_equal logical_and
+logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not and or xor invert copysign hypot heaviside threshold
+hardtanh masked_fill fill constant zero zeros ones copy detach clone contiguous to type type_as float double half bfloat16 int long bool
+cpu cuda zeros_like ones_like full_like empty_like requires_grad iadd isub imul idiv itruediv radd rmul rtruediv truediv pos
+view view_as reshape reshape_as flatten ravel unflatten t transpose swapaxes swapdims permute movedim unsqueeze squeeze expand expand_as
+data T mT H mH real imag
+"""
+"""Names, without underscores at either end, of operations that compute each element of a result from elements at the same place."""
+_NO_VALUES = """
+size stride dim ndimension numel nelement element_size data_ptr storage_offset is_contiguous is_floating_point is_complex get_device
+is_same_size is_set_to is_pinned is_shared hash len register_hook register_post_accumulate_grad_hook retain_grad untyped_storage dtype
+device shape ndim layout is_leaf requires_grad grad_fn is_meta is_cuda is_cpu names output_nr itemsize nbytes is_sparse is_quantized
+is_nested version backward_hooks base name is_view
+"""
+"""Names of what is asked of a tensor that gives none of its values."""
+_NAMES_BY_ELEMENTS, _NAMES_WITHOUT_VALUES = frozenset(_BY_ELEMENTS.split()), frozenset(_NO_VALUES.split())
+_OF_GRADIENTS = frozenset(("zero", "detach", "requires_grad"))
+"""What a loop may do to gradients that are no whole ones: `zero_grad` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """What is said of a weight of which a rank has a part, or a part of the gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The shape of the whole weight."""
+    cut: str
+    """The words of the layout that cut it; empty where this rank has all of it."""
+    reduced: str
+    """The words of the job and the layout for which `param.grad` is not the gradient of the step; empty if it is."""
+    modules: Mapping[int, str]
+    """The modules of the run's model by identity, with their paths."""
+    may_call: Callable[[str], bool]
+    """Whether what the module at a path returns is whole, so that the loop may call it."""
+
+    def refusal(self, what: str, shape: Iterable[int], *, is_gradient: bool) -> LayoutError:
+        """Return the error of an operation on the weight, on its gradient, or on what a loop has made of one."""
+        if is_gradient:
+            return LayoutError(
+                f"{what} of the gradient of {self.name} was asked for, of which under {self.reduced or self.cut} a rank has a part: "
+                "report.grad_norm is the norm of all gradients, and run.gradients() between run.backward and run.update returns whole ones"
+            )
+        return LayoutError(
+            f"{what} of {self.name} {[*self.shape]} was asked for, of which under {self.cut} a rank has a part {[*shape]}, where a loop may "
+            "compute each element by itself: within `with run.gathered() as model:` all weights are whole, and run.state_dict() returns them"
+        )
+
+
+class _Asked:
+    """The answer of a weight of which a rank has a part, and of what a loop has made of one."""
+
+    part_facts: PartFacts
+    of_gradient: ClassVar[bool] = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Carry out an operation that computes each element by itself, gives no values, or stands in a forward or in our own code.
+
+        Raises:
+            LayoutError: it is another one.
+        """
+        kwargs = kwargs or {}
+        first = next(one for one in operands(*args, *kwargs.values()) if isinstance(one, _Asked))
+        name = name_of(func)
+        if (
+            name in _NAMES_WITHOUT_VALUES
+            or (name == "grad" and func.__name__ != "__get__")
+            or _is_asked_by_run(first.part_facts)
+        ):
+            return _plainly(func, args, kwargs)
+        if name == "grad":
+            return _gradient_of(args[0], _plainly(func, args, kwargs))
+        if name == "repr":
+            return f"this rank's part of {first.part_facts.name}: {_plainly(func, args, kwargs)}"
+        return _by_elements(first, name, func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy: of a part a part, and of a whole weight a plain parameter."""
+        assert isinstance(self, Tensor)
+        made = self.detach().clone()
+        made = made.requires_grad_(self.requires_grad) if isinstance(made, _Asked) else _plain_parameter(self)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be written into a file, as by `torch.save`, from which a rank would read the part of another one.
+
+        Raises:
+            LayoutError: it is a part.
+        """
+        assert isinstance(self, Tensor)
+        if self.part_facts.cut or self.of_gradient:
+            raise _refused(self, "a file")
+        return _plain_parameter(self).__reduce_ex__(protocol)
+
+
+def _plain_parameter(weight: Tensor) -> nn.Parameter:
+    """Return a copy of a whole weight that nothing is said of."""
+    return nn.Parameter(weight.detach().clone(), weight.requires_grad)
+
+
+class PartWeight(_Asked, nn.Parameter):
+    """A weight of which this rank has a part, or a part of the gradient, while the loop has it."""
+
+
+class PartTensor(_Asked, Tensor):
+    """What a loop has made of parts of weights."""
+
+
+class PartGradient(_Asked, Tensor):
+    """What stands in `param.grad` where it is a part, and what a loop has made of it."""
+
+    of_gradient: ClassVar[bool] = True
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    """Carry out an operation as if its operands were plain tensors."""
+    return Tensor.__torch_function__(func, (), args, kwargs)
+
+
+def _by_elements(first: Any, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Carry out an operation that computes each element by itself; what it makes is a part too.
+
+    Raises:
+        LayoutError: it is another one, or mixes a part with a tensor of the loop's own, of which nobody knows what it is a part of.
+    """
+    given = [one for one in operands(*args, *kwargs.values()) if isinstance(one, Tensor)]
+    asked = [one for one in given if isinstance(one, _Asked)]
+    of_gradient = any(one.of_gradient for one in asked)
+    if (
+        not any(one.part_facts.cut for one in asked) and not of_gradient
+    ):  # whole weights, of which gradients alone are parts
+        return _plainly(func, args, kwargs)
+    if name not in _NAMES_BY_ELEMENTS or (
+        of_gradient and name not in _OF_GRADIENTS and any(one.part_facts.reduced for one in asked)
+    ):
+        raise _refused(next((one for one in asked if one.part_facts.cut), first), name)
+    if any(not isinstance(one, _Asked) and one.numel() > 1 for one in given):
+        raise _refused(first, f"{name} with a tensor of the loop's own")
+    kind = PartGradient if of_gradient else PartTensor
+    try:
+        made = _plainly(func, args, kwargs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise _refused(first, name) from error
+    return tree_map_only(
+        Tensor, lambda one: one if isinstance(one, _Asked) else _marked(one, kind, first.part_facts), made
+    )
+
+
+def _marked(made: Tensor, kind: type[PartTensor | PartGradient], facts: PartFacts) -> Tensor:
+    """Return a tensor as one that a loop has made of a weight."""
+    if type(made) is Tensor:
+        made = made.as_subclass(kind)
+    else:  # a DTensor
+        made.__class__ = _part_class(type(made), kind)
+    made.part_facts = facts  # type: ignore[attr-defined]
+    return made
+
+
+@functools.cache
+def _part_class(base: type[Tensor], kind: type[_Asked]) -> type[Tensor]:
+    """Return the class of a sharded weight, or of what is made of one, while the loop has it."""
+    return type(f"{kind.__name__}Of{base.__name__}", (_Asked, base), {"__slots__": (), "of_gradient": kind.of_gradient})
+
+
+def _is_asked_by_run(facts: PartFacts) -> bool:
+    """Return whether our own code asks, or a forward of one of the run's modules.
+
+    Raises:
+        LayoutError: the loop calls a module whose outputs are parts.
+    """
+    who, path = asker(facts.modules)
+    if who is Asker.MODULE and facts.cut and not facts.may_call(path):
+        raise LayoutError(
+            f"{path} was called by the loop itself, and under {facts.cut} it computes a part of what it returns: the forward of run.model "
+            "and run.outputs work, and so does a copy of it that is made within `with run.gathered() as model:`"
+        )
+    return who is not Asker.LOOP
+
+
+def _refused(asked: Any, what: str) -> LayoutError:
+    shape = _plainly(Tensor.size, (asked,), {})
+    facts: PartFacts = asked.part_facts
+    return facts.refusal(what, shape, is_gradient=asked.of_gradient)
+
+
+def _gradient_of(weight: Any, gradient: Tensor | None) -> Tensor | None:
+    """Return what a loop is given as `param.grad`."""
+    if gradient is None or isinstance(gradient, _Asked):
+        return gradient
+    return _marked(gradient.detach(), PartGradient, weight.part_facts)
+
+
+# -- the weights of a run --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Lent:
+    """A weight whose class is another one while the loop has it."""
+
+    param: nn.Parameter
+    own: type[Tensor]
+    in_loop: type[Tensor]
+
+
+class WeightsInLoops:
+    """The weights of one model of which this rank has a part, or a part of the gradient; none in plain layouts."""
+
+    @classmethod
+    def of(cls, module: nn.Module, program: Program, placements: Placements) -> WeightsInLoops:
+        """Return those of a filled module, which the loop is given."""
+        return cls(
+            module,
+            facts_of(module, program, placements),
+            functools.partial(whole_logits, program=program, mesh=placements.mesh),
+        )
+
+    def __init__(self, module: nn.Module, facts: Mapping[str, PartFacts], whole: Callable[[Any], Any]) -> None:
+        """Mark the weights that have `facts`; `whole` makes outputs of the model that are cut whole ones."""
+        self._lent: list[_Lent] = []
+        self._whole, self._entered = whole, 0
+        for name, param in module.named_parameters():
+            if name in facts and not param.is_meta:
+                own: type[Tensor] = type(param)
+                vars(param)["part_facts"] = facts[name]
+                in_loop = PartWeight if own is nn.Parameter else _part_class(own, PartTensor)
+                self._lent.append(_Lent(param, own, in_loop))
+        self.lend()
+        if any(one.cut for one in facts.values()):
+            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_hook(self._after_forward, always_call=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._lent)
+
+    def take(self) -> None:
+        """Make these weights what they were before a loop had them."""
+        self._entered += 1
+        if self._entered == 1:
+            for one in self._lent:
+                one.param.__class__ = one.own  # type: ignore[assignment]
+
+    def lend(self) -> None:
+        """Give these weights to the loop, unless something else has taken them too."""
+        self._entered = max(self._entered - 1, 0)
+        if not self._entered:
+            for one in self._lent:
+                one.param.__class__ = one.in_loop  # type: ignore[assignment]
+
+    def _before_forward(self, *_: Any) -> None:
+        self.take()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return whole outputs where the loop itself has called the model."""
+        self.lend()
+        return self._whole(output) if not self._entered and output is not None else None
+
+
+def facts_of(module: nn.Module, program: Program, placements: Placements) -> dict[str, PartFacts]:
+    """Return what is said of the weights of which this rank has a part, or a part of the gradient, by name."""
+    step, found = program.step, dict[str, PartFacts]()
+    modules = {id(one): path for path, one in module.named_modules()}
+    may_call = functools.partial(_returns_whole, program)
+    for name, part in placements.parts.items():
+        holding, whole = placements.holding(name), placements.whole[name]
+        words = (f"{axis}={getattr(step.layout, axis)}" for axis in holding.sharded_over)
+        cut = " ".join(words) if part.shape != whole.shape else ""
+        reduced = f"zero={step.zero}" if step.zero < 2 and holding.num_shards > 1 and whole.trainable else ""
+        if cut or reduced:
+            found[name] = PartFacts(name, tuple(whole.shape), cut, reduced, modules, may_call)
+    return found
+
+
+def _returns_whole(program: Program, path: str) -> bool:
+    """Return whether what the module at a path returns is whole, as far as blocks tell."""
+    step = program.step
+    if path == ".":
+        return True
+    layers, head = step.model.layers, step.model.layers[-1].head
+    if step.layout.sequence_parallel or (step.cuts_loss and head is not None and is_below(head.owner, path)):
+        return False
+    return any(is_below(one, path) for layer in layers if layer.is_block for one in layer.modules)
+
+
+@contextmanager
+def computing(models: Sequence[WeightsInLoops], kernels: AbstractContextManager[None]) -> Iterator[None]:
+    """Let a run compute inside, with weights that no loop has meanwhile."""
+    for one in models:
+        one.take()
+    try:
+        with kernels:
+            yield
+    finally:
+        for one in models:
+            one.lend()
