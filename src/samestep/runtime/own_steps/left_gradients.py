@@ -12,6 +12,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.weights.weights_in_loops import WeightsInLoops
 from samestep.state.writes import version_of
 
 
@@ -28,20 +30,26 @@ class LeftGradients:
 
     def __init__(self) -> None:
         self._left: dict[str, _Left] = {}
+        self._in_loops: WeightsInLoops | None = None
         self._may_be_written = False
 
-    def note(self, module: nn.Module, *, may_be_written: bool = False) -> None:
-        """Note what stands there now; `may_be_written` of gradients that the loop was given to change in place."""
-        self._may_be_written = may_be_written
+    def note(self, held: Assembly, *, may_be_written: bool = False) -> None:
+        """Note what stands there now, and let its values be refused; `may_be_written` of gradients that the loop was given to change in
+        place.
+        """
+        self._may_be_written, self._in_loops = may_be_written, held.weights.in_loops
+        self._in_loops.wait(True)
         self._left = {
             name: _Left(param, param.grad, _version(param.grad))
-            for name, param in module.named_parameters()
+            for name, param in held.model.module.named_parameters()
             if param.requires_grad
         }
 
     def forget(self) -> None:
         """Forget what was noted, where nothing waits."""
         self._left = {}
+        if self._in_loops is not None:
+            self._in_loops.wait(False)
 
     def refuse_changes(self, method: str) -> None:
         """Refuse that a loop has changed what stands there.

@@ -333,7 +333,7 @@ class StepsInParts:
         waiting.add_up()
         held = self._stepper.held
         found = held.weights.store.local.finished()
-        self._left.note(held.model.module, may_be_written=True)
+        self._left.note(held, may_be_written=True)
         return gradient_views.of_whole_weights(held, {name: one for name, one in found.items() if name in names})
 
     def refuse_waiting(self, method: str) -> None:
@@ -378,7 +378,7 @@ class StepsInParts:
     def _note_left(self) -> None:
         """Note what stands in the module's gradients, where some wait."""
         if self._waiting is not None and self._waiting.names:
-            self._left.note(self._stepper.held.model.module)
+            self._left.note(self._stepper.held)
         else:
             self._left.forget()
 

@@ -46,8 +46,13 @@ is_nested version backward_hooks base name is_view
 """
 """Names of what is asked of a tensor that gives none of its values."""
 _NAMES_BY_ELEMENTS, _NAMES_WITHOUT_VALUES = frozenset(_BY_ELEMENTS.split()), frozenset(_NO_VALUES.split())
-_OF_GRADIENTS = frozenset(("zero", "detach", "requires_grad"))
-"""What a loop may do to gradients that are no whole ones: `zero_grad` does."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Whether gradients wait for an update, when `param.grad` has those of a rank's own samples, and of one backward."""
+
+    now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +65,27 @@ class PartFacts:
     cut: str
     """The words of the layout that cut it; empty where this rank has all of it."""
     reduced: str
-    """The words of the job and the layout for which `param.grad` is not the gradient of the step; empty if it is."""
+    """The words of the layout for which `param.grad` is not the gradient behind a step; empty if it is."""
+    waiting: Waiting
     modules: Mapping[int, str]
     """The modules of the run's model by identity, with their paths."""
     may_call: Callable[[str], bool]
     """Whether what the module at a path returns is whole, so that the loop may call it."""
 
+    @property
+    def divided(self) -> str:
+        """When `param.grad` is not the whole gradient of a rank's part of the weight; empty if it is now."""
+        if self.waiting.now:
+            return "between run.backward and run.update"
+        return self.reduced and f"under {self.reduced}"
+
     def refusal(self, what: str, shape: Iterable[int], *, is_gradient: bool) -> LayoutError:
         """Return the error of an operation on the weight, on its gradient, or on what a loop has made of one."""
         if is_gradient:
             return LayoutError(
-                f"{what} of the gradient of {self.name} was asked for, of which under {self.reduced or self.cut} a rank has a part: "
-                "report.grad_norm is the norm of all gradients, and run.gradients() between run.backward and run.update returns whole ones"
+                f"{what} of the gradient of {self.name} was asked for, of which {self.divided or f'under {self.cut}'} a rank has a part: "
+                "report.grad_norm is the norm of all gradients, optimizer.clip_norm of the job clips by it, and run.gradients() between "
+                "run.backward and run.update returns whole ones"
             )
         return LayoutError(
             f"{what} of {self.name} {[*self.shape]} was asked for, of which under {self.cut} a rank has a part {[*shape]}, where a loop may "
@@ -164,10 +178,8 @@ def _by_elements(first: Any, name: str, func: Any, args: tuple[Any, ...], kwargs
         not any(one.part_facts.cut for one in asked) and not of_gradient
     ):  # whole weights, of which gradients alone are parts
         return _plainly(func, args, kwargs)
-    if name not in _NAMES_BY_ELEMENTS or (
-        of_gradient and name not in _OF_GRADIENTS and any(one.part_facts.reduced for one in asked)
-    ):
-        raise _refused(next((one for one in asked if one.part_facts.cut), first), name)
+    if name not in _NAMES_BY_ELEMENTS or _writes_divided(func, args, asked):
+        raise _refused(next((one for one in asked if one.of_gradient or one.part_facts.cut), first), name)
     if any(not isinstance(one, _Asked) and one.numel() > 1 for one in given):
         raise _refused(first, f"{name} with a tensor of the loop's own")
     kind = PartGradient if of_gradient else PartTensor
@@ -178,6 +190,14 @@ def _by_elements(first: Any, name: str, func: Any, args: tuple[Any, ...], kwargs
     return tree_map_only(
         Tensor, lambda one: one if isinstance(one, _Asked) else _marked(one, kind, first.part_facts), made
     )
+
+
+def _writes_divided(func: Any, args: tuple[Any, ...], asked: Iterable[Any]) -> bool:
+    """Return whether an operation writes what was made of a gradient that is no whole one into a weight."""
+    is_write = func.__name__ == "__set__" or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
+    written = next(iter(operands(*args[:1])), None)
+    into_weight = (is_write or func.__name__.startswith("__i")) and not getattr(written, "of_gradient", False)
+    return into_weight and any(one.of_gradient and one.part_facts.divided for one in asked)
 
 
 def _marked(made: Tensor, kind: type[PartTensor | PartGradient], facts: PartFacts) -> Tensor:
@@ -232,8 +252,19 @@ class _Lent:
     """A weight whose class is another one while the loop has it."""
 
     param: nn.Parameter
+    facts: PartFacts
     own: type[Tensor]
     in_loop: type[Tensor]
+
+    def lend(self) -> None:
+        """Let the loop have it."""
+        self.param.__class__ = self.in_loop  # type: ignore[assignment]
+        vars(self.param)["part_facts"] = self.facts
+
+    def take(self) -> None:
+        """Make it what it was, also for files."""
+        self.param.__class__ = self.own  # type: ignore[assignment]
+        vars(self.param).pop("part_facts", None)
 
 
 class WeightsInLoops:
@@ -251,34 +282,51 @@ class WeightsInLoops:
     def __init__(self, module: nn.Module, facts: Mapping[str, PartFacts], whole: Callable[[Any], Any]) -> None:
         """Mark the weights that have `facts`; `whole` makes outputs of the model that are cut whole ones."""
         self._lent: list[_Lent] = []
+        self._waiting: list[_Lent] = []
+        """The other weights, which are lent too while gradients wait."""
+        self._waits = next((one.waiting for one in facts.values()), Waiting())
         self._whole, self._entered = whole, 0
         for name, param in module.named_parameters():
             if name in facts and not param.is_meta:
                 own: type[Tensor] = type(param)
-                vars(param)["part_facts"] = facts[name]
                 in_loop = PartWeight if own is nn.Parameter else _part_class(own, PartTensor)
-                self._lent.append(_Lent(param, own, in_loop))
+                is_part = facts[name].cut or facts[name].reduced
+                (self._lent if is_part else self._waiting).append(_Lent(param, facts[name], own, in_loop))
         self.lend()
         if any(one.cut for one in facts.values()):
             module.register_forward_pre_hook(self._before_forward)
             module.register_forward_hook(self._after_forward, always_call=True)
 
     def __bool__(self) -> bool:
-        return bool(self._lent)
+        return bool(self._lent) or self._waits.now
 
     def take(self) -> None:
         """Make these weights what they were before a loop had them."""
         self._entered += 1
         if self._entered == 1:
-            for one in self._lent:
-                one.param.__class__ = one.own  # type: ignore[assignment]
+            for one in self._now_lent:
+                one.take()
 
     def lend(self) -> None:
         """Give these weights to the loop, unless something else has taken them too."""
         self._entered = max(self._entered - 1, 0)
         if not self._entered:
-            for one in self._lent:
-                one.param.__class__ = one.in_loop  # type: ignore[assignment]
+            for one in self._now_lent:
+                one.lend()
+
+    def wait(self, now: bool) -> None:
+        """Note whether gradients wait from now on."""
+        if now == self._waits.now:
+            return
+        self._entered += 1
+        for one in self._waiting:
+            one.take()
+        self._waits.now = now
+        self.lend()
+
+    @property
+    def _now_lent(self) -> list[_Lent]:
+        return [*self._lent, *self._waiting] if self._waits.now else self._lent
 
     def _before_forward(self, *_: Any) -> None:
         self.take()
@@ -290,8 +338,8 @@ class WeightsInLoops:
 
 
 def facts_of(module: nn.Module, program: Program, placements: Placements) -> dict[str, PartFacts]:
-    """Return what is said of the weights of which this rank has a part, or a part of the gradient, by name."""
-    step, found = program.step, dict[str, PartFacts]()
+    """Return what is said of the weights of which this rank has a part, or at times a part of the gradient, by name."""
+    step, found, waiting = program.step, dict[str, PartFacts](), Waiting()
     modules = {id(one): path for path, one in module.named_modules()}
     may_call = functools.partial(_returns_whole, program)
     for name, part in placements.parts.items():
@@ -299,8 +347,8 @@ def facts_of(module: nn.Module, program: Program, placements: Placements) -> dic
         words = (f"{axis}={getattr(step.layout, axis)}" for axis in holding.sharded_over)
         cut = " ".join(words) if part.shape != whole.shape else ""
         reduced = f"zero={step.zero}" if step.zero < 2 and holding.num_shards > 1 and whole.trainable else ""
-        if cut or reduced:
-            found[name] = PartFacts(name, tuple(whole.shape), cut, reduced, modules, may_call)
+        if cut or whole.trainable:
+            found[name] = PartFacts(name, tuple(whole.shape), cut, reduced, waiting, modules, may_call)
     return found
 
 

@@ -73,8 +73,13 @@ def _name_among(given: Iterable[Any]) -> str:
 
 def _refusal(given: Iterable[Any]) -> LayoutError:
     """Return the error of an operation that needs the values of a weight among what it was given."""
+    if (name := _name_among(given)).endswith(".grad"):
+        return LayoutError(
+            f"{name} is in another stage of the pipeline: report.grad_norm is the norm of all gradients, optimizer.clip_norm of the job clips "
+            "by it, and run.gradients() between run.backward and run.update returns those of all stages"
+        )
     return LayoutError(
-        f"{_name_among(given) or 'a weight'} is in another stage of the pipeline, and on this rank it has no values: within "
+        f"{name or 'a weight'} is in another stage of the pipeline, and on this rank it has no values: within "
         "`with run.gathered() as model:` all weights are there, and so they are in a layout without pp; "
         "run.state_dict() returns them too"
     )
