@@ -17,7 +17,9 @@ strategy made it. Weights with equal holdings may share a bucket.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 REPLICAS = "dp_replicate"
 """Data axis over whose ranks nothing is sharded."""
@@ -68,27 +70,33 @@ class Holding:
 
     def sharded(self, axis: str, size: int) -> Holding:
         """Return the holding of a weight that the `size` ranks of an axis divide."""
-        return replace(self, sharded_over=(*self.sharded_over, axis), num_parts=self.num_parts * size)
+        return _like(self, sharded_over=(*self.sharded_over, axis), num_parts=self.num_parts * size)
 
     def replicated(self, axis: str, size: int) -> Holding:
         """Return the holding of a weight of which each of the `size` ranks of an axis has an equal copy."""
-        return replace(self, replicated_over=(*self.replicated_over, axis), num_copies=self.num_copies * size)
+        return _like(self, replicated_over=(*self.replicated_over, axis), num_copies=self.num_copies * size)
 
     def partial(self, axis: str) -> Holding:
         """Return the holding of a weight whose gradient is still to be summed over the ranks of an axis."""
-        return replace(self, partial_over=(*self.partial_over, axis))
+        return _like(self, partial_over=(*self.partial_over, axis))
 
     def tied(self, axis: str, size: int) -> Holding:
         """Return the holding of a weight that the `size` pipeline stages of an axis share."""
-        return replace(self, tied_over=(*self.tied_over, axis), num_copies=size * self.num_copies)
+        return _like(self, tied_over=(*self.tied_over, axis), num_copies=size * self.num_copies)
 
     def summed_over(self, *data_axes: str) -> Holding:
         """Return the holding of a weight whose gradient is summed over the given data axes, the innermost first."""
-        return replace(self, data_axes=data_axes)
+        return _like(self, data_axes=data_axes)
 
     def zero_sharded(self, axis: str, size: int) -> Holding:
         """Return the holding of a weight that ZeRO shards over the `size` ranks of an axis and replicates elsewhere."""
-        return replace(self, data_axes=(axis, REPLICAS), num_shards=size)
+        return _like(self, data_axes=(axis, REPLICAS), num_shards=size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _like(holding: Holding, **changes: Any) -> Holding:
+    """Return a holding with some fields changed: a search asks for the same few of thousands of weights again and again."""
+    return replace(holding, **changes)
 
 
 WHOLE = Holding()
