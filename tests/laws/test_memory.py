@@ -226,12 +226,12 @@ def test_recompute_never_holds_more(drawn: Case) -> None:
 
 
 def test_full_recompute_keeps_inputs_and_one_block() -> None:
-    model = blocks(6, saved_elements=1000, saved_selective_elements=300, input_elements=10)
+    model = blocks(6, 8, 8, saved_elements=100_000, saved_selective_elements=30_000, input_elements=1000)
     held = [
         during_step(case(model, f"dp=2 {text}", global_batch=2).program).activations
         for text in ("", "recompute=selective", "recompute=full")
     ]
-    assert held == [6 * 1000 * 4, (5 * 300 + 1000) * 4, (5 * 10 + 1000) * 4]
+    assert held == [6 * 100_000 * 4, (5 * 30_000 + 100_000) * 4, (5 * 1000 + 100_000) * 4]
 
 
 def test_a_smaller_microbatch_holds_less() -> None:

@@ -160,6 +160,31 @@ def test_steps_with_many_classes_whose_logits_are_whole_or_in_chunks(
         assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.01), peak
 
 
+REPEATED = [
+    f"tp=2 {words} microbatch=4".replace("  ", " ")
+    for words in (
+        f"{parallel} recompute={recompute}"
+        for parallel in ("", "sequence_parallel")
+        for recompute in ("full", "selective", "alternate")
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        pytest.param(
+            layout, precision, marks=[] if (layout, precision) == (REPEATED[0], "bf16") else pytest.mark.nightly
+        )
+        for layout in (*REPEATED, "tp=2 recompute=full", "tp=2 sequence_parallel recompute=full")
+        for precision in ("bf16", "float32")
+    ],
+)
+def test_steps_of_blocks_that_tp_cuts_and_recompute_repeats(layout: str, precision: str, tmp_path: Path) -> None:
+    for peak in _peaks_of_all_ranks(layout, precision, tmp_path):
+        assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.02), peak
+
+
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [

@@ -59,6 +59,8 @@ class LayerSpec:
     """Elements kept under recompute=selective: its input and the results of its matrix products."""
     input_elements: int = 0
     """Elements of its input, which recompute=full keeps."""
+    input_norm_elements: int = 0
+    """The part of these that norms alone keep: under bf16 and fp16, where they keep float32 copies, recompute has it besides."""
     saved_norm_elements: int = 0
     """Additional elements kept under bf16 and fp16, because norms keep float32 copies of 2-byte activations."""
     saved_cut_elements: int = 0
@@ -69,6 +71,17 @@ class LayerSpec:
     """Largest number of elements alive in its backward besides those its forward kept, without weight gradients."""
     working_cut_elements: int = 0
     """The part of `working_elements` that a tensor cut divides."""
+    working_weights: int = 0
+    """Elements of its weights whose gradients have been made by then."""
+    norm_working_elements: int = 0
+    """Largest number of elements alive in the backward of its norms besides those its forward kept; less than 0 where more of these
+    have been freed by then."""
+    norm_working_cut_elements: int = 0
+    """The part of `norm_working_elements` that a tensor cut divides."""
+    norm_working_wide_elements: int = 0
+    """Additional elements of these under bf16 and fp16, because norms compute in float32."""
+    norm_working_weights: int = 0
+    """Elements of its weights whose gradients have been made by then."""
     loss_elements: int = 0
     """Elements that the loss keeps of the last layer's output, in float32 at least; 0 for other layers."""
     loss_working_elements: int = 0
@@ -229,6 +242,10 @@ class LayerSpec:
             saved_selective_elements=self.saved_selective_elements - elsewhere(self.saved_selective_cut_elements),
             working_elements=self.working_elements - elsewhere(self.working_cut_elements),
             working_cut_elements=self.working_cut_elements // degree,
+            working_weights=self.working_weights // degree,
+            norm_working_elements=self.norm_working_elements - elsewhere(self.norm_working_cut_elements),
+            norm_working_cut_elements=self.norm_working_cut_elements // degree,
+            norm_working_weights=self.norm_working_weights // degree,
             saved_cut_elements=self.saved_cut_elements // degree,
             saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
             moved_elements=self.moved_elements - elsewhere(self.moved_cut_elements),
@@ -276,8 +293,12 @@ class LayerSpec:
             + sum(kept_twice),
             saved_selective_elements=part(self.saved_selective_elements),
             saved_norm_elements=part(self.saved_norm_elements),
+            input_norm_elements=part(self.input_norm_elements),
             working_elements=part(self.working_elements),
             working_cut_elements=part(self.working_cut_elements),
+            norm_working_elements=part(self.norm_working_elements),
+            norm_working_cut_elements=part(self.norm_working_cut_elements),
+            norm_working_wide_elements=part(self.norm_working_wide_elements),
             saved_cut_elements=part(self.saved_cut_elements) + sum(cut_twice),
             saved_selective_cut_elements=part(self.saved_selective_cut_elements),
             moved_elements=part(self.moved_elements),

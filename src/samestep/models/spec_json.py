@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from samestep.models.spec import ModelSpec
 
-FORMAT_VERSION = 19
+FORMAT_VERSION = 20
 
 
 def to_json(model: ModelSpec) -> str:

@@ -19,6 +19,8 @@ class Saved(NamedTuple):
     """Activations that its backward reads."""
     working: int = 0
     """Peak working memory of its backward, without weight gradients."""
+    in_norms: int = 0
+    """The same in the backward of its norms; less than 0 where more of what was kept has been freed by then."""
     boundaries: int = 0
     """The gradients of its input and its output."""
     loss_made: int = 0
@@ -45,6 +47,8 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
     kept = whole if recompute == "none" else given
     if recompute in KEEPS_PRODUCTS:
         kept = max(given, layer.saved_selective_elements - dropped_elements(step, layer))
+    if recompute != "none" and step.is_mixed:
+        whole += layer.input_norm_elements
     working = layer.working_elements * one
     most = max((working, *_in_chunks(step, layer, one)))
     return Saved(
@@ -52,6 +56,7 @@ def saved_bytes(step: StepSpec, layer: LayerSpec, is_on_host: bool = False) -> S
         whole=max(kept, whole) * one,
         working=most,
         working_fixed=most - working,
+        in_norms=(layer.norm_working_elements + layer.norm_working_wide_elements * step.is_mixed) * one,
         boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
         **_with_pairs(step, layer, _of_loss(step, layer)),
     )

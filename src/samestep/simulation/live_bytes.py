@@ -122,8 +122,8 @@ class OpSizes:
     whole_input: dict[int, int]
     """Bytes of what stands in front of the first block, of all tokens of the sequence, where that block keeps another tensor: the
     model's code holds it until its blocks have run. By the layer in front; less than 0 by the layer behind the blocks."""
-    largest_gradient: list[int]
-    """Bytes of the largest gradient among the weights of each layer."""
+    gradients: list[LayerGradients]
+    """Bytes of gradients of weights that are alive in the backward of each layer, besides those at rest."""
     unpacked: list[int]
     """Bytes of the unpacked values of the largest 4-bit weight of each layer, which a product reads."""
     arriving: dict[str, int]
@@ -151,7 +151,7 @@ class OpSizes:
             saved=[saved_bytes(step, layer, index in on_host) for index, layer in enumerate(step.model.layers)],
             on_host=on_host,
             whole_input=_whole_input(step),
-            largest_gradient=[max(gradient_bytes(step, i), default=0) for i in range(len(step.model.layers))],
+            gradients=_layer_gradients(program),
             unpacked=[_unpacked_bytes(step, i) for i in range(len(step.model.layers))],
             arriving=arriving,
             unit_gradients=step.zero >= 2,
@@ -239,25 +239,30 @@ class LiveBytes:
             self._keep(op.layer, saved.whole - saved.kept)
             self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.BACKWARD and op.layer is not None:
-            self._backward(op, saved, self.sizes.largest_gradient[op.layer])
+            self._backward(op, saved, self.sizes.gradients[op.layer])
             self.host -= self.sizes.on_host.get(op.layer, 0)
         else:
             self._look(op)
         if op.kind is self.sizes.last_kind:
             self._drop(op.layer, saved.whole)
 
-    def _backward(self, op: Op, saved: Saved, largest_gradient: int) -> None:
+    def _backward(self, op: Op, saved: Saved, gradients: LayerGradients) -> None:
         self._keep_logits(op.layer, -saved.loss)
         if self.sizes.unit_gradients:
             # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
             # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
-            self._look(op, activations=saved.working + self._unpacked(op), gradients=largest_gradient)
+            self._look(op, activations=saved.working + self._unpacked(op), gradients=gradients.largest)
+            self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
             self._leave(op.layer)
             self._allocate(op.allocates, op)
             self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
         else:
-            self._look(op, activations=saved.working + self._unpacked(op))
-            self._look(op, activations=saved.boundaries, gradients=largest_gradient)
+            self._look(op, activations=saved.working + self._unpacked(op), gradients=gradients.most)
+            self._look(op, activations=saved.in_norms, gradients=gradients.in_norms)
+            self._look(op, activations=saved.boundaries, gradients=gradients.before + gradients.largest)
+            self._look(
+                op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries), gradients=gradients.behind
+            )
 
     def _unpacked(self, op: Op) -> int:
         return 0 if op.layer is None else self.sizes.unpacked[op.layer]
@@ -320,6 +325,55 @@ def _whole_input(step: StepSpec) -> dict[int, int]:
     before = layers[blocks[0] - 1]
     size = before.output_elements * step.microbatch_samples * BYTES_OF[step.compute_dtype]
     return {blocks[0] - 1: size, blocks[-1] + 1: -size}
+
+
+class LayerGradients(NamedTuple):
+    """Bytes of gradients of weights that are alive in the backward of a layer, besides those at rest."""
+
+    largest: int
+    """Of its largest weight."""
+    before: int
+    """Those of buckets that are not full, when it begins."""
+    most: int
+    """The same, where it works on most."""
+    in_norms: int
+    """The same, where its norms work on most; under zero=2 and 3 those of the layer alone."""
+    behind: int
+    """The same, at its end."""
+
+
+def _layer_gradients(program: Program) -> list[LayerGradients]:
+    """Return the gradients that are alive in the backward of each layer.
+
+    Those of a bucket stay where autograd has put them until all of it are there. Those in no bucket stay with their weights, where those of
+    later micro-batches are added at once.
+    """
+    step, found = program.step, list[LayerGradients]()
+    bucket_of = {member.name: bucket.name for bucket in program.buckets for member in bucket.members}
+    missing = {bucket.name: len(bucket.members) for bucket in program.buckets}
+    arrived, total = dict.fromkeys(missing, 0), 0
+    stays = step.zero >= 2 or step.num_microbatches == 1
+    for index in reversed(range(len(step.model.layers))):
+        layer, largest, made, others = step.model.layers[index], 0, 0, 0
+        alive = [(0, total)]
+        for param in reversed([one for one in step.model.params_of(index) if one.trainable]):
+            size, name = param.numel * BYTES_OF[step.working_dtype(param)], bucket_of.get(param.name)
+            made, largest = made + param.numel, max(largest, size)
+            if name is None:
+                others += size * stays
+            else:
+                arrived[name], total, missing[name] = arrived[name] + size, total + size, missing[name] - 1
+            alive.append((made, total + others))
+            if name is not None and not missing[name]:
+                total -= arrived[name]
+        most, norms = (
+            next((size for number, size in alive if number >= wanted), alive[-1][1])
+            for wanted in (layer.working_weights, layer.norm_working_weights)
+        )
+        found.append(LayerGradients(largest, alive[0][1], most, norms, total))
+    if step.splits_backward:  # most gradients of weights come in a task of their own
+        found = [LayerGradients(one.largest, 0, 0, 0, 0) for one in found]
+    return found[::-1]
 
 
 def _unpacked_bytes(step: StepSpec, layer: int) -> int:

@@ -102,6 +102,8 @@ def _chunked(layer: LayerSpec, parts: tuple[TokenPart, ...], chunk: int) -> Laye
             layer.input_elements, layer.saved_selective_elements - sum(part.results for part in parts)
         ),
         working_elements=max(part.other_working_elements for part in parts),
+        norm_working_elements=layer.norm_working_elements + sum(part.saved_elements for part in parts),
+        norm_working_wide_elements=layer.norm_working_wide_elements + sum(part.saved_norm_elements for part in parts),
         token_parts=parts,
         chunk_tokens=chunk,
     )

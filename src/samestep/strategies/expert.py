@@ -164,6 +164,7 @@ def _shard_layer(layer: LayerSpec, degree: int) -> LayerSpec:
         products=tuple(map(sharded, layer.products)),
         saved_elements=layer.saved_elements + combined,
         working_elements=layer.working_elements + combined,
+        norm_working_elements=layer.norm_working_elements - combined,
         moved_elements=layer.moved_elements + 4 * combined,  # sorted by expert and put back, each read and written
         repeats_last_sum=True,
     )

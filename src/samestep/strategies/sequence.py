@@ -150,7 +150,11 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         passing,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
         saved_norm_elements=layer.saved_norm_elements // degree,
+        input_norm_elements=layer.input_norm_elements // degree,
         working_elements=layer.working_cut_elements + (layer.working_elements - layer.working_cut_elements) // degree,
+        norm_working_elements=layer.norm_working_cut_elements
+        + (layer.norm_working_elements - layer.norm_working_cut_elements) // degree,
+        norm_working_wide_elements=layer.norm_working_wide_elements // degree,
         saved_selective_elements=selective + (layer.saved_selective_elements - selective) // degree,
         moved_elements=layer.moved_cut_elements + (layer.moved_elements - layer.moved_cut_elements) // degree,
     )

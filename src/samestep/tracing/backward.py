@@ -42,6 +42,10 @@ class WorkingSet(NamedTuple):
     elements: int = 0
     cut_elements: int = 0
     """Elements of these that a tensor cut divides."""
+    wide_elements: int = 0
+    """Elements of these that norms hold in master precision."""
+    weights: int = 0
+    """Elements of the layer's weights whose gradients have been made by then."""
 
 
 class _BackwardOperation(NamedTuple):
@@ -208,6 +212,7 @@ def working_sets(
     without: int = 0,
     ignored: frozenset[int] = frozenset(),
     counts: Callable[[int], bool] | None = None,
+    in_norms: bool = False,
 ) -> dict[int, WorkingSet]:
     """Return by layer the peak of its backward, without tensors that its forward kept and tensors of `without`
     elements.
@@ -219,7 +224,9 @@ def working_sets(
         without: number of elements of tensors that are left out.
         ignored: kept tensors that are left out too: nothing is free when they are.
         counts: whether a node of autograd, by its sequence number, counts; without it all do.
+        in_norms: whether the operations of norms alone count, where more may have been freed than is made.
     """
+    is_of_norm = _nodes_of_norms(watch)
     kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
     # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
     cut_sizes = {watch.sizes[key] for key in watch.cut} - {watch.sizes[key] for key in kept.keys() - watch.cut}
@@ -227,29 +234,46 @@ def working_sets(
     counted = backward.made - backward.of_weights
     alive: set[int] = set()
     most: dict[int, WorkingSet] = {}
-    held, freed = [0, 0], {layer: [0, 0] for layer in layer_of.values()}
+    held, freed = [0, 0, 0], {layer: [0, 0, 0] for layer in layer_of.values()}
+    wide: set[int] = set()
+    weights: dict[int, set[int]] = {layer: set() for layer in layer_of.values()}
 
-    def add(to: list[int], key: int, sign: int) -> None:
-        if watch.sizes[key] == without:
-            return
-        to[0] += sign * watch.sizes[key]
-        to[1] += sign * watch.sizes[key] * (watch.sizes[key] in cut_sizes)
+    def add(to: list[int], key: int, sign: int, is_cut: bool, times_wide: int) -> None:
+        size = sign * watch.sizes[key] * (watch.sizes[key] != without)
+        to[:] = to[0] + size, to[1] + size * is_cut, to[2] + size * times_wide
 
     for at, one in enumerate(backward.operations):
         layer = layer_of[one.region]
+        of_norm = is_of_norm(one.node)
+        weights[layer] |= one.written & backward.of_weights
         for key in (one.written & counted) - alive:
             alive.add(key)
-            add(held, key, 1)
-        elements, cut = held[0] - freed[layer][0], held[1] - freed[layer][1]
-        now = WorkingSet(elements, min(max(cut, 0), elements))
-        if counts is None or counts(one.node):
+            wide |= {key} if of_norm else set()
+            add(held, key, 1, watch.sizes[key] in cut_sizes, of_norm)
+        elements, cut, more = (mine - gone for mine, gone in zip(held, freed[layer], strict=True))
+        cut = cut if in_norms else min(max(cut, 0), elements)
+        now = WorkingSet(elements, cut, more, sum(watch.sizes[key] for key in weights[layer]))
+        if (of_norm or not in_norms) and (counts is None or counts(one.node)):
             most[layer] = max(most.get(layer, now), now)
         for key in ending.get(at, ()):
             if key in alive:
-                add(held, key, -1)
+                add(held, key, -1, watch.sizes[key] in cut_sizes, key in wide)
             elif key in kept and key not in ignored:
-                add(freed[kept[key]], key, 1)
+                copies = (key in watch.norm_savers) * (1 + (key in watch.savers))
+                add(freed[kept[key]], key, 1, key in watch.cut, copies)
     return most
+
+
+def _nodes_of_norms(watch: ForwardTracer) -> Callable[[int], bool]:
+    """Return whether a node of autograd, by its sequence number, was created in a norm."""
+    calls = sorted((call.first, call.last) for path in watch.norms for call in watch.notes.calls.get(path, ()))
+    firsts = [first for first, _ in calls]
+
+    def is_of_norm(node: int) -> bool:
+        index = bisect.bisect_right(firsts, node) - 1
+        return index >= 0 and node < calls[index][1]
+
+    return is_of_norm
 
 
 def _ending(backward: Backward) -> dict[int, list[int]]:

@@ -159,7 +159,8 @@ class ForwardTracer(DispatchMode):
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         facts = facts_of(module)
         self._products = Products(facts.grouped_fallback)
-        self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
+        self.norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
+        """Paths of its norms."""
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
 
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
@@ -390,7 +391,7 @@ class ForwardTracer(DispatchMode):
         self.places.keep(self.here)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
-            saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
+            saved = self.norm_savers if self._running and self._running[-1] in self.norms else self.savers
             saved.setdefault(key, self.region)
             self.saves[key] += 1
             self.notes.kept.setdefault(key, self.where)

@@ -241,7 +241,7 @@ def _layer_specs(
 ) -> tuple[LayerSpec, ...]:
     """Return the spec of each layer, summed over its regions."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
-    working = working_sets(backward, layer_of, watch)
+    working, in_norms = (working_sets(backward, layer_of, watch, in_norms=one) for one in (False, True))
     inputs, outputs, saved = _storages_of(len(layers), layer_of, watch)
 
     def elements(keys: set[int]) -> int:
@@ -253,6 +253,7 @@ def _layer_specs(
     for index, layer in enumerate(layers):
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
+        most, of_norms = (sets.get(index, WorkingSet()) for sets in (working, in_norms))
         kept = inputs[index] | results
         spec = LayerSpec(
             name=layer.name,
@@ -270,9 +271,15 @@ def _layer_specs(
             saved_pair_elements=elements(saved[index] & watch.pairs),
             saved_norm_elements=elements(norms := saved[index] & watch.norm_savers.keys())
             + elements(norms & watch.savers.keys()),
+            input_norm_elements=elements((inputs[index] & watch.norm_savers.keys()) - watch.savers.keys()),
             saved_selective_elements=elements(kept),
-            working_elements=working.get(index, WorkingSet()).elements // num_samples,
-            working_cut_elements=working.get(index, WorkingSet()).cut_elements // num_samples,
+            working_elements=most.elements // num_samples,
+            working_cut_elements=most.cut_elements // num_samples,
+            working_weights=most.weights,
+            norm_working_elements=of_norms.elements // num_samples,
+            norm_working_cut_elements=of_norms.cut_elements // num_samples,
+            norm_working_wide_elements=of_norms.wide_elements // num_samples,
+            norm_working_weights=of_norms.weights,
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),

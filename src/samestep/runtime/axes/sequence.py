@@ -84,7 +84,8 @@ class Shared:
     """A move that runs once for all modules that get one tensor in turn, such as q, k and v.
 
     In the backward they share one sum, which overlaps with the gradients of their weights. A tensor that was moved
-    without gradients, or before it was written, is moved again.
+    without gradients, or before it was written, is moved again. The moved tensor is let go of in its backward at the latest: it may
+    view the tensor that was moved, which would live as long as it does, and of a repeated forward its graph holds all that this has kept.
     """
 
     def __init__(self, move: SharedMove, group: dist.ProcessGroup) -> None:
@@ -100,13 +101,18 @@ class Shared:
         if self._moved is not None and is_given:
             return self._moved
         self._postponed = Postponed()
-        moved = self._move(x, self._group, path, self._postponed.add_up)
+        moved = self._move(x, self._group, path, functools.partial(self._in_backward, self._postponed))
         self._given, self._state, self._moved = weakref.ref(x, self._forget), state_of(x), moved
         return moved
 
     def postponed_gradients_of(self, given: Tensor) -> Postponed | None:
         """Return the weight gradients that overlap with the sum of this tensor's gradient; None if it is not summed."""
         return self._postponed if given is self._moved else None
+
+    def _in_backward(self, postponed: Postponed) -> None:
+        """Compute the weight gradients that overlap with the sum of one tensor's gradient, and free the tensor that was moved last."""
+        self._given = self._moved = None
+        postponed.add_up()
 
     def _forget(self, given: weakref.ref[Tensor]) -> None:
         """Free the moved tensor, and its graph, together with the tensor that was moved."""
