@@ -71,12 +71,12 @@ def test_a_copy_waits_for_what_makes_its_tensor_and_what_needs_its_memory_waits_
 
 def test_the_device_holds_one_block_and_two_inputs_whatever_the_number_of_blocks() -> None:
     for count in (4, 8, 16):
-        held = during_step(case(blocks(count, **SIZES), "dp=2 recompute=offload", global_batch=2).program)
+        held = during_step(case(blocks(count, 1, 1, **SIZES), "dp=2 recompute=offload", global_batch=2).program)
         assert (
             held.activations == 4 * 1000 + BYTES
         )  # what a block saves, its input included, and that of the block before
         assert held.host == (count - 1) * BYTES
-        full = during_step(case(blocks(count, **SIZES), "dp=2 recompute=full", global_batch=2).program)
+        full = during_step(case(blocks(count, 1, 1, **SIZES), "dp=2 recompute=full", global_batch=2).program)
         assert full.activations == 4 * 1000 + (count - 1) * BYTES
         assert full.host == 0
 

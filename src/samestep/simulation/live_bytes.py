@@ -343,31 +343,36 @@ class LayerGradients(NamedTuple):
 
 
 def _layer_gradients(program: Program) -> list[LayerGradients]:
-    """Return the gradients that are alive in the backward of each layer: those of a bucket stay where autograd puts them until all of it
-    are there."""
+    """Return the gradients that are alive in the backward of each layer.
+
+    Those of a bucket stay where autograd has put them until all of it are there. Those in no bucket stay with their weights, where those of
+    later micro-batches are added at once.
+    """
     step, found = program.step, list[LayerGradients]()
-    bucket_of = {member.name: bucket for bucket in program.buckets for member in bucket.members}
+    bucket_of = {member.name: bucket.name for bucket in program.buckets for member in bucket.members}
     missing = {bucket.name: len(bucket.members) for bucket in program.buckets}
-    arrived = dict.fromkeys(missing, 0)
+    arrived, total = dict.fromkeys(missing, 0), 0
+    stays = step.zero >= 2 or step.num_microbatches == 1
     for index in reversed(range(len(step.model.layers))):
-        layer, sizes = step.model.layers[index], gradient_bytes(step, index)
-        params = [param for param in step.model.params_of(index) if param.trainable]
-        alive, made = [(0, sum(arrived.values()))], 0
-        for param, size in zip(reversed(params), reversed(sizes), strict=True):
-            made += param.numel
-            if (bucket := bucket_of.get(param.name)) is None:
-                alive.append((made, alive[-1][1] + size))
-                continue
-            arrived[bucket.name] += size
-            alive.append((made, sum(arrived.values())))
-            missing[bucket.name] -= 1
-            arrived[bucket.name] *= missing[bucket.name] > 0
+        layer, largest, made, others = step.model.layers[index], 0, 0, 0
+        alive = [(0, total)]
+        for param in reversed([one for one in step.model.params_of(index) if one.trainable]):
+            size, name = param.numel * BYTES_OF[step.working_dtype(param)], bucket_of.get(param.name)
+            made, largest = made + param.numel, max(largest, size)
+            if name is None:
+                others += size * stays
+            else:
+                arrived[name], total, missing[name] = arrived[name] + size, total + size, missing[name] - 1
+            alive.append((made, total + others))
+            if name is not None and not missing[name]:
+                total -= arrived[name]
         most, norms = (
-            next((size for number, size in alive if number >= wanted), alive[-1][1]) * (not step.splits_backward)
+            next((size for number, size in alive if number >= wanted), alive[-1][1])
             for wanted in (layer.working_weights, layer.norm_working_weights)
         )
-        before, behind = (one * (not step.splits_backward) for one in (alive[0][1], sum(arrived.values())))
-        found.append(LayerGradients(max(sizes, default=0), before, most, norms, behind))
+        found.append(LayerGradients(largest, alive[0][1], most, norms, total))
+    if step.splits_backward:  # most gradients of weights come in a task of their own
+        found = [LayerGradients(one.largest, 0, 0, 0, 0) for one in found]
     return found[::-1]
 
 
