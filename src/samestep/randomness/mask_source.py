@@ -68,6 +68,10 @@ class MaskSource(TorchFunctionMode):
         """Return a mask for x of this shape, bool, True where an element is dropped."""
         raise NotImplementedError
 
+    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
+        """Return x with elements dropped and scaled by one kernel; None, and no mask is drawn, where `drop` is to be called."""
+        return None
+
     def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
         """Return a function that makes parts of such a mask, at any time."""
         raise NotImplementedError
