@@ -6,6 +6,7 @@
 # make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
 # make launchers  train the default job, made small, by each launcher: installs both MPIs and Ray, says what it skipped and why
 # make mpi, make ray   Open MPI and MPICH in folders of .venv/mpi; Ray in .venv-ray, which finds the rest in .venv
+# make triton     Triton in .venv/triton, by whose interpreter and compiler the tests hold the kernels of GPUs (Linux, x86-64)
 # make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
 
@@ -14,7 +15,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity shard matrix families crashes launchers mpi ray gpu check format bench setup clean
+.PHONY: train test parity shard matrix families crashes launchers mpi ray triton gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -94,6 +95,13 @@ mpi: .venv/mpi/.ready
 		grep "^$$one==" .ci/mpi.lock > .venv/$$one.lock && \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --prefix .venv/mpi/$$one -r .venv/$$one.lock || exit 1; \
 	done
+	touch $@
+
+# Whoever imports torch imports Triton where it finds it, half a second in each process: it stands where no other test looks.
+triton: .venv/triton/.ready
+
+.venv/triton/.ready: $(READY) .ci/triton.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --upgrade --target .venv/triton -r .ci/triton.lock
 	touch $@
 
 # Ray pins packages that nothing else here needs. torch is large, and is not installed twice.

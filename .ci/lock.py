@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_OF_TORCH = ("nvidia-", "cuda-")
+_OF_TORCH = ("nvidia-", "cuda-", "triton")
 """What only builds of torch for GPUs need, which bring it themselves."""
 LOCK = Path(__file__).with_name("requirements.lock")
 

@@ -357,7 +357,7 @@ TECHNIQUES = (
         "attention",
         "building/attention/attention_spec.py building/attention/carriers.py building/attention/formula.py runtime/axes/context/ring_attention.py",
     ),
-    ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py"),
+    ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py kernels/hashed_dropout.py"),
     ("distributions of random numbers", "randomness/distributions.py examination/recording.py"),
     ("families of transformers", "building/families.py building/pretrained.py"),
     ("adapters (LoRA, QLoRA)", "building/adapters.py building/nf4.py building/merging.py"),

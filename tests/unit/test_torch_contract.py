@@ -56,7 +56,11 @@ WALKERS = ("trees.py", "runtime/processes/plain_data.py", "datasets/values.py")
 batch, in which a list may hold one item for each sample."""
 
 
-NEEDING = {"samestep.engines.ray_job": "ray", "samestep.kernels.hashed_bits": "triton"}
+NEEDING = {
+    "samestep.engines.ray_job": "ray",
+    "samestep.kernels.hashed_bits": "triton",
+    "samestep.kernels.hashed_dropout": "triton",
+}
 """Modules that need a package which is not always installed."""
 
 

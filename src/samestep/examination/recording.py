@@ -70,6 +70,10 @@ class MaskRecorder(DropoutMode):
         self._record(self._next_draw(), x, shape)
         return torch.empty(shape, dtype=torch.bool, device=x.device)
 
+    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
+        """Let the mask be asked of `drop`."""
+        return None
+
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
         """Record a mask, and return one whose parts have no values."""
         drop = self.drop(x, shape, p, what)

@@ -67,6 +67,10 @@ class MaskSource(TorchFunctionMode):
         """Return a mask for x of this shape, bool, True where an element is dropped."""
         raise NotImplementedError
 
+    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
+        """Return x with elements dropped and scaled by one kernel; None, and no mask is drawn, where `drop` is to be called."""
+        return None
+
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
         """Return such a mask of the weights of an attention, which is made in parts, or drawn by a kernel, at any time."""
         raise NotImplementedError

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.module_attributes import set_attributes
 from samestep.errors import LayoutError
+from samestep.kernels.dropped_elements import HashedMask, mask_of
+from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below, with_attentions
 
@@ -210,6 +212,19 @@ def drop_mask(bits: Tensor, p: float) -> Tensor:
     if p >= 1.0:
         return torch.ones_like(bits, dtype=torch.bool)
     return bits < drop_threshold(p)
+
+
+def dropped_at(halves: Tensor, columns: Tensor, p: float) -> Tensor:
+    """Return which elements are dropped with probability p, bool [..., R, C], of rows with these halves at these hashed columns."""
+    if p < 1.0 and runs_kernels(halves):
+        mask = hashed_mask(halves, columns, p)
+        return mask_of(mask).view(*halves.shape[:-1], columns.numel())
+    return drop_mask(hash_bits(halves, columns), p)
+
+
+def hashed_mask(halves: Tensor, columns: Tensor, p: float) -> HashedMask:
+    """Return a mask with probability p < 1 in the form that kernels take."""
+    return HashedMask(halves.reshape(-1, 2), columns.contiguous(), drop_threshold(p))
 
 
 def drop_threshold(p: float) -> int:

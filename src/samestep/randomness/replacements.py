@@ -36,13 +36,18 @@ class _DropoutKind:
 
 
 def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
-    """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask."""
+    """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask,
+    or draws it anew where a kernel drops them."""
     if x.dim() < kind.min_dims:
         raise mode.refuse(
             f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
         )
     if isinstance(x, Scores):
         return x.dropped_by(p, mode.drop_later(p, what))
+    if not kind.channels and not kind.alpha:
+        dropped = mode.drop_elements(x, p, what, inplace=inplace)
+        if dropped is not None:
+            return dropped
     drop = mode.drop(x, x.shape[:2] if kind.channels else x.shape, p, what)
     if kind.channels:
         drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from samestep.building.attention.attention_spec import WeightHashes
-from samestep.randomness.masks import HashedPositions, drop_mask, hash_bits, mix, row_halves
+from samestep.kernels.kernel_choice import runs_kernels
+from samestep.randomness.masks import HashedPositions, dropped_at, hash_bits, mix, row_halves
 
 OF_NO_SAMPLE = -1
 """The dimension of samples of a mask for a tensor that depends on none, such as a weight."""
@@ -98,7 +99,8 @@ def _layout_of(draws: _Draws, num_samples: int) -> _Layout:
         starts[draw] = total
         total += size * num_samples
     each = torch.tensor(sizes, device=device).repeat_interleave(num_samples)
-    alike, left = [], MOST_ELEMENTS
+    # A kernel draws the mask where it drops elements.
+    alike, left = [], 0 if runs_kernels(each) else MOST_ELEMENTS
     for group in groups.values():
         (at, p), start = draws[group[0]], starts[group[0]]
         stop = start + len(group) * at.rows.numel() * num_samples
@@ -192,8 +194,8 @@ class ForwardRows:
         rows = mix((keys[:, None] ^ samples).flatten()[layout.places] + layout.rows)
         self._halves = rows.view(torch.int32).view(-1, 2)
         for group in layout.alike:
-            bits = hash_bits(self._halves[group.start : group.stop], group.columns)
-            self._dropped |= _windows(layout, group, drop_mask(bits, group.p), samples.numel())
+            dropped = dropped_at(self._halves[group.start : group.stop], group.columns, group.p)
+            self._dropped |= _windows(layout, group, dropped, samples.numel())
 
 
 def _windows(layout: _Layout, group: _Alike, dropped: Tensor, num_samples: int) -> dict[Hashable, Tensor]:
@@ -239,12 +241,26 @@ class DrawBits:
         """Return which elements are dropped, bool."""
         if self.mask is not None:
             return self._arranged(self.mask, self.shape, self.each)
-        return drop_mask(self.whole(), self.p)
+        assert self.halves is not None
+        return self._arranged(dropped_at(self.halves, self.columns, self.p), self.shape, self.each)
+
+    def rows_in_order(self) -> Tensor | None:
+        """Return the halves of each row in the order of the tensor, int32 [rows, 2]; None where samples are along its last dimension,
+        or the mask itself is known."""
+        if self.halves is None or self.is_in_order:
+            return None if self.halves is None else self.halves.view(-1, 2)
+        if self.dim == len(self.shape) - 1:
+            return None
+        return self._arranged(self.halves, (*self.shape[:-1], 2), (*self.each[:-1], 2)).view(-1, 2)
 
     def dropped_part(self, start: int, stop: int, num_columns: int) -> Tensor:
         """Return `dropped` from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
         if self.mask is None and self.dim < len(self.shape) - 2:
-            return drop_mask(self._part(start, stop, num_columns), self.p)
+            assert self.halves is not None
+            size = (stop - start, num_columns)
+            halves = self.halves.view(-1, *self.each[:-1], 2)[..., start:stop, :].flatten(1, -2)
+            dropped = dropped_at(halves, self.columns[:num_columns], self.p)
+            return self._arranged(dropped, (*self.shape[:-2], *size), (*self.each[:-2], *size))
         return part_of(self.dropped(), start, stop, num_columns)
 
     def hashes(self, threshold: int) -> WeightHashes:
@@ -252,13 +268,6 @@ class DrawBits:
         assert self.halves is not None, "masks without a probability are not hashed with others"
         halves = self._arranged(self.halves, (*self.shape[:-1], 2), (*self.each[:-1], 2))
         return WeightHashes(halves, self.columns, threshold)
-
-    def _part(self, start: int, stop: int, num_columns: int) -> Tensor:
-        assert self.halves is not None
-        size = (stop - start, num_columns)
-        halves = self.halves.view(-1, *self.each[:-1], 2)[..., start:stop, :].flatten(1, -2)
-        bits = hash_bits(halves, self.columns[:num_columns])
-        return self._arranged(bits, (*self.shape[:-2], *size), (*self.each[:-2], *size))
 
     @property
     def is_in_order(self) -> bool:
