@@ -357,6 +357,10 @@ TECHNIQUES = (
         "attention",
         "building/attention/attention_spec.py building/attention/carriers.py building/attention/formula.py runtime/axes/context/ring_attention.py",
     ),
+    (
+        "attention with dropout on GPUs",
+        "building/attention/dropped_flash.py kernels/flash_launches.py kernels/flash_dropout.py",
+    ),
     ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py kernels/hashed_dropout.py"),
     ("distributions of random numbers", "randomness/distributions.py examination/recording.py"),
     ("families of transformers", "building/families.py building/pretrained.py"),

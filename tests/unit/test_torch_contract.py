@@ -9,10 +9,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import itertools
 import pkgutil
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from torch import nn
 
 import samestep
 from samestep.runtime.axes.recompute import in_our_modes
+from tests import fsdp_sources
 from tests.pool import pool
 
 PUBLIC_OF_FSDP = """
@@ -58,6 +57,7 @@ batch, in which a list may hold one item for each sample."""
 
 NEEDING = {
     "samestep.engines.ray_job": "ray",
+    "samestep.kernels.flash_dropout": "triton",
     "samestep.kernels.hashed_bits": "triton",
     "samestep.kernels.hashed_dropout": "triton",
 }
@@ -249,68 +249,15 @@ def sharded(rank: int, world: int) -> tuple[list[str], dict[str, Any]]:
     return missing, shown
 
 
-HOLDERS = {"fsdp": "FSDPModule", "state": "FSDPState", "group": "FSDPParamGroup", "weight": "FSDPParam"}
-"""The classes of FSDP2 by the names under which `runtime/weights` holds their objects."""
-
-
-def _class_of(value: ast.expr) -> str:
-    """Return the class of FSDP2 of an expression in `runtime/weights`; empty for any other."""
-    if isinstance(value, ast.Call):
-        return "FSDPState" if getattr(value.func, "attr", "") == "_get_fsdp_state" else ""
-    return HOLDERS.get(getattr(value, "id", getattr(value, "attr", "")), "")
-
-
-def _reaches_into_fsdp() -> dict[tuple[str, str], list[ast.Call]]:
-    """Return every attribute of an object of FSDP2 that the source names, with its calls."""
-    found: dict[tuple[str, str], list[ast.Call]] = {}
-    for path in (Path(samestep.__file__).parent / "runtime" / "weights").glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text if "import FSDPParamGroup" in text else "")
-        for node in ast.walk(tree):
-            called = node.func if isinstance(node, ast.Call) else node
-            if isinstance(called, ast.Attribute) and (home := _class_of(called.value)):
-                calls = found.setdefault((home, called.attr), [])
-                calls += [node] if isinstance(node, ast.Call) else []
-    return found
-
-
-def _names_of(home: type) -> set[str]:
-    """Return the names of attributes that the sources of a class give its objects."""
-    names = set(dir(home))
-    for one in home.__mro__[:-1]:
-        if not one.__module__.startswith("torch.distributed.fsdp"):
-            continue
-        module = ast.parse(inspect.getsource(sys.modules[one.__module__]))
-        classes = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == one.__name__]
-        for node in itertools.chain.from_iterable(map(ast.walk, classes)):
-            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
-                names.add(node.attr)
-            elif isinstance(node, ast.FunctionDef):
-                names.add(node.name)
-            elif isinstance(node, ast.AnnAssign):
-                names.add(getattr(node.target, "id", ""))
-    return names
-
-
-def test_what_is_reached_of_fsdp2_is_in_its_sources_and_called_by_its_signatures():
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
-
-    homes: dict[str, type] = {
-        "FSDPModule": FSDPModule,
-        "FSDPState": _fsdp_state.FSDPState,
-        "FSDPParamGroup": _fsdp_param_group.FSDPParamGroup,
-        "FSDPParam": _fsdp_param.FSDPParam,
-    }
-    reached = _reaches_into_fsdp()
-    assert {home for home, _ in reached} == set(homes)
-    assert {("FSDPState", "_register_pre_backward_hook"), ("FSDPParam", "_unsharded_param")} <= set(reached)
-    names = {home: _names_of(one) for home, one in homes.items()}
-    assert not [f"{home}.{name}" for home, name in reached if name not in names[home]]
-    for (home, name), calls in reached.items():
-        for call in calls:
-            signature = inspect.signature(getattr(homes[home], name))
-            signature.bind(None, *call.args, **{str(given.arg): given.value for given in call.keywords})
+def test_what_is_reached_of_fsdp2_is_in_its_sources_and_called_by_its_signatures(tmp_path: Path) -> None:
+    held, copy = Path(torch.__file__).parents[1], tmp_path / "torch/distributed/fsdp/_fully_shard"
+    assert {home for home, _ in fsdp_sources.reached()} == {*fsdp_sources.HOLDERS.values()}
+    assert fsdp_sources.faults(held) == []
+    copy.mkdir(parents=True)
+    for path in (held / copy.relative_to(tmp_path)).glob("*.py"):
+        text = path.read_text(encoding="utf-8").replace("_unsharded_param", "_gathered_param")
+        (copy / path.name).write_text(text.replace("def unshard(self, ", "def unshard(self, now, "), encoding="utf-8")
+    assert fsdp_sources.faults(tmp_path) == ["FSDPModule.unshard needs {'now'}", "FSDPParam has no _unsharded_param"]
 
 
 def test_fsdp2_gathers_frees_and_reduces_when_it_is_told_to():

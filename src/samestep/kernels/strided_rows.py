@@ -1,4 +1,4 @@
-"""A tensor as rows that kernels find: its dimensions but the last, of which neighbours that are one stride apart become one."""
+"""A tensor as rows of its last dimension, whose other dimensions are joined where one stride leads through them."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class MaskSource(TorchFunctionMode):
         return None
 
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
-        """Return such a mask of the weights of an attention, which is made in parts, or drawn by a kernel, at any time."""
+        """Return such a mask of the weights of an attention, which is drawn in parts, or by a kernel, at any time."""
         raise NotImplementedError
 
     def drop_later(self, p: float, what: str) -> DropLater:

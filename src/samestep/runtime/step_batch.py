@@ -1,4 +1,4 @@
-"""The interface of the batch of a step: all ranks know who reads which samples, and each reads its own."""
+"""The interface of the batch of a step: all ranks know which rank reads which samples, and each reads its part."""
 
 from __future__ import annotations
 

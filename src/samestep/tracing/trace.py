@@ -253,7 +253,6 @@ def _layer_specs(
     for index, layer in enumerate(layers):
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
-        most, of_norms = (sets.get(index, WorkingSet()) for sets in (working, in_norms))
         kept = inputs[index] | results
         spec = LayerSpec(
             name=layer.name,
@@ -273,13 +272,7 @@ def _layer_specs(
             + elements(norms & watch.savers.keys()),
             input_norm_elements=elements((inputs[index] & watch.norm_savers.keys()) - watch.savers.keys()),
             saved_selective_elements=elements(kept),
-            working_elements=most.elements // num_samples,
-            working_cut_elements=most.cut_elements // num_samples,
-            working_weights=most.weights,
-            norm_working_elements=of_norms.elements // num_samples,
-            norm_working_cut_elements=of_norms.cut_elements // num_samples,
-            norm_working_wide_elements=of_norms.wide_elements // num_samples,
-            norm_working_weights=of_norms.weights,
+            **_working_counts(*(sets.get(index, WorkingSet()) for sets in (working, in_norms)), num_samples),
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
@@ -303,6 +296,19 @@ def _layer_specs(
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _working_counts(most: WorkingSet, of_norms: WorkingSet, num_samples: int) -> dict[str, int]:
+    """Return the elements of one sample that are alive in the backward of a layer, and in that of its norms, by field of the spec."""
+    return {
+        "working_elements": most.elements // num_samples,
+        "working_cut_elements": most.cut_elements // num_samples,
+        "working_weights": most.weights,
+        "norm_working_elements": of_norms.elements // num_samples,
+        "norm_working_cut_elements": of_norms.cut_elements // num_samples,
+        "norm_working_wide_elements": of_norms.wide_elements // num_samples,
+        "norm_working_weights": of_norms.weights,
+    }
 
 
 def _products_of(regions: Sequence[Region]) -> Iterator[Product]:

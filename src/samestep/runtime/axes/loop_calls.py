@@ -1,4 +1,4 @@
-"""Who asks something of a weight: our own code, the forward of a module, or the loop of a run, as the stack shows it."""
+"""The stack shows who asks something of a weight: samestep, the forward of a module, or the loop of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 
 class Asker(Enum):
-    """What asks."""
+    """The code that asks something of a weight."""
 
-    RUN = "our own code"
+    RUN = "the code of samestep"
     MODULE = "the forward of a module of the run"
     LOOP = "the loop, by itself or by a function of torch"
 

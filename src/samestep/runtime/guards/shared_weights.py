@@ -27,7 +27,7 @@ class SharedWeights:
     """Weights that one run was given and that stay with whoever gave them, and how far the run has come."""
 
     def __init__(self, *, is_watched: bool = True) -> None:
-        """Watch the weights that a run is given, which `parallelize` has made; other runs of samestep train copies in turn."""
+        """Watch the weights that a run of `parallelize` is given; other runs train copies."""
         self._is_watched = is_watched
         self._given: dict[str, weakref.ref[Tensor]] = {}
         self._trained: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""The weights of a run as its loop meets them between two steps: where a rank has a part, what looks at several elements is refused.
+"""The weights of a run in its loop, between two steps: where a rank has a part, an operation on several elements is refused.
 
     one.mul_(0.9)    average.lerp_(one, 0.1)    one.clamp_(-1, 1)       each element by itself: as on one device
     one.norm()       one.kthvalue(k)            nn.init.normal_(one)    of the part alone: refused, and in `run.gathered()` right
@@ -50,14 +50,14 @@ _NAMES_BY_ELEMENTS, _NAMES_WITHOUT_VALUES = frozenset(_BY_ELEMENTS.split()), fro
 
 @dataclass(slots=True)
 class Waiting:
-    """Whether gradients wait for an update, when `param.grad` has those of a rank's own samples, and of one backward."""
+    """Whether gradients wait for an update, when `param.grad` has those of the samples of one rank, and of one backward."""
 
     now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """What is said of a weight of which a rank has a part, or a part of the gradient."""
+    """Facts of a weight of which a rank has a part, or a part of the gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class PartFacts:
         return self.reduced and f"under {self.reduced}"
 
     def refusal(self, what: str, shape: Iterable[int], *, is_gradient: bool) -> LayoutError:
-        """Return the error of an operation on the weight, on its gradient, or on what a loop has made of one."""
+        """Return the error of an operation on the weight, on its gradient, or on a tensor that a loop has computed from one."""
         if is_gradient:
             return LayoutError(
                 f"{what} of the gradient of {self.name} was asked for, of which {self.divided or f'under {self.cut}'} a rank has a part: "
@@ -94,14 +94,14 @@ class PartFacts:
 
 
 class _Asked:
-    """The answer of a weight of which a rank has a part, and of what a loop has made of one."""
+    """A weight of which a rank has a part, or a tensor that a loop has computed from one, which answers each operation on it."""
 
     part_facts: PartFacts
     of_gradient: ClassVar[bool] = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Carry out an operation that computes each element by itself, gives no values, or stands in a forward or in our own code.
+        """Carry out an operation that computes each element by itself, or gives no values, or is called by a forward or by samestep.
 
         Raises:
             LayoutError: it is another one.
@@ -151,11 +151,11 @@ class PartWeight(_Asked, nn.Parameter):
 
 
 class PartTensor(_Asked, Tensor):
-    """What a loop has made of parts of weights."""
+    """A tensor that a loop has computed from parts of weights."""
 
 
 class PartGradient(_Asked, Tensor):
-    """What stands in `param.grad` where it is a part, and what a loop has made of it."""
+    """A gradient in `param.grad` of which a rank has a part, or a tensor that a loop has computed from one."""
 
     of_gradient: ClassVar[bool] = True
 
@@ -193,7 +193,7 @@ def _by_elements(first: Any, name: str, func: Any, args: tuple[Any, ...], kwargs
 
 
 def _writes_divided(func: Any, args: tuple[Any, ...], asked: Iterable[Any]) -> bool:
-    """Return whether an operation writes what was made of a gradient that is no whole one into a weight."""
+    """Return whether an operation writes a value into a weight that was computed from a part of a gradient."""
     is_write = func.__name__ == "__set__" or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
     written = next(iter(operands(*args[:1])), None)
     into_weight = (is_write or func.__name__.startswith("__i")) and not getattr(written, "of_gradient", False)
@@ -201,7 +201,7 @@ def _writes_divided(func: Any, args: tuple[Any, ...], asked: Iterable[Any]) -> b
 
 
 def _marked(made: Tensor, kind: type[PartTensor | PartGradient], facts: PartFacts) -> Tensor:
-    """Return a tensor as one that a loop has made of a weight."""
+    """Return a tensor as one that a loop has computed from a weight."""
     if type(made) is Tensor:
         made = made.as_subclass(kind)
     else:  # a DTensor
@@ -212,12 +212,12 @@ def _marked(made: Tensor, kind: type[PartTensor | PartGradient], facts: PartFact
 
 @functools.cache
 def _part_class(base: type[Tensor], kind: type[_Asked]) -> type[Tensor]:
-    """Return the class of a sharded weight, or of what is made of one, while the loop has it."""
+    """Return the class of a sharded weight, or of a tensor computed from one, while the loop has it."""
     return type(f"{kind.__name__}Of{base.__name__}", (_Asked, base), {"__slots__": (), "of_gradient": kind.of_gradient})
 
 
 def _is_asked_by_run(facts: PartFacts) -> bool:
-    """Return whether our own code asks, or a forward of one of the run's modules.
+    """Return whether the code of samestep asks, or the forward of a module of the run.
 
     Raises:
         LayoutError: the loop calls a module whose outputs are parts.

@@ -67,7 +67,7 @@ def _gradient_of(weight: Any) -> Tensor:
 
 
 def _name_among(given: Iterable[Any]) -> str:
-    """Return the name of the first weight of another stage of which one of some operands was made."""
+    """Return the name of the first weight of another stage from which one of some operands was computed."""
     return next((one.weight_name for one in operands(*given) if isinstance(one, OtherStageWeight)), "")
 
 
