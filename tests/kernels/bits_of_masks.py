@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from samestep.kernels import kernel_choice
 from samestep.kernels.hashed_bits import element_bits, hashed_columns, mix64, row_halves
 from samestep.kernels.kernel_choice import is_interpreted
 from samestep.randomness.masks import drop_mask, drop_threshold, hash_bits, hash_positions, mix
@@ -42,6 +43,25 @@ def _mix(numbers, mixed, BLOCK: tl.constexpr):
 
 def test_this_is_the_interpreter() -> None:
     assert is_interpreted()
+
+
+def test_the_first_mask_of_a_device_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves, columns = (
+        torch.tensor(numbers, dtype=torch.int32)
+        for numbers in (kernel_choice.TRIED_HALVES, kernel_choice.TRIED_COLUMNS)
+    )
+    dropped = hash_bits(halves, columns) < kernel_choice.TRIED_THRESHOLD
+    known = tuple(sum(bit << place for place, bit in enumerate(row)) for row in dropped.tolist())
+    assert known == kernel_choice.KNOWN_MASK
+    assert len({*known}) == len(known)
+    assert kernel_choice.draws_known_mask(torch.device("cpu"))
+    monkeypatch.setattr(kernel_choice, "TRIED_THRESHOLD", 2**29)
+    assert not kernel_choice.draws_known_mask(torch.device("cpu"))
+
+
+def test_a_device_whose_compiler_fails_goes_by_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "kernels_of", lambda file: (_ for _ in ()).throw(RuntimeError("no C compiler")))
+    assert not kernel_choice.draws_known_mask(torch.device("cpu"))
 
 
 @settings(deadline=None, max_examples=25)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
 
-from samestep.building.attention import AttentionSpec
+from samestep.building.attention import AttentionSpec, dropped_flash
 from samestep.building.attention.carriers import Asked, carrier_of
 from samestep.building.attention.dropped_flash import attend_dropped, fits_dropped_flash
 from samestep.building.attention.formula import attend_by_formula
@@ -230,3 +230,16 @@ def test_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     found = with_gradients(attend_dropped, tensors, spec, torch.bfloat16)
     compare(found, with_gradients(by_formula, [one.double() for one in halves], spec, torch.float64), torch.bfloat16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_that_differ_from_the_formula_on_a_device_do_not_run(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cpu")
+    assert dropped_flash.agrees.__wrapped__(device, torch.float32, (16, 24), causal)
+    backward = flash_launches.backward
+    monkeypatch.setattr(flash_launches, "backward", lambda *given: (*backward(*given)[:2], torch.zeros(2, 2, 40, 24)))
+    assert not dropped_flash.agrees.__wrapped__(device, torch.float32, (16, 24), causal)
+    monkeypatch.setattr(flash_launches, "forward", lambda *given: 1 / 0)
+    assert not dropped_flash.agrees.__wrapped__(device, torch.float32, (16, 24), causal)

@@ -272,7 +272,6 @@ def _layer_specs(
             + elements(norms & watch.savers.keys()),
             input_norm_elements=elements((inputs[index] & watch.norm_savers.keys()) - watch.savers.keys()),
             saved_selective_elements=elements(kept),
-            **_working_counts(*(sets.get(index, WorkingSet()) for sets in (working, in_norms)), num_samples),
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
@@ -288,7 +287,8 @@ def _layer_specs(
             batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
             kept=tuple(one for region, one in outside if region in layer.regions),
         )
-        specs.append(spec)
+        most, of_norms = (sets.get(index, WorkingSet()) for sets in (working, in_norms))
+        specs.append(_with_working(spec, most, of_norms, num_samples))
     if head := _head_of(specs[-1], {watch.sizes[key] // num_samples for key in outputs[-1]}):
         logits = head.logits * num_samples
         kept = {key for key in saved[-1] if watch.sizes[key] != logits}
@@ -298,17 +298,18 @@ def _layer_specs(
     return tuple(specs)
 
 
-def _working_counts(most: WorkingSet, of_norms: WorkingSet, num_samples: int) -> dict[str, int]:
-    """Return the elements of one sample that are alive in the backward of a layer, and in that of its norms, by field of the spec."""
-    return {
-        "working_elements": most.elements // num_samples,
-        "working_cut_elements": most.cut_elements // num_samples,
-        "working_weights": most.weights,
-        "norm_working_elements": of_norms.elements // num_samples,
-        "norm_working_cut_elements": of_norms.cut_elements // num_samples,
-        "norm_working_wide_elements": of_norms.wide_elements // num_samples,
-        "norm_working_weights": of_norms.weights,
-    }
+def _with_working(spec: LayerSpec, most: WorkingSet, of_norms: WorkingSet, num_samples: int) -> LayerSpec:
+    """Return a layer with the elements of one sample that are alive in its backward, and in that of its norms."""
+    return dataclasses.replace(
+        spec,
+        working_elements=most.elements // num_samples,
+        working_cut_elements=most.cut_elements // num_samples,
+        working_weights=most.weights,
+        norm_working_elements=of_norms.elements // num_samples,
+        norm_working_cut_elements=of_norms.cut_elements // num_samples,
+        norm_working_wide_elements=of_norms.wide_elements // num_samples,
+        norm_working_weights=of_norms.weights,
+    )
 
 
 def _products_of(regions: Sequence[Region]) -> Iterator[Product]:

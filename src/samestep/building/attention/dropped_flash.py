@@ -8,20 +8,24 @@ Legend: as in `attention_spec.py`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from samestep.building.attention.attention_spec import AttentionSpec
-from samestep.building.attention.formula import scale_of
+from samestep.building.attention.attention_spec import AttentionSpec, DroppedWeights, WeightHashes
+from samestep.building.attention.formula import attend_by_formula, scale_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.kernels import flash_launches
+from samestep.kernels.dropped_elements import HashedMask, mask_of
 from samestep.kernels.flash_launches import FlashForm
 from samestep.kernels.kernel_choice import runs_kernels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FAR = 4e-2
+"""The largest difference between kernels and formula, of the largest element or of 1."""
 _INTERPRETED = (torch.float32, torch.float16)
 """Triton's interpreter multiplies the bits of bfloat16 as integers."""
 
@@ -40,6 +44,44 @@ def fits_dropped_flash(query: Tensor, key: Tensor, value: Tensor, spec: Attentio
         and 0 not in (*query.shape, *key.shape, *value.shape)
         and spec.has_only("window", "documents", "dropout")
         and (spec.mask is None or (spec.mask.dim() <= 4 and not spec.mask.requires_grad))
+        and (not query.is_cuda or agrees(query.device, query.dtype, (query.shape[3], value.shape[3]), spec.causal))
+    )
+
+
+@functools.cache
+def agrees(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], causal: bool) -> bool:
+    """Return whether the kernels equal the formula on a device, in a short attention of heads of these widths, forward and backward.
+
+    They are compiled there, by what is installed. One that reads the wrong elements, or drops other weights, is off by far more than
+    the roundings of any dtype.
+    """
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 40, widths[0]), (2, 2, 40, widths[0]), (2, 2, 40, widths[1]), (2, 4, 40, widths[1]))
+    numbers = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+    halves, columns = (
+        torch.randint(-(2**31), 2**31, shape, generator=draw).to(device, torch.int32)
+        for shape in ((2, 4, 40, 2), (40,))
+    )
+    try:
+        with disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+            mask = mask_of(HashedMask(halves.view(-1, 2), columns, -(2**30))).view(2, 4, 40, 40)
+            dropped = DroppedWeights(
+                0.25,
+                lambda start, stop, num_keys: mask[..., start:stop, :num_keys],
+                lambda: WeightHashes(halves, columns, -(2**30)),
+            )
+            spec, found = AttentionSpec(causal=causal, dropout=dropped), list[list[Tensor]]()
+            for is_formula in (False, True):
+                leaves = [one.clone().requires_grad_() for one in numbers[:3]]
+                query, key, value = leaves
+                by_formula = attend_by_formula(query, key, value, spec, needs_lse=False) if is_formula else None
+                output, _ = by_formula or attend_dropped(query, key, value, spec)
+                found.append([output.detach(), *torch.autograd.grad(output, leaves, numbers[3])])
+    except Exception:  # whatever the compilers of a machine raise
+        return False
+    return all(
+        bool((ours.float() - theirs.float()).abs().max() < _FAR * theirs.float().abs().max().clamp_min(1.0))
+        for ours, theirs in zip(*found, strict=True)
     )
 
 
