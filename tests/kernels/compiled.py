@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from samestep.kernels import flash_dropout, flash_launches, hashed_dropout
+from samestep.kernels import flash_dropout, flash_launches, hashed_dropout, remainder_bits
 
 LEAST_SHARED = 99 * 2**10
 """Bytes of a block's shared memory on devices of compute capability 8.6, 8.9 and 12.0; others have more."""
@@ -81,6 +81,8 @@ def main() -> None:
         for capability in CAPABILITIES:
             for dtype in ("fp32", "bf16", "fp16", "fp64"):
                 compile_dropout(dtype, capability)
+            halves = {"bits": "*i32", "remainders": "*i16", "is_halfway": "*i1"}
+            compiled(remainder_bits.write_remainders, capability, halves, {"BLOCK": 1024})
         for case in CASES if which == "every" else [("bf16", 64, FORMS[0], 80)]:
             compile_attention(*case)
     print(f"{which} form compiles")

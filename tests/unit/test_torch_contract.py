@@ -60,6 +60,7 @@ NEEDING = {
     "samestep.kernels.flash_dropout": "triton",
     "samestep.kernels.hashed_bits": "triton",
     "samestep.kernels.hashed_dropout": "triton",
+    "samestep.kernels.remainder_bits": "triton",
 }
 """Modules that need a package which is not always installed."""
 

@@ -12,7 +12,8 @@ halves give the master back to the bit, and take 4 bytes together. What is no nu
 On a GPU the list has a fixed length, since the host must not wait for a count: room for 32 times as many as there are
 among random numbers, and for 4096 more. Were there more than that, their masters would be one last place of float32 lower.
 
-The masters are joined in one buffer for an update, and split again after it. Code that writes into a weight leaves its
+The masters are joined in one buffer for an update, and split again after it: on GPUs a kernel finds remainders and halfway masters in one
+pass (`kernels/remainder_bits.py`). Code that writes into a weight leaves its
 remainder as it is; `CopiedWeights.take_over` says how the master is then set.
 """
 
@@ -26,6 +27,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from samestep.kernels.kernel_choice import runs_kernels
+from samestep.kernels.master_remainders import split_remainders
 from samestep.program.buckets import round_up
 
 _ALIGNED = 8
@@ -86,8 +89,7 @@ class SplitMasters:
             with torch.no_grad():
                 if windows:
                     torch._foreach_copy_(weights, windows)
-                self._remainders.copy_(bits)  # the low half of each number
-                self._halfway = self._found(bits)
+                self._halfway = self._split(bits)
             self._buffer.untyped_storage().resize_(0)
 
     def _take_memory(self) -> None:
@@ -99,8 +101,12 @@ class SplitMasters:
         places = zip(self._starts, self._numels, self.absent, strict=True)
         self._windows = [self._buffer[start : start + numel].view(one.shape) for start, numel, one in places]
 
-    def _found(self, bits: Tensor) -> Tensor:
-        """Return the positions of masters that are halfway and rounded down, and hold the largest int16 for them."""
+    def _split(self, bits: Tensor) -> Tensor:
+        """Hold the lower halves of masters; return the positions of those that are halfway and rounded down, of which the largest int16
+        is held."""
+        if runs_kernels(bits):
+            return self._positions(split_remainders(bits, self._remainders))
+        self._remainders.copy_(bits)
         if bits.device.type == "cpu":
             rows = self._remainders.view(-1, _ROW)
             places = (rows.amin(dim=1) == -_TOP).nonzero().flatten()
@@ -111,7 +117,11 @@ class SplitMasters:
             return found
         is_halfway = _is_halfway(bits)
         self._remainders.masked_fill_(is_halfway, _TOP - 1)
-        size = bits.numel()
+        return self._positions(is_halfway)
+
+    def _positions(self, is_halfway: Tensor) -> Tensor:
+        """Return the positions of halfway masters in a list of a fixed length, for which the host does not wait."""
+        size = is_halfway.numel()
         length = min(size, size // 4096 + 4096)
         return torch.nonzero_static(is_halfway, size=length, fill_value=size - 1).flatten()
 
