@@ -359,7 +359,7 @@ TECHNIQUES = (
     ),
     (
         "attention with dropout on GPUs",
-        "building/attention/dropped_flash.py kernels/flash_launches.py kernels/flash_dropout.py",
+        "kernels/flash_dropout.py kernels/flash_launches.py building/attention/dropped_flash.py",
     ),
     ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py kernels/hashed_dropout.py"),
     ("distributions of random numbers", "randomness/distributions.py examination/recording.py"),
