@@ -355,11 +355,7 @@ TECHNIQUES = (
     ("packed documents", "datasets/documents.py building/packed_positions.py building/attention/by_document.py"),
     (
         "attention",
-        "building/attention/attention_spec.py building/attention/carriers.py building/attention/formula.py runtime/axes/context/ring_attention.py",
-    ),
-    (
-        "attention with dropout on GPUs",
-        "kernels/flash_dropout.py kernels/flash_launches.py building/attention/dropped_flash.py",
+        "building/attention/attention_spec.py building/attention/carriers.py building/attention/formula.py kernels/flash_dropout.py runtime/axes/context/ring_attention.py",
     ),
     ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py kernels/hashed_dropout.py"),
     ("distributions of random numbers", "randomness/distributions.py examination/recording.py"),

@@ -5,10 +5,13 @@ Of its own the interpreter cuts the last 16 bits off.
 
 import numpy as np
 import torch
-import triton.experimental.gluon  # noqa: F401  # a first launch imports it, as code that a test runs
+import triton.experimental.gluon  # a first launch imports it, as code that a test runs
 import triton.language as tl
 from triton.runtime import interpreter
 
+from samestep.kernels import kernel_choice
+
+kernel_choice.IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _CONVERTED = interpreter._convert_float
 
 

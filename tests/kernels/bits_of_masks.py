@@ -12,7 +12,6 @@ from torch import Tensor
 
 from samestep.kernels import kernel_choice
 from samestep.kernels.hashed_bits import element_bits, hashed_columns, mix64, row_halves
-from samestep.kernels.kernel_choice import is_interpreted
 from samestep.randomness.masks import drop_mask, drop_threshold, hash_bits, hash_positions, mix
 from samestep.randomness.masks import row_halves as halves_of
 
@@ -42,7 +41,8 @@ def _mix(numbers, mixed, BLOCK: tl.constexpr):
 
 
 def test_this_is_the_interpreter() -> None:
-    assert is_interpreted()
+    assert kernel_choice.IS_INTERPRETED
+    assert triton.knobs.runtime.interpret
 
 
 def test_the_first_mask_of_a_device_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

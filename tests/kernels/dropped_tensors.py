@@ -43,7 +43,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 def by_torch() -> Iterator[None]:
     """Let no kernel run inside."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_choice, "is_interpreted", lambda: False)
+        patch.setattr(kernel_choice, "IS_INTERPRETED", False)
         yield
 
 

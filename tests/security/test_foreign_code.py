@@ -192,7 +192,7 @@ def test_every_word_that_is_imported_is_looked_at() -> None:
     assert importing == {
         "building/imported.py", "datasets/source.py", "building/adapters.py", "building/attention/fused.py", "building/families.py",
         "building/stored_weights.py", "datasets/files.py", "datasets/image_file.py", "datasets/text.py",
-        "runtime/codecs/codec.py", "runtime/processes/local_workers.py",
+        "kernels/kernel_choice.py", "runtime/codecs/codec.py", "runtime/processes/local_workers.py",
     }  # fmt: skip
 
 

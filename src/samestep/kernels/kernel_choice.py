@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 
 _LEAST_CAPABILITY = (8, 0)
 """The oldest CUDA devices on which kernels run: older ones have no bfloat16."""
+IS_INTERPRETED = False
+"""Whether kernels compute on CPUs too, in Triton's interpreter: the tests of kernels set it."""
 _PLAIN = (Tensor, nn.Parameter)
 _HERE: AbstractContextManager[Any] = nullcontext()
 TRIED_HALVES = ((1103515245, -987654321), (-2043190987, 52428807), (77788891, -13), (-5, 2**31 - 1))
@@ -35,13 +36,7 @@ def runs_kernels(x: Tensor) -> bool:
     """
     if type(x) not in _PLAIN:
         return False
-    return _has_kernels(x.device) if x.is_cuda else x.device.type == "cpu" and is_interpreted()
-
-
-def is_interpreted() -> bool:
-    """Return whether this process has imported Triton to interpret kernels on a CPU, as our tests do."""
-    triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    return _has_kernels(x.device) if x.is_cuda else IS_INTERPRETED and x.device.type == "cpu"
 
 
 @functools.cache

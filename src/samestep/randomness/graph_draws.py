@@ -90,6 +90,9 @@ class _GraphSource:
         mask: Tensor = torch.ops.samestep.drop_mask(x, list(shape), p, self.within, self.call, self.draw, what)
         return mask
 
+    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> None:
+        """Leave x to the mask of `drop`, of whose use the compiler makes one kernel with what is around it."""
+
     def drop_weights(self, x: Tensor, shape: Sequence[int], p: float, what: str) -> DroppedWeights:
         """Return it in parts."""
         drop = self.drop(x, shape, p, what)

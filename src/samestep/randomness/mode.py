@@ -346,7 +346,7 @@ class DropoutMode(MaskSource):
 
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
         """Return such a mask of the weights of an attention; its functions raise what `drop` does."""
-        known = None if runs_kernels(x) else self._known_mask(x, shape, p)
+        known = None if x.is_cuda and runs_kernels(x) else self._known_mask(x, shape, p)
         if known is None:
             return self._counted(p, what).weights(x, shape)
         return DroppedWeights(p, functools.partial(part_of, known))

@@ -256,15 +256,19 @@ class _Lent:
     own: type[Tensor]
     in_loop: type[Tensor]
 
-    def lend(self) -> None:
-        """Let the loop have it."""
-        self.param.__class__ = self.in_loop  # type: ignore[assignment]
-        vars(self.param)["part_facts"] = self.facts
 
-    def take(self) -> None:
-        """Make it what it was, also for files."""
-        self.param.__class__ = self.own  # type: ignore[assignment]
-        vars(self.param).pop("part_facts", None)
+def _lend(weights: Iterable[_Lent]) -> None:
+    """Let the loop have some weights."""
+    for one in weights:
+        one.param.__class__ = one.in_loop  # type: ignore[assignment]
+        one.param.__dict__["part_facts"] = one.facts
+
+
+def _take(weights: Iterable[_Lent]) -> None:
+    """Make some weights what they were, also for files."""
+    for one in weights:
+        one.param.__class__ = one.own  # type: ignore[assignment]
+        one.param.__dict__.pop("part_facts", None)
 
 
 class WeightsInLoops:
@@ -304,23 +308,20 @@ class WeightsInLoops:
         """Make these weights what they were before a loop had them."""
         self._entered += 1
         if self._entered == 1:
-            for one in self._now_lent:
-                one.take()
+            _take(self._now_lent)
 
     def lend(self) -> None:
         """Give these weights to the loop, unless something else has taken them too."""
         self._entered = max(self._entered - 1, 0)
         if not self._entered:
-            for one in self._now_lent:
-                one.lend()
+            _lend(self._now_lent)
 
     def wait(self, now: bool) -> None:
         """Note whether gradients wait from now on."""
         if now == self._waits.now:
             return
         self._entered += 1
-        for one in self._waiting:
-            one.take()
+        _take(self._waiting)
         self._waits.now = now
         self.lend()
 
