@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.building.attention.scores import Scores
+from samestep.kernels import kernel_choice
 from samestep.randomness.distributions import DRAWS
 from samestep.randomness.mask_source import MaskSource, dropped_weights
 
@@ -44,7 +45,7 @@ def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p
         )
     if isinstance(x, Scores):
         return x.dropped_by(p, mode.drop_later(p, what))
-    if not kind.channels and not kind.alpha:
+    if (x.is_cuda or kernel_choice.IS_INTERPRETED) and not kind.channels and not kind.alpha:
         dropped = mode.drop_elements(x, p, what, inplace=inplace)
         if dropped is not None:
             return dropped

@@ -28,7 +28,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
 from samestep.runtime.axes.folded_hooks import after_forward, before_forward
 from samestep.runtime.axes.rank_crossings import RankCrossing
-from samestep.runtime.axes.weight_gradients import Postponed, postpone_weights, separable
+from samestep.runtime.axes.weight_gradients import LayerInput, Postponed, postpone_weights, separable
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 
@@ -97,38 +97,35 @@ class Shared:
 
     def __init__(self, move: SharedMove, group: dist.ProcessGroup) -> None:
         self._move, self._group = move, group
+        self._input = LayerInput()
         self._postponed = Postponed()
         self._given: weakref.ref[Tensor] | None = None
         self._state = (0, False)
-        self._moved: Tensor | None = None
 
     def __call__(self, path: str, x: Tensor) -> Tensor:
         """Return x after the move, which the first module that is given x makes under its path."""
-        is_given = self._given is not None and self._given() is x and self._state == state_of(x)
-        if self._moved is not None and is_given:
-            return self._moved
-        self._postponed = Postponed()
-        moved = self._move(x, self._group, path, functools.partial(self._in_backward, self._postponed))
-        self._given, self._state, self._moved = weakref.ref(x, self._is_freed), state_of(x), moved
+        moved, is_given = self._input.moved, self._given is not None and self._given() is x
+        if moved is not None and is_given and self._state == state_of(x):
+            return moved
+        self._postponed = Postponed(self._input)
+        moved = self._move(x, self._group, path, self._postponed.add_up)
+        # In this order: the tensor that was moved before may be freed with what it was moved to.
+        self._given, self._state = weakref.ref(x, self._is_freed), state_of(x)
+        self._input.moved = moved
         return moved
 
     def postponed_gradients_of(self, given: Tensor) -> Postponed | None:
         """Return the weight gradients that overlap with the sum of this tensor's gradient; None if it is not summed."""
-        return self._postponed if given is self._moved else None
+        return self._postponed if given is self._input.moved else None
 
     def forget(self) -> None:
         """Free the moved tensor at the end of a block: its input, which may live on to its backward, is moved again in a repeated forward."""
-        self._given = self._moved = None
-
-    def _in_backward(self, postponed: Postponed) -> None:
-        """Compute the weight gradients that overlap with the sum of one tensor's gradient, and free the tensor that was moved last."""
-        self.forget()
-        postponed.add_up()
+        self._input.moved = None
 
     def _is_freed(self, given: weakref.ref[Tensor]) -> None:
         """Free the moved tensor, and its graph, together with the tensor that was moved."""
         if given is self._given:
-            self.forget()
+            self._input.moved = None
 
 
 # -- the boundaries --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ other code reads a linear layer's weight too, that part comes in B, and the grad
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -44,11 +45,20 @@ class _PostponedGradient(NamedTuple):
     is_transposed: bool
 
 
+@dataclass(slots=True)
+class LayerInput:
+    """The input of layers whose weight gradients are postponed."""
+
+    moved: Tensor | None = None
+    """After its last move between ranks, until a backward adds up the gradients."""
+
+
 class Postponed:
     """Weight gradients that a backward has left to be computed later."""
 
-    def __init__(self) -> None:
+    def __init__(self, input_: LayerInput | None = None) -> None:
         self._gradients: list[_PostponedGradient] = []
+        self._input = input_ or LayerInput()
 
     def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
         """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
@@ -56,6 +66,7 @@ class Postponed:
 
     def add_up(self) -> None:
         """Add the postponed gradients to those of the weights, in the order of the backward."""
+        self._input.moved = None
         weights: list[Tensor] = []
         products: list[Tensor] = []
         while self._gradients:
