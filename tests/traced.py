@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from samestep.examination.examine import Source, examine
@@ -62,7 +62,7 @@ def prepared(
 
 def copied(traced: TracedModel) -> TracedModel:
     """Return a traced model with a module of its own, for a run to cut and fill."""
-    return replace(traced, blueprint=replace(traced.blueprint, module=copy.deepcopy(traced.module)))
+    return replace(traced, blueprint=replace(traced.blueprint, module=_copy_of(traced.module)))
 
 
 @contextmanager
@@ -99,3 +99,11 @@ def specs_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "_trace_elsewhere", trace)
         yield
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, in which a tensor that it computes from its weights, as a weight norm does, is a plain one."""
+    computed = (
+        one for part in module.modules() for one in vars(part).values() if isinstance(one, Tensor) and not one.is_leaf
+    )
+    return copy.deepcopy(module, {id(one): one.detach() for one in computed})

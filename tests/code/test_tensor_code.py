@@ -827,5 +827,6 @@ def test_layers_with_gains_of_their_own_are_not_cut(
         ("last", functools.partial(OfGained, kind)),
         ("first", functools.partial(OfGained, kind, True)),
     ):
-        monkeypatch.setitem(MODELS, f"gained {name}", functools.partial(Decoder, block, plan, as_it_is))
-        prove("tp=2", f"gained {name}")
+        model = f"gained {name}, {kind}, {bool(plan)}"
+        monkeypatch.setitem(MODELS, model, functools.partial(Decoder, block, plan, as_it_is))
+        prove("tp=2", model)
