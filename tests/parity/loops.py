@@ -46,6 +46,17 @@ class Regression(nn.Module):
         return self.one(found), self.two(found)
 
 
+class Block(nn.Module):
+    """Two linear layers of four features around a ReLU, with a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from tests.parity.loops import Block
 from tests.pool import pool
 
 JOB = Job(
@@ -52,15 +53,6 @@ class Padded(Points):
         padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         is_row = torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
         return {"x": padded, "mask": is_row, "labels": 2 * padded}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):

@@ -25,6 +25,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import job_of, make_run
 from tests.models import Tokens
+from tests.parity.loops import Block
 from tests.pool import pool
 
 JOB = Job(
@@ -38,15 +39,6 @@ class Numbers(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": torch.tensor([index, 3, 5]), "labels": torch.tensor([3, 5, index])}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Words(nn.Module):

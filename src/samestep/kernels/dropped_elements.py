@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.kernels.kernel_choice import kernels_of, on_device_of, runs_kernels
+from samestep.kernels.kernel_choice import kernels_of, on_device_of
 from samestep.kernels.strided_rows import StridedRows
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -32,9 +32,9 @@ class HashedMask(NamedTuple):
 
 
 def can_drop(x: Tensor, num_columns: int, *, inplace: bool) -> bool:
-    """Return whether the kernel drops elements of this tensor; another one, as of complex numbers, is left to torch."""
+    """Return whether the kernel takes this tensor where kernels run; another one, as of complex numbers, is left to torch."""
     has_rows = x.shape[-1:] == (num_columns,) or (x.dim() == 1 and x.shape[0] % num_columns == 0)
-    return runs_kernels(x) and x.dtype in _TYPES and x.numel() > 0 and has_rows and (x.is_contiguous() or not inplace)
+    return x.dtype in _TYPES and x.numel() > 0 and has_rows and (x.is_contiguous() or not inplace)
 
 
 def drop_elements(x: Tensor, mask: HashedMask, scale: float, *, inplace: bool) -> Tensor:

@@ -24,6 +24,14 @@ _RUNTIME = ("num_queries", "num_keys", "query_start", "key_start", "threshold")
 
 
 @triton.jit
+def _block(num_tokens, num_heads, SIZE: tl.constexpr):
+    """Return the first token of this program's block, its sample and its head."""
+    num_blocks = tl.cdiv(num_tokens, SIZE)
+    which = tl.program_id(0) // num_blocks
+    return tl.program_id(0) % num_blocks * SIZE, (which // num_heads).to(tl.int64), (which % num_heads).to(tl.int64)
+
+
+@triton.jit
 def _tile(base, rows, num_rows, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Return some rows of a matrix, with zeros where there are none."""
     features = tl.arange(0, PADDED)
@@ -134,10 +142,7 @@ def forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute output [.., L, E] and log-sum-exps [B, A, L] of a block of queries."""
-    num_blocks = tl.cdiv(num_queries, ROWS)
-    row = tl.program_id(0) % num_blocks * ROWS
-    sample = (tl.program_id(0) // num_blocks // HEADS).to(tl.int64)
-    head = (tl.program_id(0) // num_blocks % HEADS).to(tl.int64)
+    row, sample, head = _block(num_queries, HEADS, ROWS)
     rows = row + tl.arange(0, ROWS)
     queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
     first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
@@ -178,14 +183,19 @@ def products_kernel(
     HEADS: tl.constexpr, E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums over features of gradient times output [B, A, L] for a block of queries."""
-    num_blocks = tl.cdiv(num_queries, ROWS)
-    rows = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)
-    sample = (tl.program_id(0) // num_blocks // HEADS).to(tl.int64)
-    head = (tl.program_id(0) // num_blocks % HEADS).to(tl.int64)
+    row, sample, head = _block(num_queries, HEADS, ROWS)
+    rows = row + tl.arange(0, ROWS)
     gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E).to(tl.float32)
     outputs = _tile(out + sample * o_b + head * o_h, rows, num_queries, o_t, E, PADDED_E).to(tl.float32)
     at = delta + (sample * HEADS + head) * num_queries + rows
     tl.store(at, tl.sum(gradients * outputs, 1), mask=rows < num_queries)
+
+
+@triton.jit
+def _sums_of_rows(lse, delta, at, rows, num_queries):
+    """Return the log-sum-exps of some queries, and the sums of their gradients times their outputs."""
+    is_row = rows < num_queries
+    return tl.load(lse + at + rows, mask=is_row, other=0.0), tl.load(delta + at + rows, mask=is_row, other=0.0)
 
 
 @triton.jit
@@ -218,16 +228,11 @@ def query_gradients_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of queries."""
-    num_blocks = tl.cdiv(num_queries, ROWS)
-    row = tl.program_id(0) % num_blocks * ROWS
-    sample = (tl.program_id(0) // num_blocks // HEADS).to(tl.int64)
-    head = (tl.program_id(0) // num_blocks % HEADS).to(tl.int64)
+    row, sample, head = _block(num_queries, HEADS, ROWS)
     rows = row + tl.arange(0, ROWS)
-    is_row = rows < num_queries
     queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
     gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
-    log_sum_exp = tl.load(lse + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
-    products = tl.load(delta + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
+    log_sum_exp, products = _sums_of_rows(lse, delta, sample * l_b + head * l_h, rows, num_queries)
     first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
     k += sample * k_b + head // GROUP * k_h
     v += sample * v_b + head // GROUP * v_h
@@ -259,10 +264,7 @@ def key_gradients_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and of its values."""
-    num_blocks = tl.cdiv(num_keys, COLUMNS)
-    column = tl.program_id(0) % num_blocks * COLUMNS
-    sample = (tl.program_id(0) // num_blocks // (HEADS // GROUP)).to(tl.int64)
-    shared = (tl.program_id(0) // num_blocks % (HEADS // GROUP)).to(tl.int64)
+    column, sample, shared = _block(num_keys, HEADS // GROUP, COLUMNS)
     columns = column + tl.arange(0, COLUMNS)
     keys = _tile(k + sample * k_b + shared * k_h, columns, num_keys, k_t, D, PADDED_D)
     values = _tile(v + sample * v_b + shared * v_h, columns, num_keys, v_t, E, PADDED_E)
@@ -274,11 +276,9 @@ def key_gradients_kernel(
         head = shared * GROUP + each
         for start in range(low, high, ROWS):
             rows = start + tl.arange(0, ROWS)
-            is_row = rows < num_queries
             queries = _tile(q + sample * q_b + head * q_h, rows, num_queries, q_t, D, PADDED_D)
             gradients = _tile(given + sample * g_b + head * g_h, rows, num_queries, g_t, E, PADDED_E)
-            log_sum_exp = tl.load(lse + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
-            products = tl.load(delta + sample * l_b + head * l_h + rows, mask=is_row, other=0.0)
+            log_sum_exp, products = _sums_of_rows(lse, delta, sample * l_b + head * l_h, rows, num_queries)
             first, second = _halves(halves + sample * halves_b + head * halves_h, rows, num_queries)
             kept, of_scores = _gradient_of_scores(
                 queries, keys, values, gradients, log_sum_exp, products, first, second, hashed_columns, rows, columns,

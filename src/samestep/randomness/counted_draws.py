@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from samestep.building.attention.attention_spec import DroppedWeights
+from samestep.kernels.dropped_elements import can_drop, drop_elements
 from samestep.kernels.kernel_choice import runs_kernels
-from samestep.randomness.masks import drop_threshold
+from samestep.randomness.masks import drop_threshold, hashed_mask
 from samestep.randomness.row_hashes import DrawBits
 
 
@@ -33,6 +34,15 @@ class CountedDraw:
     def bits(self, x: Tensor, shape: torch.Size) -> DrawBits:
         """Return the bits for a tensor."""
         return self.arranged(x.device, shape, self.p)
+
+    def drop_elements(self, x: Tensor, *, inplace: bool) -> Tensor:
+        """Return a tensor on which kernels run with elements dropped and scaled: by one kernel, or by torch what that does not take."""
+        bits, scale = self.bits(x, x.shape), 1.0 / (1.0 - self.p)
+        halves = bits.rows_in_order()
+        if halves is None or not can_drop(x, bits.columns.numel(), inplace=inplace):
+            dropped = bits.dropped()
+            return (x.masked_fill_(dropped, 0.0) if inplace else x.masked_fill(dropped, 0.0)).mul_(scale)
+        return drop_elements(x, hashed_mask(halves, bits.columns, self.p), scale, inplace=inplace)
 
     def weights(self, x: Tensor, shape: torch.Size) -> DroppedWeights:
         """Return the dropout of an attention with these queries, whose weights have this shape."""

@@ -35,7 +35,6 @@ from samestep.building.attention import DroppedWeights
 from samestep.building.attention.score_form import DropLater
 from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
-from samestep.kernels.dropped_elements import can_drop, drop_elements
 from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.spec import MaskSpec
 from samestep.randomness.by_name import WITHIN_TRANSFORM, DrawsByName, Watch
@@ -48,7 +47,6 @@ from samestep.randomness.masks import (
     MaskCuts,
     MaskSlice,
     hash_positions,
-    hashed_mask,
     mix,
     positions,
 )
@@ -325,12 +323,7 @@ class DropoutMode(MaskSource):
         """Drop elements of x by one kernel; return None, and draw no mask, where none runs. It raises what `drop` does."""
         if not runs_kernels(x) or p >= 1.0:
             return None
-        bits = self._counted(p, what).bits(x, x.shape)
-        halves, scale = bits.rows_in_order(), 1.0 / (1.0 - p)
-        if halves is None or not can_drop(x, bits.columns.numel(), inplace=inplace):
-            dropped = bits.dropped()
-            return (x.masked_fill_(dropped, 0.0) if inplace else x.masked_fill(dropped, 0.0)).mul_(scale)
-        return drop_elements(x, hashed_mask(halves, bits.columns, p), scale, inplace=inplace)
+        return self._counted(p, what).drop_elements(x, inplace=inplace)
 
     def _known_mask(self, x: Tensor, shape: torch.Size, p: float) -> Tensor | None:
         """Return the mask of the next draw and count it, if it was hashed at once with the forward's first; most often it was."""

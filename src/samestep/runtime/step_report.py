@@ -21,8 +21,8 @@ class _Late:
 class StepReport(_Late):
     """The result of one step: equal on every rank except for seconds and bytes.
 
-    On a GPU the report may be returned before the device has done the step. Who reads one of its numbers then waits for
-    them, and meets what the step raises: every rank that does not read meets it before its next step.
+    On a GPU the report may be returned before the device has done the step. Code that reads one of its numbers then waits for
+    them, and gets the error that the step raises; a rank that reads none gets it before its next step.
     """
 
     step: int

@@ -345,7 +345,7 @@ class LayerGradients(NamedTuple):
 def _layer_gradients(program: Program) -> list[LayerGradients]:
     """Return the gradients that are alive in the backward of each layer.
 
-    Those of a bucket stay where autograd has put them until all of it are there. Those in no bucket stay with their weights, where those of
+    Those of a bucket stay where autograd has put them until the last of the bucket has come. Those in no bucket stay with their weights, where those of
     later micro-batches are added at once.
     """
     step, found = program.step, list[LayerGradients]()
@@ -354,11 +354,12 @@ def _layer_gradients(program: Program) -> list[LayerGradients]:
     arrived, total = dict.fromkeys(missing, 0), 0
     stays = step.zero >= 2 or step.num_microbatches == 1
     for index in reversed(range(len(step.model.layers))):
-        layer, largest, made, others = step.model.layers[index], 0, 0, 0
+        layer, sizes, made, others = step.model.layers[index], gradient_bytes(step, index), 0, 0
+        params = [param for param in step.model.params_of(index) if param.trainable]
         alive = [(0, total)]
-        for param in reversed([one for one in step.model.params_of(index) if one.trainable]):
-            size, name = param.numel * BYTES_OF[step.working_dtype(param)], bucket_of.get(param.name)
-            made, largest = made + param.numel, max(largest, size)
+        for param, size in zip(reversed(params), reversed(sizes), strict=True):
+            name = bucket_of.get(param.name)
+            made += param.numel
             if name is None:
                 others += size * stays
             else:
@@ -370,7 +371,7 @@ def _layer_gradients(program: Program) -> list[LayerGradients]:
             next((size for number, size in alive if number >= wanted), alive[-1][1])
             for wanted in (layer.working_weights, layer.norm_working_weights)
         )
-        found.append(LayerGradients(largest, alive[0][1], most, norms, total))
+        found.append(LayerGradients(max(sizes, default=0), alive[0][1], most, norms, total))
     if step.splits_backward:  # most gradients of weights come in a task of their own
         found = [LayerGradients(one.largest, 0, 0, 0, 0) for one in found]
     return found[::-1]

@@ -160,7 +160,6 @@ class ForwardTracer(DispatchMode):
         facts = facts_of(module)
         self._products = Products(facts.grouped_fallback)
         self.norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
-        """Paths of its norms."""
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
 
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
