@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.proof import held_tensors
-from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.checkpoints import checkpoint, manifests, writer
+from samestep.runtime.checkpoints.writer import Retention, Share, Writing
 from tests import small
 from tests.covering import daily
 from tests.laboratory import job_of, make_run, on_ranks, resume
@@ -198,6 +202,28 @@ def run(two_checkpoints: Path, tmp_path: Path) -> Path:
 
 def _resume(run: Path, *words: str) -> int:
     return small.main("train", "--resume", "--out", run, *words)
+
+
+def _gone(*_: object) -> None:
+    raise RuntimeError("the store's server has gone")
+
+
+def test_a_thread_of_a_save_may_outlive_the_run_and_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, may_write, failed = HashStore(), threading.Event(), list[Any]()
+    monkeypatch.setattr(writer, "write", lambda *_: may_write.wait(20))
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    share = Share(tmp_path, tmp_path / "whole", 1, 2, {"a": torch.ones(1)}, {}, {}, Retention(1), 7, timeout_s=5)
+    with monkeypatch.context() as group:
+        group.setattr(writer, "default_store", lambda: store)
+        writing = Writing.begin(share, None)
+    may_write.set()
+    assert writing.wait() == ""
+    assert store.check(["samestep/checkpoint/7/written/1"])
+    with monkeypatch.context() as group:
+        group.setattr(writer, "default_store", lambda: SimpleNamespace(set=_gone))
+        writing = Writing.begin(share, None)
+    assert "has gone" in writing.wait()
+    assert not failed
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,8 @@ class Writing:
 
     share: Share
     form: PretrainedForm | None
+    store: Store
+    """The store that the ranks of the run share; the thread may outlive the run's process group."""
     thread: threading.Thread | None = None
     reason: str = field(default="", init=False)
     """Why this rank cannot write."""
@@ -209,7 +211,7 @@ class Writing:
     @classmethod
     def begin(cls, share: Share, form: PretrainedForm | None) -> Writing:
         """Begin to write in a thread of this process."""
-        writing = cls(share, form)
+        writing = cls(share, form, _alone if share.world_size == 1 else default_store())
         writing.thread = threading.Thread(target=writing._write, name="checkpoint")
         writing.thread.start()
         return writing
@@ -246,8 +248,9 @@ class Writing:
 
     def _fail(self, reason: str) -> None:
         self.reason = reason
-        for word in ("written", "converted"):
-            self._tell(word, None)
+        with contextlib.suppress(RuntimeError):  # the rank that serves the store has gone, and with it whom to tell
+            for word in ("written", "converted"):
+                self._tell(word, None)
 
     def _write_pretrained(self, form: PretrainedForm) -> None:
         """Write this rank's files for transformers, from the files of all ranks."""
@@ -275,7 +278,7 @@ class Writing:
     # -- telling the other ranks -------------------------------------------------------------------
 
     def _tell(self, word: str, value: Any) -> None:
-        _store(self.share.world_size).set(self._key(word, self.share.rank), json.dumps(value))
+        self.store.set(self._key(word, self.share.rank), json.dumps(value))
 
     def _all(self, word: str) -> list[Any]:
         """Return every rank's value under a word, in the order of ranks.
@@ -283,21 +286,21 @@ class Writing:
         Raises:
             _OthersError: one of them cannot write.
         """
-        store, found, pause_s = _store(self.share.world_size), [], 0.002
+        found, pause_s = [], 0.002
         end = time.monotonic() + self.share.timeout_s
         for rank in range(self.share.world_size):
-            while not store.check([self._key(word, rank)]):
+            while not self.store.check([self._key(word, rank)]):
                 if time.monotonic() > end:
                     raise TimeoutError(f"rank {rank} has not written within {self.share.timeout_s:g} s")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            found.append(json.loads(store.get(self._key(word, rank))))
+            found.append(json.loads(self.store.get(self._key(word, rank))))
             if found[-1] is None:
                 raise _OthersError
         return found
 
     def _forget(self, word: str, rank: int) -> None:
-        _store(self.share.world_size).delete_key(self._key(word, rank))
+        self.store.delete_key(self._key(word, rank))
 
     def _key(self, word: str, rank: int) -> str:
         return f"samestep/checkpoint/{self.share.number}/{word}/{rank}"
@@ -323,8 +326,3 @@ def reason_of(error: OSError, folder: Path) -> str:
 
 
 _alone = HashStore()
-
-
-def _store(world_size: int) -> Store:
-    """Return the store that the ranks of this run share."""
-    return _alone if world_size == 1 else default_store()
