@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from samestep.building import model as building
@@ -25,7 +26,7 @@ from samestep.examination.examine import Source
 from samestep.independence import dimension_maps
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.guards import loss_paths, step_trials
+from samestep.runtime.guards import canary, loss_paths, step_trials
 from samestep.runtime.guards.outside_changes import OutsideChanges
 from samestep.runtime.optimizers import skeletons
 from samestep.runtime.optimizers.group_rates import GroupRates
@@ -100,31 +101,35 @@ def _nothing(*_: Any, **__: Any) -> str:
     return ""
 
 
-class _NoCode:
+class _NoCode(skeletons.StepCode):
     """Stands for code of an optimizer that reaches nothing."""
 
-    def __init__(self, _: Any) -> None:
-        self.tensors = set[int]()
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.tensors = set()
 
 
-GUARDS: dict[str, tuple[Any, str, Any]] = {
-    "features caught by a hook": (loss_paths, "beside_outputs", _nothing),
-    "gradient penalty in the loss": (loss_paths, "beside_outputs", _nothing),
-    "forward that returns a mean of some labels": (dimension_maps, "_likelihood", None),
-    "loss divided by the ranks": (step_trials, "refuse_collectives", lambda what: nullcontext()),
-    "forward that asks for its rank": (step_trials, "refuse_collectives", lambda what: nullcontext()),
-    "auxiliary loss of the given instance": (given_instance, "_set_by_forward", _nothing),
-    "norm kept in evaluation by train": (examine, "set_training", lambda model: model),
-    "teacher with other data": (GatheredWatch, "take_back", _nothing),
-    "layer thawed later": (OutsideChanges, "refusal", _nothing),
-    "given instance frozen": (OutsideChanges, "refusal", _nothing),
-    "given instance clamped": (OutsideChanges, "refusal", _nothing),
-    "decay of the given optimizer": (GroupRates, "_follow_options", _nothing),
-    "momentum by a schedule": (GroupRates, "_follow_options", _nothing),
-    "step that clips": (skeletons, "StepCode", _NoCode),
-    "hook that clips": (skeletons, "StepCode", _NoCode),
+GUARDS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
+    "features caught by a hook": ((loss_paths, "beside_outputs", _nothing),),
+    "gradient penalty in the loss": ((loss_paths, "beside_outputs", _nothing),),
+    "forward that returns a mean of some labels": (
+        (dimension_maps, "_likelihood", None),
+        (canary, "pair_refusal", lambda *_, **__: 0.0),
+    ),
+    "loss divided by the ranks": ((step_trials, "refuse_collectives", lambda what: nullcontext()),),
+    "forward that asks for its rank": ((step_trials, "refuse_collectives", lambda what: nullcontext()),),
+    "auxiliary loss of the given instance": ((given_instance, "_set_by_forward", _nothing),),
+    "norm kept in evaluation by train": ((examine, "set_training", lambda model: model),),
+    "teacher with other data": ((GatheredWatch, "take_back", _nothing),),
+    "layer thawed later": ((OutsideChanges, "refusal", _nothing),),
+    "given instance frozen": ((OutsideChanges, "refusal", _nothing),),
+    "given instance clamped": ((OutsideChanges, "refusal", _nothing),),
+    "decay of the given optimizer": ((GroupRates, "_follow_options", _nothing),),
+    "momentum by a schedule": ((GroupRates, "_follow_options", _nothing),),
+    "step that clips": ((skeletons, "StepCode", _NoCode),),
+    "hook that clips": ((skeletons, "StepCode", _NoCode),),
 }
-"""Of each case the function whose work keeps it from being wrong, and what stands in its place."""
+"""Of each case the functions whose work keeps it from being wrong, and what stands in their place."""
 WRONG = {
     "dp=1": ("auxiliary loss of the given instance", "norm kept in evaluation by train", "layer thawed later", "given instance frozen", "given instance clamped", "decay of the given optimizer", "momentum by a schedule"),
     "dp=2": ("forward that returns a mean of some labels", "loss divided by the ranks", "forward that asks for its rank"),
@@ -150,13 +155,13 @@ def _losses(rank: int, world: int, layout: str, names: tuple[str, ...], guarded:
 
 
 def _take_away(name: str, patch: pytest.MonkeyPatch) -> None:
-    owner, attribute, stand_in = GUARDS[name]
-    if owner is dimension_maps:
+    for owner, attribute, stand_in in GUARDS[name]:
+        if owner is not dimension_maps:
+            patch.setattr(owner, attribute, stand_in)
+            continue
         for operation, of in list(dimension_maps.MAPS.items()):
             if of is getattr(owner, attribute):
                 patch.delitem(dimension_maps.MAPS, operation)
-        return
-    patch.setattr(owner, attribute, stand_in)
 
 
 def _run(rank: int, world: int, layout: str, name: str) -> list[float]:
