@@ -230,8 +230,8 @@ def weights_that_tp_leaves_whole_are_summed_over_tp_too(patch: Patch) -> None:
 
 @fault(Cause.START, "dp=2")
 def ranks_draw_other_first_weights(patch: Patch) -> None:
-    def materialize(original: Any, self: Blueprint, name: str, device: Any, dtype: Any) -> Tensor:
-        value = original(self, name, device, dtype)
+    def materialize(original: Any, self: Blueprint, *where: Any, **rows: Any) -> Tensor:
+        value = original(self, *where, **rows)
         return value + 1e-3 * rank() if value.dim() > 1 else value
 
     around(patch, Blueprint, "materialize", materialize)
@@ -239,9 +239,9 @@ def ranks_draw_other_first_weights(patch: Patch) -> None:
 
 @fault(Cause.START, "dp=2 zero=3")
 def shards_draw_the_same_numbers(patch: Patch) -> None:
-    def materialize(original: Any, self: Blueprint, name: str, device: Any, dtype: Any) -> Tensor:
+    def materialize(original: Any, self: Blueprint, *where: Any, **rows: Any) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        value = original(self, name, device, dtype)
+        value = original(self, *where, **rows)
         half = -(-value.shape[0] // 2)
         rows = torch.randn((half, *value.shape[1:]), generator=generator, dtype=value.dtype)
         return torch.cat([rows, rows])[: value.shape[0]]
@@ -318,8 +318,8 @@ def rotary_frequencies_are_garbage(patch: Patch) -> None:
 
 @fault(Cause.BUFFER, "dp=2", "plain_with_statistics")
 def a_running_statistic_is_that_of_the_rank(patch: Patch) -> None:
-    def step(original: Any, self: Run, batch: Any) -> Any:
-        report = original(self, batch)
+    def step(original: Any, self: Run, batch: Any, **local: Any) -> Any:
+        report = original(self, batch, **local)
         for buffer in self.model.buffers():
             buffer.add_(0.01 * rank())
         return report

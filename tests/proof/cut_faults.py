@@ -51,7 +51,8 @@ def inputs_of_column_cuts_are_not_summed_in_backward(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2", "llama_even")
 def outputs_of_row_cuts_are_not_summed(patch: Patch) -> None:
-    patch.setattr(tensor, "reduce", lambda x, *args: x)
+    for name in ("reduce", "reduce_product"):
+        patch.setattr(tensor, name, lambda x, *args, **named: x)
 
 
 @fault(Cause.FORWARD, "dp=1 tp=4", "qwen3")
@@ -131,9 +132,9 @@ def gradients_are_not_summed_over_slices(patch: Patch) -> None:
 
 @fault(Cause.FORWARD, "dp=1 cp=2", "attentive")
 def attention_sees_the_slice_alone(patch: Patch) -> None:
-    def attend(original: Any, self: Any, func: Any, call: AttentionCall) -> Tensor:
+    def attend(original: Any, self: Any, call: AttentionCall, *dropped: Any) -> Tensor:
         self.exchanged += 1
-        return call.run(func)
+        return call.attend()
 
     around(patch, context.Slicing, "attend", attend)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -78,7 +80,29 @@ def mend(kind: Kind, mends: str, case: str, layout: str, cause: Cause | None = N
 def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Let `wrapper(original, *args)` stand in for a function."""
     original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    stand_in.__wrapped__ = functools.partial(wrapper, original)  # type: ignore[attr-defined]  # whose signature it has
+    patch.setattr(owner, name, stand_in)
+
+
+class CheckedPatch(Patch):
+    """Refuses a stand-in for a function that does not take what the function takes: a wrong that cannot be called proves nothing."""
+
+    def setattr(self, owner: Any, name: Any, value: Any, raising: bool = True) -> None:
+        """Put a stand-in in a function's place, or another value in an attribute's."""
+        if inspect.isroutine(original := inspect.getattr_static(owner, name, None)):
+            function = original.__func__ if isinstance(original, staticmethod | classmethod) else original
+            every = inspect.signature(function).parameters.values()
+            given = [one.name for one in every if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+            named = {one.name: one.default for one in every if one.kind is one.KEYWORD_ONLY}
+            try:
+                inspect.signature(value).bind(*given[isinstance(original, classmethod) :], **named)
+            except TypeError as error:
+                raise AssertionError(f"{owner.__name__}.{name}: its stand-in would fail: {error}") from None
+        super().setattr(owner, name, value, raising)
 
 
 def rank() -> int:

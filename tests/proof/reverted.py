@@ -148,12 +148,12 @@ def _calls(patch: Patch, call: Callable[[nn.Module, Any], Any]) -> None:
 
 @reverted("A21", "forward(**batch)", "dp=2", Cause.PLAIN, one_device=True)
 def a_forward_of_keywords_is_given_tokens_alone(patch: Patch) -> None:
-    _calls(patch, lambda model, batch: model(input_ids=batch["input_ids"]))
+    _calls(patch, lambda model, batch, plainly=False: model(input_ids=batch["input_ids"]))
 
 
 @reverted("A22", "third part of a tuple", "dp=2", Cause.PLAIN, one_device=True)
 def later_parts_of_a_tuple_are_dropped(patch: Patch) -> None:
-    _calls(patch, lambda model, batch: model(batch[0], torch.zeros_like(batch[2])))
+    _calls(patch, lambda model, batch, plainly=False: model(batch[0], torch.zeros_like(batch[2])))
 
 
 # -- samples, the loss, data -----------------------------------------------------------------------
@@ -311,7 +311,8 @@ def experts_without_rows_compute_one_of_zeros(patch: Patch) -> None:
 
 @broken("D7", "linear under its own autocast", ZERO_BUBBLE, "dtype")
 def a_split_backward_takes_the_weight_as_it_is(patch: Patch) -> None:
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient = gradients[0]
         x, weight = ctx.saved_tensors
         ctx.deferred.postpone(ctx.weight, x, gradient, ctx.is_transposed)
         return gradient @ weight, gradient.flatten(0, -2).sum(0), None
@@ -344,11 +345,11 @@ def end(rank: int, world: int, name: str) -> None:
 
 @broken("D5", "unused layer in bf16", "dp=2 zero=3", "uniform gradient dtype")
 def unused_weights_have_zeros_in_their_own_dtype(patch: Patch) -> None:
-    def complete(original: Any, unit: Any, microbatch: int) -> None:
+    def complete(original: Any, unit: Any) -> None:
         for weight in unit.group.fsdp_params if unit._in_backward else ():
             if weight._unsharded_param.grad is None and weight.unsharded_accumulated_grad is None:
                 weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
-        original(unit, microbatch)
+        original(unit)
 
     around(patch, fsdp_units.RunningUnit, "complete", complete)
     unused_weights_have_gradients_of_zeros(patch)
@@ -386,9 +387,11 @@ def on_a_rank(rank: int, world: int, name: str, folder: Path, is_mended: bool) -
     """Run one rank of a row's layout, without the mend."""
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch, seeded(rank), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "None of the inputs have requires_grad"
+        )  # as torch evaluates a reentrant checkpoint
         if not is_mended:
             PLANTED[name].install(patch)
-            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         sides.in_layout(place, subject(name, folder))
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from tests.covering import daily
+from tests.proof import reverted  # noqa: F401  # which enters its own wrongs
 from tests.proof.faults import FAULTS, prove
+from tests.proof.planting import PLANTED, CheckedPatch
 from tests.proof.silent import SILENT
 
 MEASURED = {row.faults[0]: row for row in SILENT if row.faults and row.gradients is not None}
@@ -34,3 +37,11 @@ def test_a_fault_is_caught_and_called_by_its_name(name):
         errors = {check.what: check.error for check in verdict.checks}
         assert errors["loss"] == pytest.approx(MEASURED[name].loss, rel=0.1, abs=1e-12)
         assert errors["gradients"] == pytest.approx(MEASURED[name].gradients, rel=0.1)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_each_wrong_can_stand_where_it_is_put(name, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(dist, "new_group", lambda *_: None)
+    with CheckedPatch.context() as patch:
+        PLANTED[name].install(patch)
