@@ -48,6 +48,7 @@ from samestep.runtime.axes import precision
 from samestep.runtime.run import Run
 from samestep.runtime.weights.pieces import Piece
 from samestep.tracing.batch_norms import without_own_groups
+from samestep.tracing.checkpointed import replaced_checkpoint, without_reentry
 from samestep.trees import tree_map_only
 
 WHAT = "plain torch"
@@ -193,6 +194,8 @@ def _backward(
 def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, indices: Any) -> tuple[Tensor, float]:
     """Return the sum of the loss over samples, and their count: of the whole one at once, unless the job groups samples whose statistics it takes."""
     device = run.place.device
+    # A reentrant checkpoint would repeat its forward outside of the mode that draws the masks.
+    checkpoints = replaced_checkpoint(lambda begin, own: begin(own), without_reentry)
     moved = cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
     found, balances = [], []
     size = run.job.numerics.coupled_samples if run.assembly.model.spec.couples_samples else None
@@ -200,7 +203,7 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
         rows = slice(start, start + (size or len(indices)))
         part = tree_map_only(Tensor, operator.itemgetter(rows), moved) if size else moved
         draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
-        with precision.RaiseIslands(), DropoutMode(model, draw):
+        with precision.RaiseIslands(), DropoutMode(model, draw), checkpoints:
             outputs = call_model(model, part, plainly=True)
             found.append(loss_result(source.loss(outputs, part)))
             none = torch.zeros((), dtype=torch.float64, device=device)

@@ -67,7 +67,17 @@ def replaced_checkpoint(
     return Replaced(*found.attributes, called)
 
 
-def _takes_gradient(args: tuple[Any, ...]) -> bool:
+def without_reentry(function: Callable[..., Any], preserve: bool, *args: Any, detaches: bool = True) -> Any:
+    """Run a reentrant checkpoint as one that is not, whose repeated forward is in the modes of its first one.
+
+    With `detaches`, nothing is trained inside where no input takes a gradient, as torch has it.
+    """
+    with torch.no_grad() if detaches and not takes_gradient(args) else nullcontext():
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+def takes_gradient(args: tuple[Any, ...]) -> bool:
+    """Return whether one of a call's arguments takes a gradient."""
     return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
@@ -95,10 +105,8 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
             depth[0] -= 1
 
     def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        detached = not _takes_gradient(args)
-        seen.detached |= detached
-        with torch.no_grad() if detached else nullcontext():
-            return checkpoint(function, *args, use_reentrant=False)
+        seen.detached |= not takes_gradient(args)
+        return without_reentry(function, preserve, *args)
 
     def enter(path: str, module: nn.Module, args: Any) -> None:
         if depth[0]:

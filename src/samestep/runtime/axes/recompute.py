@@ -47,7 +47,7 @@ from samestep.runtime.axes.host_inputs import HostInputs, Repeatable
 from samestep.runtime.contexts import Anew
 from samestep.runtime.recording import marks
 from samestep.state.writes import Marks, marks_of
-from samestep.tracing.checkpointed import Begin, ContextFn, Contexts, _takes_gradient, replaced_checkpoint
+from samestep.tracing.checkpointed import Begin, ContextFn, Contexts, replaced_checkpoint, without_reentry
 from samestep.trees import map_tensors, tensors_in, tree_leaves
 
 """What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
@@ -172,10 +172,7 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Repla
             return begin(own)
         return _plain() if plainly and not isinstance(own, _Around) else begin(_both(_unless_noop(own), contexts))
 
-    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        with torch.no_grad() if detached and not _takes_gradient(args) else nullcontext():
-            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
+    reentrant = functools.partial(without_reentry, detaches=detached)
     return Replaced(*replaced_checkpoint(generator, reentrant).attributes, *transforms_beside_hooks().attributes)
 
 
