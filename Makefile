@@ -1,5 +1,5 @@
 # make train   train the default job, with two worker processes       make check   format, lint, types, import rules, names
-# make test    the test suite, dear rows by turns, or TURN=0 to 3, all    make bench   step time and memory beside peers
+# make test    the test suite, dear rows by turns, or TURN=0 to 7, all    make bench   step time and memory beside peers
 # make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again

@@ -72,15 +72,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the nightly combinations out, or all but a shard of them, and the tests for an accelerator where there is none.
 
     Tests with layouts of which `covering.needless` finds that others of their file hold the same are nightly, unless tests are asked for
-    by name. With a turn, tests that wait for another one are left out too.
+    by name. With a turn, tests that wait for another one are left out too. A test that cannot run here is nobody's reason to leave one out.
     """
+    able = [item for item in items if torch.cuda.is_available() or not item.get_closest_marker("gpu")]
     if not config.option.keyword and not any("::" in word for word in config.args):
-        for item in covering.needless(items):
+        for item in covering.needless(able):
             item.add_marker(pytest.mark.nightly)
     waiting: set[pytest.Item] = set()
     if (turn := config.getoption("--turn")) is not None and not config.getoption("--every-layout"):
-        waiting = set(turns.out_of_turn(items, shard.number_of(turn)))
-    left = [item for item in items if _runs(config, item) and item not in waiting]
+        waiting = set(turns.out_of_turn(able, shard.number_of(turn)))
+    runs_nightly = config.getoption("--every-layout")
+    left = [item for item in able if item not in waiting and (runs_nightly or not item.get_closest_marker("nightly"))]
     if (given := config.getoption("--shard")) is not None:
         nightly = [item for item in left if item.get_closest_marker("nightly")]
         left = [nightly[index] for index in shard.selected([item.nodeid for item in nightly], shard.number_of(given))]
@@ -93,12 +95,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     laboratory.note_ahead(session.items)
     gc.collect()
     gc.freeze()
-
-
-def _runs(config: pytest.Config, item: pytest.Item) -> bool:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        return False
-    return config.getoption("--every-layout") or not item.get_closest_marker("nightly")
 
 
 @pytest.fixture(scope="module", autouse=True)

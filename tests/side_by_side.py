@@ -1,6 +1,6 @@
 """`make test`: the parity tests in one session of pytest and all others in another beside it, for the two cores of a CI.
 
-Of rows that take turns (`turns.py`) a commit runs a quarter; `make test TURN=1` runs the second quarter, and `TURN=all` runs all of them.
+Of rows that take turns (`turns.py`) a commit runs an eighth; `make test TURN=1` runs the second eighth, and `TURN=all` runs all of them.
 
 Lines of progress are printed as they come, and what else a session says when it has ended. Both get the options of the command line.
 """

@@ -1,8 +1,8 @@
-"""Rows take turns in `make test`: a commit runs a quarter of the rows of a function, the next one perhaps another quarter.
+"""Rows take turns in `make test`: a commit runs an eighth of the rows of a function, the next one perhaps another eighth.
 
 The rows of one test function hold the same claim of other cases: other code, another optimizer, another spelling. Every commit runs each
 function, each value of a parameter that has few, and each setting of a layout that `test_products.py` lacks; of the rows that hold
-nothing else it runs those whose turn it is. Four turns run every row, `make parity` runs all, and so does whoever runs a file by itself.
+nothing else it runs those whose turn it is. Eight turns run every row, `make parity` runs all, and so does whoever runs a file by itself.
 The rows of `DEAR` take turns; a test that is marked `every_turn` takes none.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests import covering
 
-TURNS = 4
+TURNS = 8
 FEW = 2
 """How many values a parameter has at most of which every turn runs each."""
 DEAR = (

@@ -23,13 +23,19 @@ def _axes_of(layout: str) -> str:
 
 KINDS = daily((FAULTS[name].cause, _axes_of(FAULTS[name].layout), FAULTS[name].own_precision) for name in OTHERS)
 """By default each cause, each axis and each kind of precision is that of a fault, beside the measured ones."""
-NAMES = [*MEASURED, *(pytest.param(name, marks=kind.marks) for name, kind in zip(OTHERS, KINDS, strict=True))]
+MARKS = {name: kind.marks for name, kind in zip(OTHERS, KINDS, strict=True)}
+ROWS = [
+    pytest.param(name, FAULTS[name].code, FAULTS[name].layout, id=name, marks=MARKS.get(name, ()))
+    for name in (*MEASURED, *OTHERS)
+]
+"""They name their models and layouts, so that all are traced before the first rank is forked."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fault_is_caught_and_called_by_its_name(name):
+@pytest.mark.every_row
+@pytest.mark.parametrize(("name", "model", "layout"), ROWS)
+def test_a_fault_is_caught_and_called_by_its_name(name, model, layout):
     fault = FAULTS[name]
-    verdict = prove(fault.code, fault.layout, name, fault.own_precision, **fault.job)
+    verdict = prove(model, layout, name, fault.own_precision, **fault.job)
     assert not verdict.proven, verdict.to_text()
     assert verdict.cause is fault.cause, verdict.to_text()
     assert verdict.explanation

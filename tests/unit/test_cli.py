@@ -511,10 +511,11 @@ def test_layouts_lists_experts_and_zero_over_cp(tmp_path: Path) -> None:
     assert {layout.zero for layout in legal if layout.dp_shard == 1} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_verify_all_tries_what_layouts_lists_as_legal_and_plan_considers_no_other_degrees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = (*EXPERTS, "--devices", "4")
+    words = (*EXPERTS, "--devices", str(devices))
     assert small.main("layouts", *words, "--switches", "--json", tmp_path / "table.json") == 0
     listed = [row["layout"] for row in json.loads((tmp_path / "table.json").read_text()) if row["legal"]]
 
@@ -529,7 +530,7 @@ def test_verify_all_tries_what_layouts_lists_as_legal_and_plan_considers_no_othe
     assert tried == listed
 
     job = samestep.Job(model={"source": "preset:mixtral-8x7b", "config": {"layers": 2}})
-    found = search.plan(catalog.model_spec(job), job, hardware.load("h100x8"), 4)
+    found = search.plan(catalog.model_spec(job), job, hardware.load("h100x8"), devices)
     possible = [one.layout for one in (*found.best, *found.rejections) if getattr(one, "rule", "") != "refused"]
     layouts = map(samestep.Layout.parse, listed)
     assert {_degrees(one) for one in possible} == {_degrees(one) for one in layouts}

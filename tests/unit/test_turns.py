@@ -1,4 +1,4 @@
-"""Rows that take turns: four turns run each, and every turn runs each function and what no product of settings holds."""
+"""Rows that take turns: all turns together run each, and every turn runs each function and what no product of settings holds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from samestep.layout import Layout
-from tests import covering, turns
+from tests import conftest, covering, turns
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = ["dp=1", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2", "dp=2 loss_chunk=5"]
@@ -29,6 +30,9 @@ class _Item:
     def get_closest_marker(self, name: str) -> str | None:
         return name if name in self.marks else None
 
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks = (*self.marks, mark.name)
+
 
 def ran(items: list[_Item], number: int) -> list[_Item]:
     """Return the tests that the turn of a number runs."""
@@ -46,7 +50,7 @@ def test_all_turns_run_every_row_and_each_its_share() -> None:
     items = _rows()
     of_turns = [ran(items, number) for number in range(turns.TURNS)]
     assert {item.nodeid for one in of_turns for item in one} == {item.nodeid for item in items}
-    assert ran(items, 7) == of_turns[7 % turns.TURNS]
+    assert ran(items, 29) == of_turns[29 % turns.TURNS]
     for one in of_turns:
         assert 30 // turns.TURNS <= sum(item.function == "coded" for item in one) <= 30 // turns.TURNS + 1
         assert 16 // turns.TURNS <= sum(item.function == "given" for item in one) <= 16 // turns.TURNS + 1
@@ -65,6 +69,23 @@ def test_nightly_tests_take_no_turn_nor_do_those_that_run_in_every_one_nor_rows_
     others = [_Item("fault", file="proof/test_faults.py", name=name) for name in "abcdef"]
     marked = [_Item("fixed", marks=(mark,), name=name) for mark in ("every_turn", "nightly") for name in "abcdef"]
     assert ran(others + marked, 0) == others + marked
+
+
+@pytest.mark.parametrize("turn", ["", *map(str, range(turns.TURNS))])
+def test_rows_for_a_gpu_hold_nothing_where_there_is_none(turn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would stand for a function, or for the setting of a layout, that no row then runs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    of_gpu = [_Item("given", marks=("gpu",), layout=layout, model="llama") for layout in LAYOUTS]
+    items: list[Any] = [*of_gpu, *(_Item("given", layout=layout, model="llama") for layout in LAYOUTS[2:])]
+    options: dict[str, Any] = {"--turn": turn or None, "--every-layout": False, "--shard": None}
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    option = SimpleNamespace(keyword="")
+    config: Any = SimpleNamespace(getoption=options.__getitem__, option=option, args=["tests"], hook=hook)
+    conftest.pytest_collection_modifyitems(config, items)
+    assert not any("gpu" in item.marks for item in items)
+    words = " ".join(item.values["layout"] for item in items)
+    assert "loss_chunk=5" in words, "what no product holds runs in every turn"
+    assert bool(turn) or all(word in words for word in ("tp=2", "pp=2")), "and without turns every setting"
 
 
 def test_what_products_are_for_holds_in_every_turn() -> None:
