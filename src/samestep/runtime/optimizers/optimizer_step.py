@@ -140,15 +140,15 @@ class Updater:
             return self.pieces
         return [piece for piece in self.pieces if self.whole.member_of_weight[piece.name] in part.members]
 
-    def step(self, factor: float, *, was_held_back: bool = False, part: UpdatedPart = ALL) -> None:
-        """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces of a part."""
+    def step(self, factor: float, *, were_sent: bool = False, part: UpdatedPart = ALL) -> None:
+        """Multiply the gradients by `factor`, unless they `were_sent` multiplied, and update the pieces of a part."""
         self.factor = factor
         sent, pieces = self.offload.take(), self.pieces_of(part)
         if self.optimizer is None or not pieces:
             return
         with torch.set_grad_enabled(False):
             gradients = gradients_of(pieces) if sent is None else sent
-            if factor != 1.0 and (sent is None or was_held_back):
+            if factor != 1.0 and not were_sent:
                 torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
             self.update(gradients, part=part)
 

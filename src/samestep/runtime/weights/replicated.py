@@ -85,7 +85,8 @@ class Replicated(WeightStore):
         self._bodies = {key: BodyGradients.of(key, ops, program.step) for key, ops in program.bodies.items()}
         self._now = BodyGradients()
         """What the gradients are that the running task leaves."""
-        self._counts, self._left_out = True, frozenset[int]()
+        self._counts = True
+        self._left_out: Set[int] = frozenset()
         """Whether the running task's gradients are uses of their weights, and the ids of the weights of which they are none."""
         self._unused: set[str] = set()
         """Weights to which no micro-batch of the step has given a gradient so far, unless it does not count."""
