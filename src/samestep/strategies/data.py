@@ -40,47 +40,31 @@ def refusal(step: StepSpec) -> str | None:
 
 def apply(program: Program) -> Program:
     """Return the program with the reductions over `dp_replicate`, tied stages and `tp`, and the step's scalars."""
-    program = _with_buckets(program)
+    step = program.step
+    are_tied = any(step.holding(param).tied_over for param in step.model.params)
+    are_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
+    program = _with_buckets(program, sums=step.layout.dp_cp_size > 1 or are_tied or are_partial)
     program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program))
-    return _sum_scalars(_sum_partial(_sum_tied_units(program)))
+    if are_tied and program.units:  # over the stages that share a weight, before all else of the update
+        ties = tuple(reduce_tied_units(step, program.units))
+        program = program.with_update(lambda ops: (*ties, *ops))
+    if are_partial:  # over a model axis, after all other reductions
+        parts = tuple(partial_sums(program, program.buckets if step.contributions is None else ()))
+        program = program.with_update(lambda ops: _before_update(ops, parts))
+    return _sum_scalars(program) if step.layout.world_size > 1 else program
 
 
-def _with_buckets(program: Program) -> Program:
-    """Return the program with the buckets of what it sums, and the axes over which it does."""
+def _with_buckets(program: Program, *, sums: bool) -> Program:
+    """Return the program with the buckets of its gradients, which it `sums` or not, and the axes over which they are summed."""
     step, made = program.step, program.step.contributions
     if made is not None:
         axes = {made.sent_over: made.ranks} if made.ranks > 1 else {}
     else:
         axes = reduce_ways.axes(step) if step.layout.num_replicas > 1 else {}
-    sums = step.layout.dp_cp_size > 1 or _are_tied(step) or _are_partial(step)
     # Mixed precision and codecs need their buffers on one rank too.
     has_buckets = step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or made is not None))
     buckets = make_buckets(step, program.chunks) if has_buckets else ()
     return replace(program, buckets=buckets, axes={**program.axes, **axes})
-
-
-def _are_tied(step: StepSpec) -> bool:
-    return any(step.holding(param).tied_over for param in step.model.params)
-
-
-def _are_partial(step: StepSpec) -> bool:
-    return any(step.holding(param).partial_over for param in step.model.params if param.trainable)
-
-
-def _sum_tied_units(program: Program) -> Program:
-    """Return the program with the sums of units' gradients over the stages that share a weight, before all else of the update."""
-    if not program.units or not _are_tied(program.step):
-        return program
-    ties = reduce_tied_units(program.step, program.units)
-    return program.with_update(lambda ops: (*ties, *ops))
-
-
-def _sum_partial(program: Program) -> Program:
-    """Return the program with the sums of gradients that are still partial over a model axis, after all other reductions of them."""
-    if not _are_partial(program.step):
-        return program
-    parts = tuple(partial_sums(program, program.buckets if program.step.contributions is None else ()))
-    return program.with_update(lambda ops: _before_update(ops, parts))
 
 
 def _sum_scalars(program: Program) -> Program:
@@ -88,10 +72,7 @@ def _sum_scalars(program: Program) -> Program:
 
     It waits for every reduction, because the gradient norm is that of the reduced gradients.
     """
-    step = program.step
-    if step.layout.world_size == 1:
-        return program
-    waits = tuple(_reductions_of(program))
+    step, waits = program.step, tuple(_reductions_of(program))
     scalars = Op(kind=OpKind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
 
     def write(ops: Ops) -> Ops:
