@@ -54,8 +54,8 @@ _UNIT_NAME = re.compile(
 _FRAGMENT = re.compile(r"^(Of|By|Whose|What|At|From|As|That|Where|Which|Say|Behind|Beside|How)\b")
 _DIALECT = re.compile(r"\b(beside|apart|behind|told|meets?|lies|lie|made|own)\b")
 _MAIN_PATH = re.compile(
-    "(job|layout|program|step|bodies|ops|holding|ranks|stack|examine|preparation|assembly|held_assembly|run|parallelize|stepper"
-    "|open_step|deciders|step_scalars|objective|interpreter|microbatches|weight_store|replicated|data|optimizer_step|pieces|mesh)"
+    "(job|layout|program|step|ops|holding|ranks|examine|assembly|held_assembly|run|stepper|open_step|step_scalars|step_batch"
+    "|objective|interpreter|microbatches|weight_store|replicated|data|optimizer_step|whole_optimizer|pieces|mesh)"
 )
 _OURS = re.compile(r"(Error|refuse|refused)$")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from samestep.runtime.weights.flat_buffers import FlatBuffer, GradientSlot
-from samestep.runtime.weights.replicated import _gradient_hook
+from samestep.runtime.weights.replicated import BodyGradients, _gradient_hook
 
 SIZE = 4
 
@@ -20,7 +20,7 @@ SIZE = 4
 class Store:
     """What the hook of a gradient reads of its store: a micro-batch that is not the last one."""
 
-    _counts, _last, _is_weight_task, _starts = True, False, False, False
+    _counts, _waits, _now = True, False, BodyGradients()
     _left_out: frozenset[int] = frozenset()
 
     def __init__(self) -> None:

@@ -11,10 +11,10 @@ A forked worker inherits the result, and what it covers is not examined again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -99,14 +99,9 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
     if chunks:
         forward = replace(forward, spec=with_chunks(built, forward.spec))
     found = _examine_further(built, forward)
-    spec = build_spec(built.module, forward, found, has_own_loss=source.loss is not cross_entropy)
-    spec, of_plan = plan_search.with_plan(spec, built.module, forward, plan)
-    entered = forward.checkpointed.entered
-    of_calls = any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage)
-    of_blocks = any(entered.intersection(layer.modules) for layer in spec.layers if layer.is_block)
-    spec = replace(spec, checkpoints="plain" if of_blocks else "plain on stages" if of_calls else "repeat")
+    spec, of_plan = build_spec(built.module, forward, found, plan, has_own_loss=source.loss is not cross_entropy)
     analysis = ModelAnalysis(
-        spec=with_loss(spec),
+        spec=spec,
         experts=built.experts,
         expert_calls=forward.expert_calls,
         has_dropout=masks.has_dropout(built.module),
@@ -163,20 +158,43 @@ def _examine_further(built: BuiltModel, forward: TracedForward) -> FurtherFindin
 # -- the spec --------------------------------------------------------------------------------------
 
 
-def build_spec(module: nn.Module, forward: TracedForward, found: FurtherFindings, *, has_own_loss: bool) -> ModelSpec:
-    """Return the spec of a traced model with the findings of further forwards, and what its experts send."""
+def build_spec(
+    module: nn.Module, forward: TracedForward, found: FurtherFindings, plan: ProvenPlan | None, *, has_own_loss: bool
+) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the spec of a traced model, and the fields of its analysis that follow from its plan.
+
+    What a forward sends is written down in this order, since each needs what those before have found: the layers of the trace, what
+    samples share, what experts send, what the plan cuts, what checkpointing repeats, and last the layer of the loss.
+    """
+    spec = _with_samples(forward.spec, found)
+    spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
+    spec, of_plan = plan_search.with_plan(spec, module, forward, plan)
+    return with_loss(replace(spec, checkpoints=_checkpoints(spec, forward.checkpointed.entered))), of_plan
+
+
+def _with_samples(spec: ModelSpec, found: FurtherFindings) -> ModelSpec:
+    """Return the spec with what forwards of several samples have found."""
+    shown, reads = found.samples, found.samples.loss_reads
     spec = replace(
-        with_groups(forward.spec, found.samples.batch_norms),
+        with_groups(spec, shown.batch_norms),
         masks=found.masks,
-        mixes_samples=found.samples.refusal,
-        tried=found.samples.tried,
-        called_again=found.samples.called_again,
-        loss_values=() if found.samples.loss_reads is not None else found.samples.loss_values,
+        mixes_samples=shown.refusal,
+        tried=shown.tried,
+        called_again=shown.called_again,
+        loss_values=shown.loss_values if reads is None else (),
     )
-    if (reads := found.samples.loss_reads) is not None:
-        unknown = LossTensor(of="outputs", index=0, elements=spec.layers[-1].output_elements, rows=None)
-        spec = replace(spec, loss_reads=reads or (unknown,), loss_pairs=found.samples.loss_pairs)
-    return with_experts(spec, forward.dispatches, None if has_own_loss else module)
+    if reads is None:
+        return spec
+    unknown = LossTensor(of="outputs", index=0, elements=spec.layers[-1].output_elements, rows=None)
+    return replace(spec, loss_reads=reads or (unknown,), loss_pairs=shown.loss_pairs)
+
+
+def _checkpoints(spec: ModelSpec, entered: Set[str]) -> Literal["repeat", "plain", "plain on stages"]:
+    """Return what becomes of the checkpoints of the model's own code, given the modules in whose forwards it has entered one."""
+    if any(entered & {*layer.modules} for layer in spec.layers if layer.is_block):
+        return "plain"
+    of_calls = any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage)
+    return "plain on stages" if of_calls else "repeat"
 
 
 # -- the model on the meta device ------------------------------------------------------------------

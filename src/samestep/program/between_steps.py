@@ -12,7 +12,7 @@ from samestep.program.program import Program
 
 def ending_with(program: Program, events: Sequence[ExchangeEvent]) -> Program:
     """Return the program of a step, with the collectives of `events` issued after its update."""
-    return replace(program, bodies={**program.bodies, UPDATE_BODY: _update_with(program, events)})
+    return program.with_update(lambda _: _update_with(program, events))
 
 
 def _update_with(program: Program, events: Sequence[ExchangeEvent]) -> Ops:

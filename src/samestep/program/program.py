@@ -29,7 +29,7 @@ from samestep.program.buckets import Bucket
 from samestep.program.exchange_times import Phase
 from samestep.program.followed_weights import FollowedWeights
 from samestep.program.host_modules import HostModule
-from samestep.program.ops import BodyKey, Op, OpKind, Ops, Task
+from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, Task
 from samestep.program.owners import Owners
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit
@@ -81,6 +81,10 @@ class Program:
         """Return the program with `rewrite` applied to each body, and other fields changed."""
         bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
         return replace(self, bodies=bodies, **changes)
+
+    def with_update(self, rewrite: Callable[[Ops], Ops], **changes: Any) -> Program:
+        """Return the program with `rewrite` applied to the body of the update, and other fields changed."""
+        return replace(self, bodies={**self.bodies, UPDATE_BODY: rewrite(self.bodies[UPDATE_BODY])}, **changes)
 
     def tasks_of(self, index: int) -> tuple[Task, ...]:
         """Return the forwards and backwards of one of the replicas that this rank trains; all, where it trains one."""

@@ -85,11 +85,9 @@ class StepSpec:
         layout: Layout,
         ranks_per_node: int | None = None,
         cuts_loss: bool | None = None,
-        stage: int = 0,
-        replica: int = 0,
         updates_in_chunks: bool | None = None,
     ) -> StepSpec:
-        """Return the step of a job in a layout; the job gives what is None."""
+        """Return the step of a job in a layout, on the first stage and data rank; the job says what is None."""
         return cls(
             model=model,
             layout=layout,
@@ -97,8 +95,6 @@ class StepSpec:
             global_batch=job.train.global_batch,
             coupled_samples=job.numerics.coupled_samples or job.train.global_batch,
             ranks_per_node=layout.world_size,
-            stage=stage,
-            replica=replica,
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compile=job.run.compile,
             captures=job.run.compile != "none" and job.run.captures,
@@ -120,7 +116,7 @@ class StepSpec:
         ranks_per_node: int | None = None,
         cuts_loss: bool | None = None,
     ) -> StepSpec:
-        """Return the same job's step in another layout."""
+        """Return the same job's step in another layout; the job says what is None."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return self.but(
             model=with_whole_updates(with_attentions(model) if layout.cp > 1 else model, job, layout),

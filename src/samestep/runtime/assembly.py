@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -135,18 +135,14 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     waived = _check(decided, place)
     precision.set_products(job.numerics)
     mesh = meshes.build(decided.program, place.device, job.run.timeout_s)
-    plan = decided.traced.blueprint
-    assert all(param.is_meta for param in plan.module.parameters()), "a blueprint is cut and filled by one run alone"
-    form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
-    settle_own_loss(plan.module, source.loss, example)
-    names = plan.state_names()
+    uncut = _Uncut.of(decided, example)
     axes = AppliedAxes.of(decided.traced, decided.program, mesh, job.run)
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
-    exchanges = exchanging_calls.watch(plan.module, decided.program, store.calls.before_exchange, source.loss)
+    exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.calls.before_exchange, source.loss)
     assembled = Assembly(
         parallel=axes.parallel(decided.flows),
-        model=replace(_prepare_model(decided, axes, store), remarks=waived, form=form, state_names=names),
+        model=_prepare_model(decided, uncut, axes, store, waived),
         objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example, axes.compiled.run),
         weights=_with_updater(decided, placements, store),
     )
@@ -167,6 +163,25 @@ class _Decided:
     """The spec of the whole model, with what its optimizer needs."""
     optimizer: WholeOptimizer
     program: Program
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncut:
+    """What is read of a module as long as its weights are whole, and its loss is called as its own code does."""
+
+    form: PretrainedForm | None
+    state_names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, decided: _Decided, example: Any) -> _Uncut:
+        """Read a blueprint, which is then cut and filled by this run alone; its loss is the run's from now on."""
+        plan, job = decided.traced.blueprint, decided.job
+        assert all(param.is_meta for param in plan.module.parameters()), (
+            "a blueprint is cut and filled by one run alone"
+        )
+        form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None
+        settle_own_loss(plan.module, decided.source.loss, example)
+        return cls(form, plan.state_names())
 
 
 def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> _Decided:
@@ -211,7 +226,9 @@ def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
     return store
 
 
-def _prepare_model(decided: _Decided, axes: AppliedAxes, store: WeightStore) -> PreparedModel:
+def _prepare_model(
+    decided: _Decided, uncut: _Uncut, axes: AppliedAxes, store: WeightStore, waived: tuple[str, ...]
+) -> PreparedModel:
     """Return the filled module and the facts that a run needs about it."""
     traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
     written = [state.full_name for state in traced.analysis.states if state.kind == "weight"]
@@ -228,7 +245,10 @@ def _prepare_model(decided: _Decided, axes: AppliedAxes, store: WeightStore) -> 
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, written, program),
         dropout=axes.dropout_state(decided.job.run),
+        remarks=waived,
+        form=uncut.form,
         given=dict(traced.blueprint.given),
+        state_names=uncut.state_names,
         gathered=traced.analysis.gathered if program.step.layout.tp > 1 else {},
     )
 

@@ -24,6 +24,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.host_copies import Reading
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.open_step import HostDecides, OpenStep, StepState
 from samestep.runtime.optimizers.optimizer_step import Updater
@@ -67,10 +68,6 @@ def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tens
 class HostDecidesHere(HostDecides):
     """The host decides on a step of a GPU."""
 
-    decide: Callable[[Tensor], Decision]
-    """Returns what follows from the summed scalars, on the device."""
-    sends: bool
-    """Whether the device sends the gradients to an optimizer on the host meanwhile, multiplied by what follows."""
     is_exception: bool
     """Whether the device decides on other steps, which overlook what is written unseen."""
 
@@ -78,29 +75,37 @@ class HostDecidesHere(HostDecides):
         """Return whether the backwards of the step wrote weights unseen, on the device (float64 [])."""
         return self.is_exception and self.updater.live.was_written_unseen(device)
 
-    def begin(self, sums: Tensor) -> Tensor | tuple[float, float]:
-        """Return the two numbers that the host reads with the sums; gradients that are sent are multiplied already."""
-        if not self.sends:
-            return HostDecides.begin(self, sums)
+
+@dataclass(slots=True)
+class HostDecidesOnSent(HostDecidesHere):
+    """The host decides on a step of a GPU, which sends the gradients to an optimizer on the host meanwhile."""
+
+    first_state: ClassVar[StepState] = StepState.SENT
+    decide: Callable[[Tensor], Decision]
+    """Returns what follows from the summed scalars, on the device."""
+
+    def reading(self, sums: Tensor) -> Reading:
+        """Return what the host reads: the sums, 1 where gradients are not multiplied, and 1 if weights were written."""
         decision = self.decide(sums)
         send_unless(self.updater, decision.held_back, decision.factor)
-        return torch.stack([decision.held_back.double(), self.updater.live.was_written(sums.device)])
+        also = torch.stack([decision.held_back.double(), self.updater.live.was_written(sums.device)])
+        return Reading(torch.cat([sums, also]))
 
 
 @dataclass(slots=True)
 class DeviceDecides(HostDecides):
     """The device decides, for which the host does not wait: `can_hold_back` allows it."""
 
-    first_state: ClassVar[StepState] = StepState.OPEN
+    first_state: ClassVar[StepState] = StepState.LAUNCHED
     decide: Callable[[Tensor], Decision]
     """Returns what follows from the summed scalars, on the device."""
     _decision: Decision | None = None
 
-    def begin(self, sums: Tensor) -> Tensor:
-        """Return numbers that the host reads with the sums: 1 where the update is held back, and 0 (float64 [2])."""
+    def reading(self, sums: Tensor) -> Reading:
+        """Return what the host reads later: the sums, 1 where the update is held back, and 0."""
         self._decision = self.decide(sums)
         held_back = self._decision.held_back.double()
-        return torch.stack([held_back, torch.zeros_like(held_back)])
+        return Reading(torch.cat([sums, torch.stack([held_back, torch.zeros_like(held_back)])]))
 
     def update(self) -> None:
         """Update the weights, or change nothing in an unusual step."""
@@ -214,8 +219,9 @@ class DeviceDeciders(Deciders):
         is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
         if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
             return DeviceDecides(updater, follow)
-        sends = is_usual and updater.offload.is_apart(self._device)
-        return HostDecidesHere(updater, follow, sends=sends, is_exception=may_decide)
+        if is_usual and updater.offload.is_apart(self._device):
+            return HostDecidesOnSent(updater, may_decide, follow)
+        return HostDecidesHere(updater, may_decide)
 
     def leave_to_host(self, step: int, refusals: Refusals, *, has_left_out: bool) -> None:
         """Let the host decide from now on, since a step, counted from 0, writes weights as no count of torch shows.

@@ -34,10 +34,8 @@ class Halves(Protocol):
 
 
 def with_closure(part: UpdatedPart, steps: Halves, opened: OpenStep, numbers: StepNumbers) -> UpdatedPart:
-    """Return a part of the optimizer with a closure that repeats an opened step, if one of its members evaluates the loss."""
+    """Return a part of the optimizer with a closure that repeats an opened step, for its members that evaluate the loss."""
     updater = steps.held.weights.updater
-    if not updater.whole.evaluating:
-        return part
     closure = Closure(updater.pieces_of(part), functools.partial(_evaluate, steps, opened), numbers.loss)
     return replace(part, evaluating=updater.whole.evaluating, closure=closure)
 

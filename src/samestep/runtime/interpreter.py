@@ -107,12 +107,17 @@ class Interpreter:
         else:
             if kind is TaskKind.WEIGHT:
                 parallel.stage.weight_gradients(task.microbatch)
+            elif (loss := self._losses.pop(place)) is None or self.of.into is None:
+                parallel.stage.backward(task.microbatch, task.chunk, loss)
             else:
-                self._backward(task, self._losses.pop(place))
+                loss.backward(inputs=self.of.into)
             self.trials.check_generators(self.assembly, self.step, "the backward")
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
-        """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model."""
+        """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model.
+
+        A micro-batch of weight 0 runs the sample of another rank, and counts nothing.
+        """
         parallel, objective = self.assembly.parallel, self.assembly.objective
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
@@ -123,6 +128,7 @@ class Interpreter:
             if not parallel.stage.is_last(task.chunk):
                 return None
             microbatches.keep(task.microbatch, outputs)
+            # The loss: what the user's function finds in the outputs, and the part of the step's sum that it makes.
             given = precision.for_loss(outputs)
             part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
             mine = part, len(microbatches.indices(task.microbatch))
@@ -137,6 +143,7 @@ class Interpreter:
             self.trials.refuse_moved_counts(objective.sums.moved)
         if weight and not self.trials.loss_is_tried:
             self.trials.try_loss(self.assembly, loss.own, outputs, *mine)
+        # What is kept of it: the numbers for the report, and for the backward which of its gradients are uses of weights.
         numbers = loss.numbers(found, objective.names, totals)
         totals += numbers if weight == 1.0 else numbers * weight
         self._left_out[task.microbatch] = loss.left_out
@@ -187,9 +194,3 @@ class Interpreter:
         samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
         draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
         return state.drawing(draw, make_mode, within=islands)
-
-    def _backward(self, task: Task, loss: Tensor | None) -> None:
-        if self.of.into is None or loss is None:
-            self.assembly.parallel.stage.backward(task.microbatch, task.chunk, loss)
-        else:
-            loss.backward(inputs=self.of.into)

@@ -31,22 +31,23 @@ class Progress(Enum):
     A step that fails leaves WITHIN or REPEATING.
     """
 
-    BETWEEN = "no step is being taken; the update of the last one may be launched and not read (`StepState.OPEN`)"
+    BETWEEN = "no step is being taken; the update of the last one may be launched and not read (`StepState.LAUNCHED`)"
     WITHIN = "a step is being taken or has failed, so that weights may still be gathered"
     REPEATING = "a step is taken once more, which some rank gave up: the host decides on it"
 
 
 class StepState(Enum):
-    """The state of a step after its all_reduce.
+    """Who makes the update of a step after its all_reduce, and of which gradients.
 
-    DeviceDecides ─► OPEN ─┬──────────────► CLOSED
-                           └─► HELD_BACK ─► CLOSED
-    HostDecides ─────────────► HELD_BACK ─► CLOSED
+    DeviceDecides ─► LAUNCHED ─┐
+                               ├─ the host reads that the step is unusual ─► HELD_BACK
+    HostDecides ─┬─► SENT ─────┘
+                 └─► HELD_BACK
     """
 
-    OPEN = "the update is launched, and the host does not know whether the device has made it"
-    HELD_BACK = "no update is made, and the host decides"
-    CLOSED = "the update is made, or the step is skipped"
+    LAUNCHED = "the device makes it, which the host knows once it has read the sums"
+    SENT = "the host makes it, if it decides so, of gradients that are on their way to it and are multiplied by then"
+    HELD_BACK = "the host makes it, if it decides so, of gradients as the backwards have left them"
 
 
 @dataclass(slots=True)
@@ -60,13 +61,14 @@ class HostDecides:
         """Return whether the backwards of the step wrote weights as no count of torch shows, where steps are decided on by the device."""
         return False
 
-    def begin(self, sums: Tensor) -> Tensor | tuple[float, float]:
-        """Return two numbers that the host reads with the sums (float64 [2] where the device knows them): 1, as no update is launched
-        and gradients are not multiplied, and 1 if weights were written since the last update.
+    def reading(self, sums: Tensor) -> Reading:
+        """Return what the host reads: the sums, 1 where no update is launched and gradients are not multiplied, and 1 if weights
+        were written since the last update.
         """
         if not self.updater.live.are_copied:
-            return 1.0, 0.0
-        return torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
+            return Reading(sums, (1.0, 0.0))
+        also = torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
+        return Reading(torch.cat([sums, also]))
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class OpenStep:
     running_buffers: KeptTensors
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
-    """The summed scalars, and the two numbers of its decider's `begin`."""
+    """The summed scalars, and the two numbers of its decider's `reading`."""
     numerator: float
     """The scale of the gradients is this over the count."""
     lr_factor: float | Mapping[int, float]
@@ -89,8 +91,6 @@ class OpenStep:
     names: LossNames
     """The names of what its loss reports."""
     of: StepBackward
-    was_held_back: bool = False
-    """Whether no update was made or sent before the host has read the sums."""
     was_written: bool = False
     """Whether weights were written since the last update, so that the updater must read them again."""
     report: StepReport | None = None
@@ -104,7 +104,7 @@ class OpenStep:
     def read(self, num_unsure: int) -> SummedScalars:
         """Wait for the sums, of which each replica has the uses of `num_unsure` weights, and for the two numbers of the decider."""
         *sums, held_back, written = self.sums.numbers()
-        self.was_held_back, self.was_written = held_back > 0, bool(written)
-        if self.state is StepState.OPEN:
-            self.state = StepState.HELD_BACK if self.was_held_back else StepState.CLOSED
+        self.was_written = bool(written)
+        if held_back > 0:
+            self.state = StepState.HELD_BACK
         return SummedScalars.of(sums, num_unsure, self.names.num_numbers)

@@ -12,6 +12,7 @@ A run is a facade over few parts. Its steps stand here; its other methods with w
 ```
 step                       ─► RunBatches    what a loop hands over, as a batch         batches/run_batches.py
                            ─► Stepper       one step                                   stepper.py
+model, updater, program    ─► HeldRun       what it holds, for whoever looks         held_run.py
 backward, update           ─► StepsByHand   the two halves of a step, in any order     own_steps/
 save, load, state_dict     ─► SavedRun     weights in files, dicts, and whole         checkpoints/
 evaluate, predict          ─► EvaluatedRun  forwards without gradients                 evaluated_run.py
@@ -37,26 +38,21 @@ from samestep.errors import LayoutError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.program import Program
-from samestep.runtime.assembly import Assembly
 from samestep.runtime.batches.run_batches import RunBatches
 from samestep.runtime.checkpoints.run_state import RunState
 from samestep.runtime.checkpoints.saved_run import SavedRun
 from samestep.runtime.evaluated_run import EvaluatedRun
 from samestep.runtime.guards import chosen_kernels
-from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.held_run import HeldRun
 from samestep.runtime.local_replicas import LocalReplicas
-from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.held_bytes import held_bytes
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
-from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.own_steps.steps_by_hand import StepsByHand
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.processes.process_groups import forget_groups
 from samestep.runtime.recording.recorded_run import RecordedRun
 from samestep.runtime.recording.step_recorder import StepRecorder
@@ -70,7 +66,7 @@ from samestep.runtime.weights.weights_in_loops import computing
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
+class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -136,54 +132,6 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         self._stepper.guards.forget_replicas()
         self._parts.forget()
 
-    @property
-    def spikes(self) -> SpikeWatch:
-        """The losses of the last steps, by which a spike is recognised."""
-        return self._stepper.guards.spikes
-
-    @property
-    def replicas(self) -> HeldAssembly:
-        """The models that this rank trains, whose first is the run's: a list of one, unless the job trains several replicas independently."""
-        return self._own.prepared()
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether `prepare` has built the model."""
-        return self._own.is_prepared
-
-    @property
-    def assembly(self) -> Assembly:
-        """The prepared model, mesh, program and optimizer; its weights are whole.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
-        """
-        return self._stepper.whole_assembly
-
-    @property
-    def program(self) -> Program:
-        """The program of this rank's pipeline stage: the operations of one step."""
-        return self._stepper.held.parallel.program
-
-    @property
-    def model(self) -> nn.Module:
-        """This rank's module, after the layout has cut its weights. Under `tp` and `ep` a weight that is cut is this rank's part of it, of
-        which a loop may change each element by itself: what looks at several at once, such as a norm of rows or pruning by rank, is
-        refused, and belongs within `gathered()`. So is a norm of `param.grad` where a rank has a part of the gradient: `report.grad_norm`
-        is that of all.
-        """
-        return self.assembly.model.module
-
-    @property
-    def updater(self) -> Updater:
-        """The optimizer over the weights that this rank updates, which hold what was written into the model since."""
-        if self._stepper.progress is Progress.BETWEEN:
-            for reason in self.assembly.model.replaced.take_over(inside=False):
-                self.job.run.waived("state", reason)
-        self.assembly.weights.store.watch.take_back()
-        self.assembly.weights.updater.live.reread()
-        return self.assembly.weights.updater
-
     def prepare(self, example: Any) -> None:
         """Build the model in its layout, unless that is done; `example` is a batch of `samestep.batches`, or samples of one from
         `batch.samples`.
@@ -199,11 +147,6 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         if remark := self._shared.begin(self._own.current):
             self._stepper.refusals.remark(remark)
         self._state.begin()
-
-    def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Continue with an assembly that was derived from the run's, for example one with another optimizer."""
-        self.assembly.weights.store.settle()
-        self.replicas.change(change)
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -272,11 +215,6 @@ class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         batch = self.labelled(batch)
         with self._computing():
             return self._stepper.forward_backward(batch)
-
-    def all_waived(self) -> tuple[str, ...]:
-        """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each."""
-        everyone = gather_values(self.job.run.met, self.layout.world_size)
-        return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
     def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
         """Return what a method of this run was given as the batch of its next step, or of another one.

@@ -29,7 +29,6 @@ from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.open_step import OpenStep, Progress, StepState
@@ -142,12 +141,11 @@ class Stepper:
             host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
             decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
             sums = self._agree(own, decider.wrote_unseen(self.place.device))
-        also = decider.begin(sums)
         return OpenStep(
             batch=batch,
             began_s=began,
             running_buffers=running,
-            sums=Reading(torch.cat([sums, also])) if isinstance(also, Tensor) else Reading(sums, also),
+            sums=decider.reading(sums),
             numerator=numerator,
             lr_factor=weights.updater.rates.factors(weights.lr_factor, batch.step),
             data_wait_s=self._data_wait_s,
@@ -168,29 +166,33 @@ class Stepper:
         )
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
-        are_apart = self._own.are_apart
         for number, assembly in self._own.each():
-            updater = assembly.weights.updater
-            if opened.state is StepState.HELD_BACK:
-                updater.unused = self.used.unused(number)
-                if opened.report is None:  # else it was when its update was launched
-                    opened.prepare(updater)
-                if skipped or (scale := numbers.scales[number]) is None:
-                    updater.offload.forget()
-                else:
-                    factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
-                    if opened.was_written or are_apart:
-                        updater.live.reread()
-                    part = with_closure(ALL, self, opened, numbers)
-                    self.update(
-                        assembly, functools.partial(updater.step, factor, was_held_back=opened.was_held_back, part=part)
-                    )
+            if opened.state is not StepState.LAUNCHED:
+                self._update_replica(opened, numbers, number, assembly, skipped=skipped)
             if math.isfinite(numbers.loss):
-                updater.loss_scale.after(overflowed=not numbers.are_finite, has_moves=are_apart)
+                scale = assembly.weights.updater.loss_scale
+                scale.after(overflowed=not numbers.are_finite, has_moves=self._own.are_apart)
         # Report.
-        opened.state = StepState.CLOSED
         self.steps_taken = opened.batch.step + 1
         return self.report(opened, summed, numbers, note, skipped=skipped)
+
+    def _update_replica(
+        self, opened: OpenStep, numbers: StepNumbers, number: int, assembly: Assembly, *, skipped: bool
+    ) -> None:
+        """Update the weights of a replica as the host has decided, or none in a step that is skipped, or in which it counts nothing."""
+        updater, scale = assembly.weights.updater, numbers.scales[number]
+        updater.unused = self.used.unused(number)
+        if opened.report is None:  # else it was when its update was launched
+            opened.prepare(updater)
+        if skipped or scale is None:
+            updater.offload.forget()
+            return
+        if opened.was_written or self._own.are_apart:
+            updater.live.reread()
+        factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
+        part = with_closure(ALL, self, opened, numbers) if updater.whole.evaluating else ALL
+        were_sent = opened.state is StepState.SENT
+        self.update(assembly, functools.partial(updater.step, factor, were_sent=were_sent, part=part))
 
     def read(self, opened: OpenStep) -> SummedScalars:
         """Wait for a step's sums and exchange what a flag asks for; a step that some rank gave up is taken once more.

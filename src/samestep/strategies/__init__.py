@@ -123,7 +123,8 @@ def program_of(
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica, updates_in_chunks)
+    step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, updates_in_chunks)
+    step = step.but(stage=stage, replica=replica)
     if reason := refusal_of(step):
         raise LayoutError(reason)
     return _of_all_sizes(step, _program_for)

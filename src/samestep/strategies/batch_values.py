@@ -62,7 +62,7 @@ def apply(program: Program) -> Program:
     """Return the program with what each layer and the loss send in the forward, and in the backward in reverse."""
     step = program.step
     if step.layout.pp > 1 and any(layer.kept for layer in step.model.layers):
-        program = program.with_bodies(lambda key, ops: (*ops, *_to_stages(step)) if key == UPDATE_BODY else ops)
+        program = program.with_update(lambda ops: (*ops, *_to_stages(step)))
     if not step.model.uses_batch_values or step.layout.dp == 1:
         return program
 

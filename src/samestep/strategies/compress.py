@@ -55,9 +55,7 @@ def apply(program: Program) -> Program:
     if made is None or not program.units or program.step.sharing.trains_apart or program.step.scatters_codes:
         return program
     axes = {**program.axes, made.axis: made.ranks}
-    return program.with_bodies(
-        lambda key, ops: tuple(_add_exchanges(ops, program, made)) if key == UPDATE_BODY else ops, axes=axes
-    )
+    return program.with_update(lambda ops: tuple(_add_exchanges(ops, program, made)), axes=axes)
 
 
 def _exchange_of_moves(program: Program, made: Contributions, part: int) -> dict[Phase, Ops]:

@@ -41,37 +41,52 @@ def refusal(step: StepSpec) -> str | None:
 def apply(program: Program) -> Program:
     """Return the program with the reductions over `dp_replicate`, tied stages and `tp`, and the step's scalars."""
     step = program.step
-    axes = dict(program.axes)
-    buckets: tuple[Bucket, ...] = ()
-    tied = any(step.holding(param).tied_over for param in step.model.params)
-    has_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
-    sums = step.layout.dp_cp_size > 1 or tied or has_partial
-    made = step.contributions
-    if step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or made is not None)):
-        buckets = make_buckets(step, program.chunks)  # mixed precision and codecs need their buffers on one rank too
-    if made is not None:
-        axes |= {made.sent_over: made.ranks} if made.ranks > 1 else {}
-    elif step.layout.num_replicas > 1:
-        axes |= reduce_ways.axes(step)
-    program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program, buckets))
-    if program.units and tied:
+    are_tied = any(step.holding(param).tied_over for param in step.model.params)
+    are_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
+    program = _with_buckets(program, sums=step.layout.dp_cp_size > 1 or are_tied or are_partial)
+    program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program))
+    if are_tied and program.units:  # over the stages that share a weight, before all else of the update
         ties = tuple(reduce_tied_units(step, program.units))
-        program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == UPDATE_BODY else ops)
-    if has_partial:
-        parts = tuple(partial_sums(program, () if made is not None else buckets))
-        program = program.with_bodies(lambda key, ops: _before_update(ops, parts) if key == UPDATE_BODY else ops)
-    if step.layout.world_size > 1:
-        axes["world"] = step.layout.world_size
-        waits = tuple(_reductions_of(program))
-        program = program.with_bodies(
-            lambda key, ops: _add_scalars(ops, waits, step.num_scalars) if key == UPDATE_BODY else ops
+        program = program.with_update(lambda ops: (*ties, *ops))
+    if are_partial:  # over a model axis, after all other reductions
+        parts = tuple(partial_sums(program, program.buckets if step.contributions is None else ()))
+        program = program.with_update(lambda ops: _before_update(ops, parts))
+    return _sum_scalars(program) if step.layout.world_size > 1 else program
+
+
+def _with_buckets(program: Program, *, sums: bool) -> Program:
+    """Return the program with the buckets of its gradients, which it `sums` or not, and the axes over which they are summed."""
+    step, made = program.step, program.step.contributions
+    if made is not None:
+        axes = {made.sent_over: made.ranks} if made.ranks > 1 else {}
+    else:
+        axes = reduce_ways.axes(step) if step.layout.num_replicas > 1 else {}
+    # Mixed precision and codecs need their buffers on one rank too.
+    has_buckets = step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or made is not None))
+    buckets = make_buckets(step, program.chunks) if has_buckets else ()
+    return replace(program, buckets=buckets, axes={**program.axes, **axes})
+
+
+def _sum_scalars(program: Program) -> Program:
+    """Return the program with the all_reduce of the step's scalars before the update, which waits for it.
+
+    It waits for every reduction, because the gradient norm is that of the reduced gradients.
+    """
+    step, waits = program.step, tuple(_reductions_of(program))
+    scalars = Op(kind=OpKind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
+
+    def write(ops: Ops) -> Ops:
+        return tuple(
+            op.but(after=(*op.after, scalars.name)) if op.kind is OpKind.UPDATE else op
+            for op in _before_update(ops, (scalars.sized(step.num_scalars),))
         )
-    return replace(program, buckets=buckets, axes=axes)
+
+    return program.with_update(write, axes={**program.axes, "world": step.layout.world_size})
 
 
-def _add_reductions(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ...]) -> Ops:
+def _add_reductions(key: BodyKey, ops: Ops, program: Program) -> Ops:
     """Return the ops of a body with the reductions of the gradients that the step's last backward leaves."""
-    step, chunks, units = program.step, program.chunks, program.units
+    step, units, buckets = program.step, program.units, program.buckets
     reduction = functools.partial(_reductions, step)
     if units and is_backward(key):
         is_last = step.ends_gradients(key)
@@ -86,7 +101,7 @@ def _add_reductions(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Buc
         return ops
     if key != UPDATE_BODY:
         return ops
-    return (*finish_reductions(step, chunks, buckets, reduction), *ops, *_gather_weights(buckets))
+    return (*finish_reductions(step, program.chunks, buckets, reduction), *ops, *_gather_weights(buckets))
 
 
 def _gather_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:
@@ -142,15 +157,3 @@ def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
     """Return the ops with `sums` inserted before the update."""
     place = next(index for index, op in enumerate(ops) if op.kind is OpKind.UPDATE)
     return (*ops[:place], *sums, *ops[place:])
-
-
-def _add_scalars(ops: Ops, waits: tuple[str, ...], num_scalars: int) -> Ops:
-    """Return the ops with the all_reduce of the step's scalars before the update.
-
-    It waits for every reduction, because the gradient norm is that of the reduced gradients.
-    """
-    scalars = Op(kind=OpKind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
-    return tuple(
-        replace(op, after=(*op.after, scalars.name)) if op.kind is OpKind.UPDATE else op
-        for op in _before_update(ops, (scalars.sized(num_scalars),))
-    )

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 
 from samestep.models.param_spec import ParamSpec
 from samestep.program.buckets import owners_of
-from samestep.program.ops import UPDATE_BODY, Op, OpKind, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.owners import Owned, Owners
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -51,9 +51,7 @@ def apply(program: Program) -> Program:
     if not owners:
         return program
     dtype = step.master_dtype
-    return program.with_bodies(
-        lambda key, ops: tuple(_add_exchanges(ops, owners, dtype)) if key == UPDATE_BODY else ops, owners=owners
-    )
+    return program.with_update(lambda ops: tuple(_add_exchanges(ops, owners, dtype)), owners=owners)
 
 
 def _over_data(step: StepSpec, params: list[ParamSpec]) -> Iterator[Owners]:

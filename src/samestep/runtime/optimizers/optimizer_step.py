@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
 from samestep.runtime.contexts import AtEnd
@@ -36,8 +35,8 @@ from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import build_over, check_step, given_instances
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, step_members
 from samestep.runtime.optimizers.packed_states import StatePacking
-from samestep.runtime.optimizers.update_chunks import Chunks, begun_first, chunks_of, holding_only
-from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
+from samestep.runtime.optimizers.update_chunks import Chunks, chunks_of, chunks_with, holding_only
+from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.weights.gradient_codes import GradientCodes
@@ -140,15 +139,15 @@ class Updater:
             return self.pieces
         return [piece for piece in self.pieces if self.whole.member_of_weight[piece.name] in part.members]
 
-    def step(self, factor: float, *, was_held_back: bool = False, part: UpdatedPart = ALL) -> None:
-        """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces of a part."""
+    def step(self, factor: float, *, were_sent: bool = False, part: UpdatedPart = ALL) -> None:
+        """Multiply the gradients by `factor`, unless they `were_sent` multiplied, and update the pieces of a part."""
         self.factor = factor
         sent, pieces = self.offload.take(), self.pieces_of(part)
         if self.optimizer is None or not pieces:
             return
         with torch.set_grad_enabled(False):
             gradients = gradients_of(pieces) if sent is None else sent
-            if factor != 1.0 and (sent is None or was_held_back):
+            if factor != 1.0 and not were_sent:
                 torch._foreach_mul_(gradients, _as_tensor(factor, gradients[0]))
             self.update(gradients, part=part)
 
@@ -160,39 +159,15 @@ class Updater:
         assert self.optimizer is not None
         pieces = self.pieces_of(part)
         there = host_copies.beside(gradients, [piece.value for piece in pieces])
-        of_piece: dict[int, Tensor] | None = None
-        for together in begun_first(self.chunks, self.optimizer, self.pieces, self.unused):
-            chunk, mine = together, there
-            if together is not pieces:
-                of_piece = of_piece or dict(zip(map(id, pieces), there, strict=True))
-                chunk = [piece for piece in together if id(piece) in of_piece]
-                mine = [of_piece[id(piece)] for piece in chunk]
-            if not chunk:
-                continue
+        for chunk, mine in chunks_with(pieces, there, self.chunks, self.optimizer, self.pieces, self.unused):
             is_all = len(chunk) == len(self.pieces)
             with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
                 with self.lent(chunk, mine), alone(type(self.optimizer).__name__):
-                    if part.closure is not None:
-                        part.closure.begin()
-                    self._step_members(part)
+                    step_members(self.optimizer, part, is_first=not self.step_index)
                 if self.averages is not None:
                     self.averages.update(chunk, held_back)
         for given in self.rates.given.values():
             given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
-
-    def _step_members(self, part: UpdatedPart) -> None:
-        """Let the members of a part take a step; in a run's first one, name what fails in code that is the user's."""
-        assert self.optimizer is not None
-        try:
-            step_members(self.optimizer, part)
-        except TRIED as error:  # of the user's own code, such as an assertion that a closure is given
-            if self.step_index or isinstance(error, InputError | torch.OutOfMemoryError | torch.AcceleratorError):
-                raise
-            name, words = type(self.optimizer).__name__, str(error).partition("\n")[0]
-            raise ModelError(
-                f"the first step of {name} fails: {type(error).__name__}: {words}; it is called with the options of "
-                "run.update, and with a closure where it needs one: another optimizer works, such as adamw"
-            ) from error
 
     def widened(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
         """Return the context in which pieces and their states are as the optimizer computes with them."""
@@ -200,8 +175,8 @@ class Updater:
         return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
 
     def lent(self, chunk: list[Piece], given: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Let the values of some pieces have the gradients that are given for them, unless the step gave them none, until the end of the context; a window of
-        a buffer, which is the gradient in every step, they keep.
+        """Let the values of some pieces have the gradients that are given for them, unless the step gave them none, until the end of
+        the context; a window of a buffer, which is the gradient in every step, they keep.
         """
         lent: list[Tensor] = []
         if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], given)):

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
-from samestep.errors import ModelError
+from samestep.errors import InputError, ModelError
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.update_rule import TRIED
 
@@ -222,11 +223,31 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
     return (names.index(name),)
 
 
-def step_members(optimizer: Optimizer, part: UpdatedPart) -> None:
-    """Let the members of a part that hold weights on this rank take a step."""
-    if part is ALL:
-        optimizer.step()
-        return
+def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> None:
+    """Let the members of a part that hold weights on this rank take a step.
+
+    Raises:
+        ModelError: the step, which is the first one of the run, fails in code that is the user's, such as an assertion that a
+            closure is given.
+    """
+    try:
+        if part is ALL:
+            optimizer.step()
+        else:
+            _step_some(optimizer, part)
+    except TRIED as error:
+        if not is_first or isinstance(error, InputError | torch.OutOfMemoryError | torch.AcceleratorError):
+            raise
+        name, words = type(optimizer).__name__, str(error).partition("\n")[0]
+        raise ModelError(
+            f"the first step of {name} fails: {type(error).__name__}: {words}; it is called with the options of "
+            "run.update, and with a closure where it needs one: another optimizer works, such as adamw"
+        ) from error
+
+
+def _step_some(optimizer: Optimizer, part: UpdatedPart) -> None:
+    if part.closure is not None:
+        part.closure.begin()
     for index, member in enumerate(members_of(optimizer)):
         if (part.members is None or index in part.members) and any(group["params"] for group in member.param_groups):
             if index in part.evaluating:

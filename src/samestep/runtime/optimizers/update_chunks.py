@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.building.optimizer import members_of
@@ -84,15 +85,26 @@ def chunks_of(
     return NarrowChunks(chunks, packing)
 
 
-def begun_first(chunks: Chunks, optimizer: Optimizer, pieces: Sequence[Piece], unused: Unused) -> Sequence[list[Piece]]:
-    """Return the chunks in which pieces are updated; weights that are used for the first time come by themselves.
+def chunks_with(
+    pieces: list[Piece],
+    gradients: Sequence[Tensor],
+    chunks: Chunks,
+    optimizer: Optimizer,
+    every: Sequence[Piece],
+    unused: Unused,
+) -> Sequence[tuple[list[Piece], Sequence[Tensor]]]:
+    """Return pieces and their gradients in the chunks in which they are updated; they are some of `every` piece of the optimizer.
 
-    Torch's fused SGD takes momenta of all weights or of none.
+    Torch's fused SGD takes momenta of all weights or of none, so that weights that are used for the first time come by themselves.
     """
-    for member in members_of(optimizer):
-        if isinstance(member, torch.optim.SGD) and any(group["fused"] for group in member.param_groups):
-            return _begun_first(chunks, optimizer, pieces, unused)
-    return [chunks.pieces] if isinstance(chunks, OneChunk) else [*chunks]
+    sgd = [member for member in members_of(optimizer) if isinstance(member, torch.optim.SGD)]
+    begins = bool(sgd) and any(group["fused"] for member in sgd for group in member.param_groups)
+    if isinstance(chunks, OneChunk) and not begins:
+        return [(pieces, gradients)]
+    given = dict(zip(map(id, pieces), gradients, strict=True))
+    together = _begun_first(chunks, optimizer, every, unused) if begins else chunks
+    found = ([piece for piece in chunk if id(piece) in given] for chunk in together)
+    return [(chunk, [given[id(piece)] for piece in chunk]) for chunk in found if chunk]
 
 
 def _begun_first(

@@ -1,7 +1,15 @@
 """The flat buffer of a bucket of gradients on one rank, and the place of each weight in it.
 
 A hook runs on the host for each weight and micro-batch, and a copy for each would be another call of torch. So gradients stay where
-autograd has put them until all of their bucket have arrived, and are taken in by one call; at the end of a task the rest of them is.
+autograd has put them until all of their bucket have arrived, and are taken in by one call; at the end of a task the rest of them is:
+
+```
+untouched ─► arrived ─► in its place    a weight's gradient in a step, by its slot
+    └─ zeroed ────────► in its place    where the step gives the weight none
+untouched       its name is in `flat.untouched`: its window holds what an earlier step has left
+arrived         `slot.found`, of one micro-batch: it is copied into the window of an untouched one, or added to what is there
+in its place    `slot.gradient`, its window of the buffer: in master precision autograd adds what comes next to it
+```
 """
 
 from __future__ import annotations
@@ -99,24 +107,11 @@ class FlatBuffer:
         self.missing, self.untouched = set(self.names), set(self.names)
         self.work = self.chunk = None
 
-    def arrive(self, slot: GradientSlot, param: Tensor) -> None:
-        """Note a weight's finished gradient, and take in those that have arrived once they are all."""
-        found = param.grad
-        assert found is not None
-        if found.is_sparse:
-            found = found.to_dense()
-        if found is slot.gradient:  # autograd has added to it in its place
-            return
-        is_master = not slot.is_cast
-        if slot.found is not None and not is_master:  # it is used in two parts of one backward
+    def added_up(self, slot: GradientSlot, found: Tensor) -> Tensor:
+        """Return a gradient that is sparse, or follows one that has arrived, as one that can take that one's place."""
+        if slot.found is not None and slot.is_cast:  # in master precision autograd has added the two
             self.take_in()
-        if slot.found is None:
-            self.arrived.append((slot, param))
-        slot.found = found  # in master precision the sum of all that has arrived
-        if not is_master:
-            param.grad = None
-        if len(self.arrived) == len(self.names):
-            self.take_in()
+        return found.to_dense() if found.is_sparse else found
 
     def zero_untouched(self) -> None:
         """Set the gradients of weights that no sample used to zeros."""

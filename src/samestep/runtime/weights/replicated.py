@@ -18,6 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 
 from samestep.building import nf4
 from samestep.program.buckets import Member
-from samestep.program.ops import Op, OpKind, Task, ends_step, is_forward
+from samestep.program.ops import BodyKey, Op, OpKind, Ops, Task, ends_step, is_forward
 from samestep.program.program import Program
+from samestep.program.step import StepSpec
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.contexts import AtEnd
@@ -49,6 +51,27 @@ Place = tuple[FlatBuffer, Member]
 """A weight's bucket, and its place there."""
 
 
+@dataclass(frozen=True, slots=True)
+class BodyGradients:
+    """What the gradients are that the tasks of one body leave; those of a forward, which leaves none, are of this kind."""
+
+    finishes: bool = False
+    """Whether they are the last of the step, of weights whose gradients a backward computes."""
+    finishes_postponed: bool = False
+    """Whether they are, of weights whose gradients are postponed to a W task."""
+    completes: bool = False
+    """Whether each bucket is complete after such a task."""
+    starts_at_once: bool = False
+    """Whether complete buckets are reduced within such a task: unless a message to another stage goes out first, at its end."""
+
+    @classmethod
+    def of(cls, key: BodyKey, ops: Ops, step: StepSpec) -> BodyGradients:
+        """Return what the gradients of a body of a program are."""
+        finishes, completes = ends_step(key) and not is_forward(key), step.ends_gradients(key)
+        sends = any(op.kind is OpKind.SEND for op in ops)
+        return cls(finishes, finishes and key.kind is TaskKind.WEIGHT, completes, completes and not sends)
+
+
 class Replicated(WeightStore):
     """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer follow the program's buckets."""
 
@@ -59,16 +82,18 @@ class Replicated(WeightStore):
         self.params: dict[str, nn.Parameter] = {}
         self._places: dict[str, Tensor] = {}
         """The tensor with each weight's values, to which buckets and pieces refer."""
-        self._last = self._starts = self._is_weight_task = self._waits = False
+        self._bodies = {key: BodyGradients.of(key, ops, program.step) for key, ops in program.bodies.items()}
+        self._now = BodyGradients()
+        """What the gradients are that the running task leaves."""
         self._counts = True
         self._left_out: Set[int] = frozenset()
+        """Whether the running task's gradients are uses of their weights, and the ids of the weights of which they are none."""
         self._unused: set[str] = set()
         """Weights to which no micro-batch of the step has given a gradient so far, unless it does not count."""
-        self._last_of_step = {key for key in program.bodies if ends_step(key) and not is_forward(key)}
-        self._completing = {key for key in program.bodies if program.step.ends_gradients(key)}
-        self._sending = {key for key, ops in program.bodies.items() if any(op.kind is OpKind.SEND for op in ops)}
-        """The bodies that end with a message to another stage, which goes out before anything is reduced."""
+        self._waits = False
+        """Whether nothing is reduced before `finish_gradients` is called."""
         self._next = 0
+        """The index of the next bucket to reduce."""
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [FlatBuffer.of(bucket, program, mesh) for bucket in program.buckets]
         self._norms = BucketNorms(self._flats, program.step, mesh)
@@ -173,14 +198,10 @@ class Replicated(WeightStore):
 
         Collective over the axes of the program's buckets, see [Note: collective calls].
         """
-        self._counts, self._left_out = counts, left_out
-        body = task.body
-        if body.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT):
+        self._now, self._counts, self._left_out = self._bodies[task.body], counts, left_out
+        if task.body.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT):
             self.settle()
-        self._is_weight_task = body.kind is TaskKind.WEIGHT
-        self._last = body in self._last_of_step
-        completes = body in self._completing and not self._waits
-        self._starts = completes and body not in self._sending
+        completes = self._now.completes and not self._waits
         return AtEnd(functools.partial(self.end_task, task, completes=completes), always=False)
 
     def end_task(self, task: Task, *, completes: bool) -> None:
@@ -250,27 +271,28 @@ class Replicated(WeightStore):
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Tensor) -> None:
-    """Let a finished gradient arrive in its bucket, and start the reduction of buckets that are complete.
+    """Let a gradient arrive in its bucket, and start the reduction of buckets that are complete.
 
     A strong reference from a tensor's hook to the store would never be collected.
     """
     held = store()
     if held is None:
         return
-    flat = slot.flat
-    found = param.grad
-    if found is not slot.gradient:
-        is_first = slot.found is None and found is not None and not found.is_sparse
-        if is_first and len(flat.arrived) + 1 < len(flat.names):  # most often: without another call
+    flat, found = slot.flat, param.grad
+    if found is not slot.gradient:  # to which autograd adds in its place
+        assert found is not None
+        if slot.found is not None or found.is_sparse:
+            found = flat.added_up(slot, found)
+        if slot.found is None:
             flat.arrived.append((slot, param))
-            slot.found = found
-            if slot.is_cast:
-                param.grad = None
-        else:
-            flat.arrive(slot, param)
+        slot.found = found
+        if slot.is_cast:
+            param.grad = None
+        if len(flat.arrived) == len(flat.names):
+            flat.take_in()
     if held._counts and (not held._left_out or id(param) not in held._left_out):
         held._unused.discard(slot.name)
-    if held._last and (held._is_weight_task or not slot.is_postponed):
+    if held._now.finishes_postponed if slot.is_postponed else held._now.finishes:
         flat.missing.discard(slot.name)
-    if held._starts and not flat.missing:
+    if not flat.missing and held._now.starts_at_once and not held._waits:
         held._start_ready()
