@@ -107,10 +107,8 @@ class Interpreter:
         else:
             if kind is TaskKind.WEIGHT:
                 parallel.stage.weight_gradients(task.microbatch)
-            elif (loss := self._losses.pop(place)) is None or self.of.into is None:
-                parallel.stage.backward(task.microbatch, task.chunk, loss)
             else:
-                loss.backward(inputs=self.of.into)
+                self._backward(task, self._losses.pop(place))
             self.trials.check_generators(self.assembly, self.step, "the backward")
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
@@ -194,3 +192,9 @@ class Interpreter:
         samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
         draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
         return state.drawing(draw, make_mode, within=islands)
+
+    def _backward(self, task: Task, loss: Tensor | None) -> None:
+        if self.of.into is None or loss is None:
+            self.assembly.parallel.stage.backward(task.microbatch, task.chunk, loss)
+        else:
+            loss.backward(inputs=self.of.into)
