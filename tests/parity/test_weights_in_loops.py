@@ -247,6 +247,27 @@ def test_a_loop_that_calls_the_model_or_a_block_is_given_whole_outputs() -> None
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def called_between_steps(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses, the sums of the logits and the weights of a loop that calls the model, then writes its weights, and steps."""
+    run, found = run_of(rank, world, layout), []
+    for start in (0, 4, 2):
+        with torch.no_grad():
+            found.append(float(run.model(read_samples(Numbers(), range(4))["x"]).sum()))
+            for weight in run.model.parameters():
+                weight.mul_(0.8)
+        found.append(run.step(read_samples(Numbers(), range(start, start + 4))).loss)
+    return found, run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", pytest.param("dp=2 zero=2", marks=pytest.mark.nightly)])
+def test_a_loop_that_calls_the_model_writes_the_weights_of_the_next_step(layout: str) -> None:
+    losses, weights = called_between_steps(0, 1, "dp=1")
+    for found in pool(2).run(called_between_steps, layout):
+        assert found[0] == pytest.approx(losses, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-9)
+
+
 def of_experts(rank: int, world: int) -> list[str]:
     """Return which weights of experts a loop could take a norm of, under ep=2."""
     run = make_run(rank, world, "mixtral", "dp=2 ep=2", job_of("float64", 1))
