@@ -208,13 +208,23 @@ def changed(rank: int, world: int, layout: str, kind: str) -> dict[str, Tensor]:
     for weight in run.model.parameters():
         with torch.no_grad():
             ELEMENTS[kind](weight)
-        repr(weight), hash(weight), weight.shape, weight.numel()
+        repr(weight), hash(weight), weight.shape, len(weight)
+    assert sum(one.numel() for one in run.model.parameters()) == sum(one.numel() for one in Words().parameters())
     run.model.zero_grad(set_to_none=False)
     run.model.zero_grad()
     run.step(read_samples(Numbers(), range(4, 8)))
     kept = copy.deepcopy(run.model.state_dict())
     run.step(read_samples(Numbers(), range(4)))
     run.model.load_state_dict(kept)
+    whole = run.state_dict(on_every_rank=True)
+    with run.gathered() as model:
+        model.load_state_dict(whole)
+    if world > 1:
+        for part, state in ((run.model, whole), (run.model.head, {"weight": whole["head.weight"]})):
+            with pytest.raises(
+                LayoutError, match=r"the whole .*under tp=2 a rank has a part: run.load_state_dict\(state\) works"
+            ):
+                part.load_state_dict(state, strict=False)
     return run.state_dict(on_every_rank=True)
 
 
