@@ -169,7 +169,7 @@ def fold(value: Any, leaf: Callable[[Any], Any], join: Callable[[Iterable[Any]],
 
 
 def replace_tensors(name: str, value: Any, change: Callable[[str, Tensor], Tensor], depth: int) -> Any:
-    """Return a value with `change(path, tensor)` for its tensors: in a list or a dict in place, in a tuple as a new tuple."""
+    """Return a value with `change(path, tensor)` for its tensors: in a list, a dict or a plain object in place, in a tuple as a new tuple."""
     if isinstance(value, Tensor):
         return change(name, value)
     if depth == 0:
@@ -184,6 +184,11 @@ def replace_tensors(name: str, value: Any, change: Callable[[str, Tensor], Tenso
     elif type(value) is tuple:
         after = tuple(replace_tensors(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
         return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
+    elif not isinstance(value, Mapping | list | tuple):
+        for key, item in _items_of(value, records=True):
+            after = replace_tensors(f"{name}.{key}", item, change, depth - 1)
+            if after is not item:
+                object.__setattr__(value, key, after)  # a dataclass may be frozen
     return value
 
 

@@ -106,17 +106,41 @@ class Adjoint(torch.autograd.Function):
         return None, None, g, *sums
 
 
+class Reversed(torch.autograd.Function):
+    """A residual sum whose backward runs the function once more and goes back through it, into weights that it was not given."""
+
+    @staticmethod
+    def forward(ctx: Any, function: nn.Module, y: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(y)
+        with torch.no_grad():
+            return y + function(y)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (y,), (g,) = ctx.saved_tensors, gradients
+        with torch.enable_grad():
+            here = y.detach().requires_grad_()
+            ctx.function(here).backward(g)
+        return None, g + here.grad
+
+
 class Equation(Parts):
-    """A differential equation between two layers, and one within a block."""
+    """A differential equation between two layers, and residual sums that are reversed: one function in one of them, one in two."""
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.equation = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        self.equation, self.once, self.twice = (
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(3)
+        )
 
     def between(self, x: Tensor, kind: Tensor) -> Tensor:
         for part in self.parts:
             x = part(x)
-        return Adjoint.apply(self.equation, 3, x, *self.equation.parameters())  # type: ignore[no-any-return, no-untyped-call]
+        x = Adjoint.apply(self.equation, 3, x, *self.equation.parameters())  # type: ignore[no-untyped-call]
+        for function in (self.twice, self.once, self.twice):
+            x = Reversed.apply(function, x)  # type: ignore[no-untyped-call]
+        return x
 
 
 class Odd(nn.Module):
@@ -251,7 +275,7 @@ def test_a_block_may_write_into_its_input_and_return_it() -> None:
     prove("InPlace", LAYOUTS)
 
 
-def test_a_backward_of_the_model_s_own_may_use_weights_that_it_was_given() -> None:
+def test_a_backward_of_the_model_s_own_may_use_weights_that_it_was_given_or_finds() -> None:
     prove("Equation", LAYOUTS)
 
 

@@ -369,6 +369,10 @@ def _plain_two_losses(plain: Plain, batch: Any, step: int) -> list[float]:
     plain.zero_grad()
     one = plain.mean(batch, one_loss)
     one.backward()
+    if step % 2:
+        with torch.no_grad():
+            for param in plain.model.parameters():
+                param.mul_(0.9)
     two = plain.mean(batch, two_loss)
     two.backward()
     nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
@@ -378,7 +382,15 @@ def _plain_two_losses(plain: Plain, batch: Any, step: int) -> list[float]:
 
 
 def _two_losses(run: Run, batch: Any, step: int) -> list[float]:
-    losses = [run.backward(batch, one_loss).loss, run.backward(batch, two_loss).loss]
+    """Two backwards, between which the loop sets weights in every other step: the gradients of the first one go on waiting."""
+    losses = [run.backward(batch, one_loss).loss]
+    if step == 1:
+        with run.gathered() as model, torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+    elif step == 3:
+        run.load_state_dict({name: 0.9 * one for name, one in run.state_dict(on_every_rank=True).items()})
+    losses.append(run.backward(batch, two_loss).loss)
     run.update()
     return losses
 

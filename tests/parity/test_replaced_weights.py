@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,11 +290,12 @@ class Keeps(nn.Module):
         return self.linear(x) if self.read is None else self.linear(x) + self.read(self.kept)
 
 
-def _learned(model: Any) -> list[float]:
+def _learned(model: Any, layout: str = "dp=1") -> list[float]:
     run = samestep.parallelize(
         model,
         lambda outputs, batch: ((outputs - batch["labels"]).square().sum(), len(outputs)),
         lambda params: torch.optim.SGD(params, lr=0.01),
+        layout=layout,
         job=job_of(steps=2),
     )
     return [run.step(batch).loss for batch in samestep.batches(Points(), run.job)]
@@ -304,7 +306,24 @@ KEPT: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Tensor]]] = {
     "list": (lambda module: [*module.parameters()], lambda kept: sum(one.square().sum() for one in kept)),
     "groups": (lambda module: [{"params": [module.linear.weight]}], lambda kept: kept[0]["params"][0].mT[0]),
     "tuple": (lambda module: ((module.linear.weight,),), lambda kept: nn.functional.softplus(kept[0][0][0])),
+    "object": (lambda module: SimpleNamespace(linear=module.linear.weight), lambda kept: kept.linear.T[0]),
+    "matrix": (lambda module: dict(module.named_parameters()), lambda kept: torch.ones(4, 4) @ kept["linear.weight"]),
 }
+
+
+class Table:
+    """A plain object of a model, with numbers of its own and more in a dict."""
+
+    def __init__(self) -> None:
+        self.steps, self.more = torch.linspace(0.1, 1.0, 4), {"scale": torch.full((4,), 0.5)}
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=1 microbatch=2"])
+def test_numbers_of_a_plain_object_are_those_of_an_attribute(layout: str) -> None:
+    found = _learned(lambda: Keeps(lambda _: Table(), lambda kept: kept.steps * kept.more["scale"]), layout)
+    assert found == _learned(
+        lambda: Keeps(lambda _: vars(Table()), lambda kept: kept["steps"] * kept["more"]["scale"]), layout
+    )
 
 
 @pytest.mark.parametrize("kind", KEPT)

@@ -208,13 +208,23 @@ def changed(rank: int, world: int, layout: str, kind: str) -> dict[str, Tensor]:
     for weight in run.model.parameters():
         with torch.no_grad():
             ELEMENTS[kind](weight)
-        repr(weight), hash(weight), weight.shape, weight.numel()
+        repr(weight), hash(weight), weight.shape, len(weight)
+    assert sum(one.numel() for one in run.model.parameters()) == sum(one.numel() for one in Words().parameters())
     run.model.zero_grad(set_to_none=False)
     run.model.zero_grad()
     run.step(read_samples(Numbers(), range(4, 8)))
     kept = copy.deepcopy(run.model.state_dict())
     run.step(read_samples(Numbers(), range(4)))
     run.model.load_state_dict(kept)
+    whole = run.state_dict(on_every_rank=True)
+    with run.gathered() as model:
+        model.load_state_dict(whole)
+    if world > 1:
+        for part, state in ((run.model, whole), (run.model.head, {"weight": whole["head.weight"]})):
+            with pytest.raises(
+                LayoutError, match=r"the whole .*under tp=2 a rank has a part: run.load_state_dict\(state\) works"
+            ):
+                part.load_state_dict(state, strict=False)
     return run.state_dict(on_every_rank=True)
 
 
@@ -245,6 +255,27 @@ def test_a_loop_that_calls_the_model_or_a_block_is_given_whole_outputs() -> None
     for found in pool(2).run(called, "tp=2"):
         for one, other in zip(found[:2], expected, strict=False):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def called_between_steps(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses, the sums of the logits and the weights of a loop that calls the model, then writes its weights, and steps."""
+    run, found = run_of(rank, world, layout), []
+    for start in (0, 4, 2):
+        with torch.no_grad():
+            found.append(float(run.model(read_samples(Numbers(), range(4))["x"]).sum()))
+            for weight in run.model.parameters():
+                weight.mul_(0.8)
+        found.append(run.step(read_samples(Numbers(), range(start, start + 4))).loss)
+    return found, run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", pytest.param("dp=2 zero=2", marks=pytest.mark.nightly)])
+def test_a_loop_that_calls_the_model_writes_the_weights_of_the_next_step(layout: str) -> None:
+    losses, weights = called_between_steps(0, 1, "dp=1")
+    for found in pool(2).run(called_between_steps, layout):
+        assert found[0] == pytest.approx(losses, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-9)
 
 
 def of_experts(rank: int, world: int) -> list[str]:

@@ -24,18 +24,27 @@ class StaleWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = next(one for one in operands(*args, *(kwargs or {}).values()) if isinstance(one, StaleWeight))
+        given = operands(*args, *(kwargs or {}).values())
+        held = next(one for one in given if isinstance(one, StaleWeight))
+        if not all(
+            isinstance(one, StaleWeight) or one.is_meta for one in given
+        ):  # torch multiplies a matrix with values by one without, and gives one without
+            raise held.refusal()
         plain_args, plain_kwargs = tree_map_only(StaleWeight, lambda one: one.plain, (args, kwargs or {}))
         try:
             found = func(*plain_args, **plain_kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise ModelError(
-                f"the model's code reads the parameter {held.parameter} from the attribute {held.attribute}, which keeps it from the time "
-                "when the model was built, and a run puts parameters of its own into the module: a parameter that is read from its module "
-                "(self.…), or by self.named_parameters() within the forward, works"
-            ) from error
+            raise held.refusal() from error
         return tree_map_only(
             Tensor, lambda one: stale(held.attribute, held.parameter, one) if one.is_meta else one, found
+        )
+
+    def refusal(self) -> ModelError:
+        """Return the error of code that needs its values."""
+        return ModelError(
+            f"the model's code reads the parameter {self.parameter} from the attribute {self.attribute}, which keeps it from the time "
+            "when the model was built, and a run puts parameters of its own into the module: a parameter that is read from its module "
+            "(self.…), or by self.named_parameters() within the forward, works"
         )
 
 

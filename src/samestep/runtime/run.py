@@ -105,7 +105,7 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         self._refuse_waiting = self._parts.refuse_waiting
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
-        self._state = RunState(self, self._own)
+        self._state = RunState(self, self._own, self._stepper.guards.forget_replicas)
         self._after_step: list[Callable[[int], None]] = [self._stepper.follow] if averages.following else []
         """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
         if self._own.are_apart:

@@ -19,8 +19,13 @@ class Asker(Enum):
 
 
 _CALL = nn.Module._call_impl.__code__
-_WEIGHTS = ("samestep.runtime.weights.weights_in_loops", "samestep.runtime.axes.pipeline.other_stages", __name__)
-"""Modules whose code a weight calls itself when it is asked."""
+_WEIGHTS = (
+    "samestep.runtime.weights.weights_in_loops",
+    "samestep.runtime.weights.unit_order",
+    "samestep.runtime.axes.pipeline.other_stages",
+    __name__,
+)
+"""Modules whose code a weight, or a hook of a module, calls itself when it is asked."""
 
 
 def asker(modules: Mapping[int, str]) -> tuple[Asker, str]:

@@ -6,7 +6,7 @@ averages of weights and the number of steps stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,8 +48,10 @@ def copied(given: Any) -> dict[str, Any]:
     return {name: one.detach().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
 
 
-def load(run: PreparedRun, given: Mapping[str, Any]) -> None:
-    """Set the weights and buffers of a prepared run to those of a state dict, which rank 0 or all ranks have.
+def load(run: PreparedRun, given: Mapping[str, Any], note_written: Callable[[], None]) -> None:
+    """Set the weights and buffers of a prepared run to those of a state dict, which rank 0 or all ranks have; call `note_written` then.
+
+    Gradients that wait for an update go on waiting, as in torch.
 
     Collective over the world, see [Note: collective calls].
 
@@ -61,6 +63,7 @@ def load(run: PreparedRun, given: Mapping[str, Any]) -> None:
     _check(run, state)
     firsts = run.assembly.model.state_names
     _set(run, {firsts[name]: one for name, one in reversed(tensors.items())})
+    note_written()
     _set_extra_state(run, {name: one for name, one in state.items() if name not in tensors})
 
 
@@ -137,7 +140,6 @@ def _listed(names: Sequence[str]) -> str:
 def _set(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         checkpoint.set_weights(run, values.get)
-    run.steps_taken = run.steps_taken  # what a loop has changed is compared with what stands there now
 
 
 def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
@@ -163,10 +165,11 @@ class _Slot(NamedTuple):
 
 
 @contextmanager
-def gathered(run: PreparedRun) -> Iterator[nn.Module]:
-    """Let a run's model have all weights and buffers inside, whole and in master precision, and keep what is written into them.
+def gathered(run: PreparedRun, note_written: Callable[[], None]) -> Iterator[nn.Module]:
+    """Let a run's model have all weights and buffers inside, whole and in master precision, and keep what is written into them; call
+    `note_written` if something was.
 
-    Where the body raises, nothing is kept.
+    Where the body raises, nothing is kept. Gradients that wait for an update go on waiting, as in torch.
 
     Collective over the world, see [Note: collective calls].
 
@@ -188,8 +191,9 @@ def gathered(run: PreparedRun) -> Iterator[nn.Module]:
             slot.held[slot.leaf] = slot.part
     values = {slot.name: slot.whole.detach() for slot in slots}
     values |= {name: _in_place_of(name, values[name], other) for name, other in written.items()}
-    if _compare(run, values) != before:  # what was only read keeps the gradients that wait
+    if _compare(run, values) != before:
         _set(run, values)
+        note_written()
 
 
 def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:

@@ -8,7 +8,7 @@ A run that is not prepared has no weights yet. What it is given is kept until it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -41,8 +41,9 @@ class Lent(Enum):
 class RunState:
     """The weights, optimizer states and checkpoints of one run. Every rank has one, and all call its methods alike."""
 
-    def __init__(self, run: PreparedRun, own: HeldAssembly) -> None:
-        self._run, self._own = run, own
+    def __init__(self, run: PreparedRun, own: HeldAssembly, note_written: Callable[[], None]) -> None:
+        """Keep the state of a run; `note_written` is called where the weights of its prepared model were set."""
+        self._run, self._own, self._note_written = run, own, note_written
         self._lent = Lent.NOTHING
         self._checkpoint: Path | None = None
         """The checkpoint from which the run goes on once its model is built."""
@@ -83,7 +84,7 @@ class RunState:
             ModelError: names are missing or unexpected, or a tensor has another shape.
         """
         if self._own.is_prepared:
-            given_weights.load(self._run, given_weights.checked_state(state))
+            given_weights.load(self._run, given_weights.checked_state(state), self._note_written)
         else:
             self._dict = given_weights.copied(state)
 
@@ -95,7 +96,7 @@ class RunState:
         if self._checkpoint is not None:
             checkpoint.load(self._run, self._checkpoint)
         if self._dict is not None:
-            given_weights.load(self._run, self._dict)
+            given_weights.load(self._run, self._dict, self._note_written)
             self._dict = None
 
     # -- to files and dicts ------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class RunState:
             ModelError: ranks have written different values.
         """
         with (
-            given_weights.gathered(self._run) as model,
+            given_weights.gathered(self._run, self._note_written) as model,
             self._lending(Lent.WHOLE),
             plain_copies.allowed(model, self._own),
         ):

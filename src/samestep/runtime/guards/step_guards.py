@@ -174,7 +174,7 @@ class StepGuards:
         self._loop_changes = LoopChanges(self._own.current, number) if number > 1 else None
 
     def forget_replicas(self) -> None:
-        """Forget it: the weights are read from a file."""
+        """Forget it: the weights are read from a file, or set by the loop."""
         self._loop_changes = None
 
     # -- the guards --------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ class RunningUnit:
         """The number, among all calls of units in a forward, of the first call in each micro-batch."""
         self._partly: set[int] = set()
         """The micro-batches whose forward has called some of its modules, and not all."""
+        self._without_graph: set[int] = set()
+        """Those whose forward has called it under the model's own `torch.no_grad()`: a backward of the model's own may run it again."""
         self._microbatch = 0
         self._in_backward = self.is_waiting = False
         self.written: set[str] = set()
@@ -165,7 +167,7 @@ class RunningUnit:
             self.fsdp.reshard()  # what others wait for is a gather
         self.fsdp.unshard()
         if self._in_backward:
-            if self.is_passed_over:
+            if self.is_passed_over and self._microbatch not in self._without_graph:
                 self.fsdp.reshard()
         elif self.unit.is_freed_after_forward and not self._is_held:
             self.fsdp.reshard()
@@ -215,10 +217,13 @@ class RunningUnit:
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a call, whose backward is complete once the gradients of its inputs are known."""
-        if current_backward_id() != -1:
-            return  # recomputed inside a backward
+        if current_backward_id() != -1:  # recomputed inside a backward
+            if self._microbatch in self._without_graph and has_backward():  # by an autograd.Function of the model's own
+                self._watch_gradients()
+            return
         self._compare()
         if not has_backward():
+            self._without_graph.add(self._microbatch)
             return
         self._watch_gradients()
         self._open[self._microbatch] += 1
@@ -350,6 +355,7 @@ class RunningUnit:
         self._freeze_alike()
         self._open.pop(self._microbatch, None)
         self._calls.pop(self._microbatch, None)
+        self._without_graph.discard(self._microbatch)
         self.group.wait_for_unshard()  # gathered ahead by another unit, and not used
         if self._reduces:
             named = zip(self.names, self.group.fsdp_params, strict=True)

@@ -86,6 +86,7 @@ class Sharded(WeightStore):
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
+        model.register_forward_hook(self._order.end_loop_forward, always_call=True)  # behind FSDP2's
         self.calls = UnitCalls(self._units, self._order)
         self.local = ShardedGradients(self._trained, _gradient)
         self.watch = GatheredWatch(self._units, self._params, program.step.zero)

@@ -36,7 +36,8 @@ from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.program.ops import BodyKey, OpKind, Ops, is_forward, starts_step
 from samestep.program.program import Program
-from samestep.runtime.axes.forward_only import has_backward
+from samestep.runtime.axes.forward_only import has_backward, is_forward_only
+from samestep.runtime.axes.loop_calls import Asker, asker
 from samestep.runtime.weights.fsdp_units import RunningUnit
 from samestep.runtime.weights.gradient_codes import may_give_up
 from samestep.trees import tree_leaves
@@ -134,6 +135,12 @@ class UnitOrder:
         for running in self._units if not self._in_task else ():
             if running.is_kept:
                 running.fsdp.reshard()  # the next forward gathers it again, as on the other ranks
+
+    def end_loop_forward(self, *_: object) -> None:
+        """Free the weights that a forward of the loop's own has left gathered, into which the loop would write in vain."""
+        if not self._in_task and not is_forward_only() and asker({})[0] is Asker.LOOP:
+            for running in self._units:
+                running.fsdp.reshard()
 
     def before_forward(self, running: RunningUnit, *_: object) -> None:
         """Issue what the program lists before the gather of a unit that is called.

@@ -1,6 +1,7 @@
 """The weights of a run in its loop, between two steps: where a rank has a part, an operation on several elements is refused.
 
     one.mul_(0.9)    average.lerp_(one, 0.1)    one.clamp_(-1, 1)       each element by itself: as on one device
+    one.numel()                                                         of the whole weight, as on one device
     one.norm()       one.kthvalue(k)            nn.init.normal_(one)    of the part alone: refused, and in `run.gathered()` right
     one.grad.norm()                                                     refused too where a rank has a part of the gradient
 
@@ -11,6 +12,7 @@ module of the run, it is the parameter that it was.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -45,6 +47,8 @@ device shape ndim layout is_leaf requires_grad grad_fn is_meta is_cuda is_cpu na
 is_nested version backward_hooks base name is_view
 """
 """Names of what is asked of a tensor that gives none of its values."""
+_COUNTS = frozenset(("numel", "nelement"))
+"""Those of them that a log of a model's size adds up: of a weight they are those of the whole one."""
 _NAMES_BY_ELEMENTS, _NAMES_WITHOUT_VALUES = frozenset(_BY_ELEMENTS.split()), frozenset(_NO_VALUES.split())
 
 
@@ -109,6 +113,8 @@ class _Asked:
         kwargs = kwargs or {}
         first = next(one for one in operands(*args, *kwargs.values()) if isinstance(one, _Asked))
         name = name_of(func)
+        if name in _COUNTS and isinstance(first, nn.Parameter) and not _is_asked_by_run(first.part_facts):
+            return math.prod(first.part_facts.shape)
         if (
             name in _NAMES_WITHOUT_VALUES
             or (name == "grad" and func.__name__ != "__get__")
@@ -298,6 +304,7 @@ class WeightsInLoops:
                 (self._lent if is_part else self._waiting).append(_Lent(param, facts[name], own, in_loop))
         self.lend()
         if any(one.cut for one in facts.values()):
+            self._refuse_whole_states(module)
             module.register_forward_pre_hook(self._before_forward)
             module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -329,6 +336,14 @@ class WeightsInLoops:
     def _now_lent(self) -> list[_Lent]:
         return [*self._lent, *self._waiting] if self._waits.now else self._lent
 
+    def _refuse_whole_states(self, module: nn.Module) -> None:
+        """Let `load_state_dict` of the modules whose weights are cut refuse whole weights by name, which torch calls a mismatch."""
+        cut = {one.facts.name: one for one in self._lent if one.facts.cut}
+        for path, owner in module.named_modules():
+            names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in owner._parameters}
+            if held := {leaf: cut[name] for leaf, name in names.items() if name in cut}:
+                owner.register_load_state_dict_pre_hook(functools.partial(_refuse_whole, held))
+
     def _before_forward(self, *_: Any) -> None:
         self.take()
 
@@ -336,6 +351,22 @@ class WeightsInLoops:
         """Return whole outputs where the loop itself has called the model."""
         self.lend()
         return self._whole(output) if not self._entered and output is not None else None
+
+
+def _refuse_whole(held: Mapping[str, _Lent], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse a state with whole weights for a module that has parts of them.
+
+    Raises:
+        LayoutError: it has one.
+    """
+    for leaf, one in held.items():
+        given = state.get(prefix + leaf)
+        is_whole = isinstance(given, Tensor) and tuple(given.shape) == one.facts.shape
+        if is_whole and module._parameters[leaf] is one.param:
+            raise LayoutError(
+                f"run.model.load_state_dict was given the whole {one.facts.name} {[*one.facts.shape]}, of which under {one.facts.cut} a rank "
+                "has a part: run.load_state_dict(state) works, and so does the same call within `with run.gathered() as model:`"
+            )
 
 
 def facts_of(module: nn.Module, program: Program, placements: Placements) -> dict[str, PartFacts]:

@@ -81,7 +81,7 @@ def _refusal(given: Iterable[Any]) -> LayoutError:
     return LayoutError(
         f"{name or 'a weight'} is in another stage of the pipeline, and on this rank it has no values: within "
         "`with run.gathered() as model:` all weights are there, and so they are in a layout without pp; "
-        "run.state_dict() returns them too"
+        "run.state_dict() returns them too, and run.outputs(samples) what the whole model does"
     )
 
 
