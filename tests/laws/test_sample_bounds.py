@@ -68,25 +68,22 @@ def test_no_sample_takes_less_than_the_least_of_a_sample_in_any_micro_batch(data
 
 @LAW
 @given(st.data())
-def test_ranks_of_a_longer_ring_together_take_no_less_for_a_sample(data: st.DataObject) -> None:
+def test_ranks_that_cut_a_sequence_more_together_take_no_less_for_a_sample(data: st.DataObject) -> None:
     model, hardware = _drawn_model(data), _drawn_machine(data)
     given_job = job_of(64, data.draw(st.sampled_from(["float32", "bf16"])))
-    every = [one for one in candidates.degrees(64, model, thin=hardware) if one.tp <= hardware.devices_per_node]
-    rings = [
-        (one, shorter)
-        for one in every
-        if (shorter := candidates.shortest_ring(one, model, hardware.devices_per_node)) is not one
-    ]
-    assume(rings)
-    longer, shorter = data.draw(st.sampled_from(rings))
+    devices = data.draw(st.sampled_from([64, 48]))
+    every = [one for one in candidates.degrees(devices, model, thin=hardware) if one.tp <= hardware.devices_per_node]
+    cut = [one for one in every if one.cp > 1]
+    assume(cut)
+    degrees = data.draw(st.sampled_from(cut))
     prices = Prices(model, given_job, hardware)
-    steps = [StepSpec.of(model, given_job, one, hardware.devices_per_node) for one in (longer, shorter)]
-    assume(all(refusal_of(step) is None for step in steps))
-    long_s, short_s = map(prices.sample_s, steps)
-    assert short_s * shorter.cp <= long_s * longer.cp * (1 + 1e-9)
-    assert (shorter.pp, shorter.tp, shorter.ep, shorter.world_size) == (
-        longer.pp,
-        longer.tp,
-        longer.ep,
-        longer.world_size,
-    )
+    of_all = candidates.less_cut(degrees, model, hardware.devices_per_node)
+    steps = [StepSpec.of(model, given_job, one, hardware.devices_per_node) for one in of_all]
+    assume(refusal_of(steps[-1]) is None)
+    most_s = prices.sample_s(steps[-1]) * degrees.cp
+    assert [one.cp for one in of_all] == sorted({one.cp for one in of_all})
+    assert (of_all[0].cp, of_all[-1]) == (1, degrees)
+    for one, step in zip(of_all, steps, strict=True):
+        assert prices.sample_s(step) * one.cp <= most_s * (1 + 1e-9)
+        same = (one.pp, one.tp, one.ep, one.sequence_parallel, one.world_size)
+        assert same == (degrees.pp, degrees.tp, degrees.ep, degrees.sequence_parallel, degrees.world_size)

@@ -112,14 +112,13 @@ def test_a_bound_is_never_above_what_it_bounds(
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     least_s = bounds.least_s(in_chunks(model, given_job, layout, hardware))
     degrees = Layout().but(**{name: getattr(layout, name) for name in _DEGREES}, dp_replicate=layout.dp)
-    shorter = candidates.shortest_ring(degrees, model, hardware.devices_per_node)
     degrees_s = max(
         bounds.degrees_s(
             degrees.but(recompute=again),
             lambda one: in_chunks(model, given_job, one, hardware),
             one.but(recompute=again),
         )
-        for one in (degrees, shorter)
+        for one in candidates.less_cut(degrees, model, hardware.devices_per_node)
         for again in ("none", layout.recompute)
     )
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)

@@ -135,16 +135,18 @@ def ring_of(split: Layout, model: ModelSpec) -> tuple[Layout, ...]:
     return (split.but(exchange="hybrid"),) if split.exchange == "auto" and divisors_by_heads(model, split) else ()
 
 
-def shortest_ring(degrees: Layout, model: ModelSpec, ranks_per_node: int) -> Layout:
-    """Return the degrees with the fewest ranks of a sequence that still pass keys and values around a ring of such groups of ranks; they
-    themselves where there is no ring."""
+def less_cut(degrees: Layout, model: ModelSpec, ranks_per_node: int) -> tuple[Layout, ...]:
+    """Return degrees that cut a sequence among fewer ranks, by which the given ones are bounded, and these: first those that leave it whole,
+    then those that pass keys and values around a shorter ring of such groups of ranks."""
+    fewer = [degrees.but(cp=cp, dp_replicate=degrees.dp * degrees.cp // cp) for cp in _divisors(degrees.cp)[:-1]]
+    whole = [fewer[0].but(exchange=_DEFAULT.exchange)] if fewer else []
     groups = attention_ranks(model, degrees, ranks_per_node)
-    for cp in _divisors(degrees.cp)[1:-1] if groups.ring > 1 else ():
-        one = degrees.but(cp=cp, dp_replicate=degrees.dp_replicate * degrees.cp // cp)
-        of_one = attention_ranks(model, one, ranks_per_node)
-        if of_one.ring > 1 and of_one.heads == groups.heads:
-            return one
-    return degrees
+    rings = (
+        one
+        for one in (fewer[1:] if groups.ring > 1 else ())
+        if (mine := attention_ranks(model, one, ranks_per_node)).ring > 1 and mine.heads == groups.heads
+    )
+    return (*whole, *rings, degrees)
 
 
 def splits(degrees: Layout) -> Iterator[Layout]:

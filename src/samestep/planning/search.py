@@ -3,7 +3,7 @@
 Three tiers, so that millions of layouts take a few seconds:
 
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
-                first the time of all layouts with these degrees (around a long ring, of a shorter one), then both for each micro-batch,
+                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then both for each micro-batch,
                 then for each schedule, then for all ways to split the data axis, then for each by its states alone, then for each;
                 a time is that of the quickest recomputation of which the memory is not known to be too large
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
@@ -75,13 +75,15 @@ class _Chain(NamedTuple):
     """What its stages hold in any split."""
 
 
-class _LongRing(NamedTuple):
-    """All layouts of degrees that are bounded by those with a shorter ring."""
+class _CutSequence(NamedTuple):
+    """All layouts of degrees that are bounded by those that cut a sequence less."""
 
     groups: tuple[WholeGroup]
+    next: tuple[Layout, ...]
+    """Degrees that bound them better, the last they themselves."""
 
 
-_Open = WholeGroup | _LongRing | _Schedule | _Chain | Layout
+_Open = WholeGroup | _CutSequence | _Schedule | _Chain | Layout
 """Entries of the search's queue, which is ordered by bounds."""
 
 
@@ -196,14 +198,18 @@ class _Search:
         for plain in candidates.splits(degrees):
             reason = refusal_of(self.builder.step(plain))
             if reason is None:
-                shorter = candidates.shortest_ring(degrees, self.model, self.hardware.devices_per_node)
-                group = WholeGroup(self.thinned, degrees)
-                bound_s = self.bounds.degrees_s(degrees, self._in_chunks, shorter)
-                self._put(bound_s, group if shorter is degrees else _LongRing((group,)))
+                by = candidates.less_cut(degrees, self.model, self.hardware.devices_per_node)
+                self._open_cut(_CutSequence((WholeGroup(self.thinned, degrees),), by), 0.0)
                 return
             refused.append((plain, reason))
         for plain, reason in refused:
             self._throw_out(plain, "refused", reason)
+
+    def _open_cut(self, what: _CutSequence, bound_s: float) -> None:
+        """Bound all layouts with these degrees by the next ones that cut a sequence no more than they do."""
+        (group,), (by, *better) = what
+        bound_s = max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks, by))
+        self._put(bound_s, what._replace(next=tuple(better)) if better else group)
 
     def _in_chunks(self, sized: Layout) -> list[StepSpec]:
         """Return the step with each choice of chunks, the first with none."""
@@ -329,9 +335,8 @@ class _Search:
 
     def _look(self, bound_s: float, _: int, what: _Open) -> None:
         """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, _LongRing):
-            (group,) = what.groups
-            self._put(max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks)), group)
+        if isinstance(what, _CutSequence):
+            self._open_cut(what, bound_s)
         elif isinstance(what, WholeGroup) and what.sized is None:
             self._open_sizes(what, bound_s)
         elif isinstance(what, WholeGroup) and not what.is_priced:

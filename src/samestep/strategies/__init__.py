@@ -145,7 +145,7 @@ def programs_of(
     return ProgramBuilder(model, job, ranks_per_node, cuts_loss).programs(layout)
 
 
-MOST_SHARED = 128
+MOST_SHARED = 1024
 """Programs that a builder keeps: a search makes thousands, and few of them again."""
 
 

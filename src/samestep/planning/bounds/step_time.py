@@ -85,17 +85,17 @@ class Bounds:
         self._known_samples: dict[tuple[object, ...], tuple[float, StepSpec]] = {}
 
     def degrees_s(
-        self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], shorter: Layout | None = None
+        self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], less_cut: Layout | None = None
     ) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees that compute as much again, or more.
 
         Args:
             degrees: they, with an unsplit data axis.
             steps: returns the steps of a layout with each choice of chunks, the first with none.
-            shorter: degrees with a shorter ring, by which the others are bounded: the ranks of a longer ring share the compute of a sample,
-                and each passes on as many keys and values, so together they take no less for it.
+            less_cut: degrees that leave a sequence whole, or have a shorter ring, by which the others are bounded: ranks share the compute of
+                a sample, and what each sends beside is more, or of a longer ring as much, so together they take no less for it.
         """
-        priced = shorter or degrees
+        priced = less_cut or degrees
         key = priced.cuts, priced.recompute
         if key not in self._known_samples:
             some = _unlike(steps(priced))
