@@ -234,8 +234,9 @@ _SHORTER: dict[tuple[object, ...], TimedStep] = {}
 
 def _written_of(case: Case, layout: Layout | None = None) -> tuple[object, ...]:
     """Return what the programs of a layout depend on, but for the global batch; without a layout, which may be chosen, the machine too."""
-    chooses = layout is None or case.repeats_half
-    machine = case.machine if chooses else min(case.machine.devices_per_node, layout.world_size)
+    machine: object = case.machine
+    if layout is not None and not case.repeats_half:
+        machine = min(case.machine.devices_per_node, layout.world_size)
     return (
         _ModelKey(case.model), machine, case.sent_rows, case.chunks, case.precision, case.products, case.wide_layers,
         case.repeats_half, case.is_lean, layout,

@@ -183,7 +183,14 @@ class Hardware:
             self.sustained,
             self.attention_kernel,
         )
-        own = (self.name, self.memory_bytes_per_s, self.kernel_launch_s, self.host_step_s, self.kernel_s, self.num_units)
+        own = (
+            self.name,
+            self.memory_bytes_per_s,
+            self.kernel_launch_s,
+            self.host_step_s,
+            self.kernel_s,
+            self.num_units,
+        )
         return hash((own, self.intra, self.inter, reached))
 
 
