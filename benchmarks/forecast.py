@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from cells import Row, SkippedError
-from published import Case, case_of, repeated
+from published import Case, case_of
+from published_recompute import repeated
 
 from samestep.errors import InputError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.models.spec import ModelSpec
 from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -89,12 +92,12 @@ def _builder_of(case: Case, job: Job, per_node: int) -> ProgramBuilder:
 def _repeating_half(program: Program, case: Case) -> Program:
     """Let products run again with what is recomputed, at what products reach."""
     step = program.step
-    dtype = case.products or step.compute_dtype
-    reached = case.machine.efficiency.get(dtype, 1.0) * cost.REACHED
 
     def again(op: Op) -> Ops:
         if op.kind is not OpKind.RECOMPUTE or op.layer is None:
             return (op,)
+        dtype = step.compute_dtype if op.layer in case.wide_layers else case.products or step.compute_dtype
+        reached = case.machine.efficiency.get(dtype, 1.0) * cost.REACHED
         flops = sum(product.flops for product in repeated(step.model.layers[op.layer])) * step.microbatch_samples
         return op, Op(kind=OpKind.RECOMPUTE, owner=f"{op.owner} products", dtype=dtype, flops=round(flops / reached))
 
@@ -115,7 +118,7 @@ def _without_masters(step: StepSpec) -> StepSpec:
 
 def _in_its_numerics(op: Op, case: Case) -> Op:
     if op.axis is None and op.flops and case.products:
-        return op.but(dtype=case.products)
+        return op if op.layer in case.wide_layers else op.but(dtype=case.products)
     if op.axis == "ep" and op.kind is OpKind.ALL_TO_ALL:
         return op.but(size_bytes=round(op.size_bytes * case.sent_rows))
     return op.but(size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
@@ -131,16 +134,26 @@ def _choices(case: Case) -> list[tuple[str, Case]]:
 
 
 def written(case: Case) -> tuple[tuple[Program, ...], TimedStep]:
-    """Write the step of a case, and those that the clock plays; of a long step whose memory nobody measured, shorter ones alone."""
+    """Write the step of a case, and those that the clock plays; of a long one shorter ones alone, which hold as much: once a pipeline is
+    full, what is held repeats itself as well."""
     choices = _choices(case)
-    if len(choices) == 1 and not case.is_lean and not (case.memory_bytes or case.out_of_memory):
-        recompute, said = choices[0]
-        layout = Layout.of({**said.words, "recompute": recompute})
-        samples = -(-case.global_batch // layout.dp)
-        if short := _from_shorter(said, layout, -(-samples // (layout.microbatch or samples))):
-            return short.longer, short
-    programs = chosen_programs(case)
-    return programs, timed(case, programs)
+    if len(choices) > 1 or case.is_lean:
+        programs = chosen_programs(case)
+        return programs, timed(case, programs)
+    recompute, said = choices[0]
+    layout = Layout.of({**said.words, "recompute": recompute})
+    samples = -(-case.global_batch // layout.dp)
+    if short := _from_shorter(said, layout, -(-samples // (layout.microbatch or samples))):
+        return short.longer, short
+    key = (*_written_of(said, layout), said.global_batch)
+    if key not in _WHOLE:
+        programs = chosen_programs(case)
+        _WHOLE[key] = programs, TimedStep(programs)
+    return _WHOLE[key]
+
+
+_WHOLE: dict[tuple[object, ...], tuple[tuple[Program, ...], TimedStep]] = {}
+"""Steps of cases that leave nothing open, and what is played of them: those of machines with as many devices a node are the same."""
 
 
 def chosen_programs(case: Case) -> tuple[Program, ...]:
@@ -166,15 +179,22 @@ class TimedStep:
 
     scores: dict[tuple[bool, str], tuple[clock.Score, ...]] = field(default_factory=dict, compare=False)
     """What is played at the speeds of several machines, by whether they overlap communication, and their library."""
+    known: dict[Hardware, tuple[float, ...]] = field(default_factory=dict, compare=False)
+    """Seconds of what is played, by machine."""
 
     def step_s(self, machine: Hardware) -> float:
         """Return the predicted seconds of the whole step."""
+        if machine not in self.known:
+            self.known[machine] = tuple(score.step_s(machine) for score in self._scores(machine))
+        short_s, *longer_s = self.known[machine]
+        return longer_s[0] + self.more * (longer_s[0] - short_s) if longer_s else short_s
+
+    def _scores(self, machine: Hardware) -> tuple[clock.Score, ...]:
         key = machine.overlap, machine.library
         if key not in self.scores:
             steps = [programs for programs in (self.programs, self.longer) if programs]
             self.scores[key] = tuple(clock.Score(programs, machine) for programs in steps)
-        short_s, *longer_s = (score.step_s(machine) for score in self.scores[key])
-        return longer_s[0] + self.more * (longer_s[0] - short_s) if longer_s else short_s
+        return self.scores[key]
 
 
 def timed(case: Case, programs: tuple[Program, ...]) -> TimedStep:
@@ -197,12 +217,43 @@ def _from_shorter(case: Case, layout: Layout, count: int) -> TimedStep | None:
     each = layout.dp * (layout.microbatch or 0)
     if count < 2 * long or not each or case.global_batch % each:
         return None
-    words = {**case.words, "microbatch": layout.microbatch or 0}
-    first, second = (
-        programs_for(replace(case, words=words, global_batch=each * number), layout.recompute)
-        for number in (short, long)
-    )
-    return TimedStep(first, second, (count - long) / (long - short))
+    key = (*_written_of(case, layout), short)
+    if key not in _SHORTER:  # whatever the global batch is
+        words = {**case.words, "microbatch": layout.microbatch or 0}
+        first, second = (
+            programs_for(replace(case, words=words, global_batch=each * number), layout.recompute)
+            for number in (short, long)
+        )
+        _SHORTER[key] = TimedStep(first, second)
+    return replace(_SHORTER[key], more=(count - long) / (long - short))
+
+
+_SHORTER: dict[tuple[object, ...], TimedStep] = {}
+"""The two shorter steps by what is written of a case; cases that differ in their global batch alone share them, and what was played."""
+
+
+def _written_of(case: Case, layout: Layout | None = None) -> tuple[object, ...]:
+    """Return what the programs of a layout depend on, but for the global batch; without a layout, which may be chosen, the machine too."""
+    machine: object = case.machine
+    if layout is not None and not case.repeats_half:
+        machine = min(case.machine.devices_per_node, layout.world_size)
+    return (
+        _ModelKey(case.model), machine, case.sent_rows, case.chunks, case.precision, case.products, case.wide_layers,
+        case.repeats_half, case.is_lean, layout,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ModelKey:
+    """A model as a key, by its identity: comparing models of hundreds of layers would take longer than what is found by them."""
+
+    model: ModelSpec
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ModelKey) and self.model is other.model
 
 
 FULL_ROUNDS, LEAST_ROUND = 2, 2
@@ -250,33 +301,35 @@ def _held(case: Case, program: Program) -> int:
 
 
 def _shortened(program: Program) -> Program:
-    """Leave out the middle of a long step: what is held repeats itself."""
-    layout = program.step.layout
-    most = 4 * layout.pp * layout.virtual_stages + 4
-    tasks = program.tasks
-    return program if len(tasks) <= 2 * most else replace(program, tasks=(*tasks[:most], *tasks[-most:]))
+    """Leave out the middle of a long step: what is held repeats itself, if each chunk has as many tasks of every kind left out."""
+    layout, tasks = program.step.layout, program.tasks
+    most, chunks = 4 * layout.pp * layout.virtual_stages + 4, range(layout.virtual_stages)
+    kinds = {task.kind for task in tasks if task.body != UPDATE_BODY}
+    for last in range(len(tasks) - most, max(len(tasks) - 2 * most, most), -1):
+        counts = Counter((task.chunk, task.kind) for task in tasks[most:last])
+        if all(len({counts[chunk, kind] for kind in kinds}) == 1 for chunk in chunks):
+            return replace(program, tasks=(*tasks[:most], *tasks[last:]))
+    return program
 
 
 def _fits(case: Case, peak: float) -> bool:
     return peak + case.machine.reserved_bytes <= case.machine.memory_bytes
 
 
-_KNOWN: dict[tuple[object, ...], tuple[str, float, int]] = {}
-"""Layout, seconds and bytes of configurations that were predicted: many rows of a source have the same."""
+_KNOWN: dict[tuple[object, ...], tuple[str, TimedStep, int]] = {}
+"""Layout, what the clock plays, and bytes of configurations that were predicted: many rows of a source have the same."""
 
 
-def _predicted(case: Case) -> tuple[str, float, int]:
-    """Return the layout of a case, and its predicted seconds and bytes; zero where none was measured."""
+def known(case: Case) -> tuple[str, TimedStep, int]:
+    """Return the layout of a case, what the clock plays of it, and its predicted bytes: zero where none were measured."""
     key = (
-        case.model, case.machine, *case.words.items(), case.recompute, case.microbatches, case.sent_rows, case.chunks,
-        case.precision, case.products, case.global_batch, case.stage, case.is_reserved, case.states_per_param, case.repeats_half,
-        case.is_lean, bool(case.memory_bytes or case.out_of_memory), bool(case.step_s),
+        *_written_of(case), *case.words.items(), case.recompute, case.microbatches, case.global_batch, case.stage,
+        case.is_reserved, case.states_per_param, bool(case.memory_bytes or case.out_of_memory),
     )  # fmt: skip
     if key not in _KNOWN:
         programs, step = written(case)
         held = _counted(case, programs) if case.memory_bytes or case.out_of_memory else 0
-        predicted_s = step.step_s(case.machine) if case.step_s else 0.0
-        _KNOWN[key] = str(programs[0].step.layout), predicted_s, held
+        _KNOWN[key] = str(programs[0].step.layout), step, held
     return _KNOWN[key]
 
 
@@ -285,7 +338,8 @@ def predict(row: Row) -> Outcome:
     source = row.get("source") or row["file"]
     try:
         case = case_of(row)
-        layout, predicted_s, held = _predicted(case)
+        layout, step, held = known(case)
+        predicted_s = step.step_s(case.machine) if case.step_s else 0.0
     except (SkippedError, InputError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
     except UNREADABLE as error:

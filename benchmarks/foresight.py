@@ -15,7 +15,7 @@ Three tables, and what each may know:
 
 Errors are of seconds a step, as parts of what was measured, in per cent. tau and regret are over groups of rows that
 differ in their layout alone: how well the order is kept, and how much slower the layout is that we would have chosen.
-Sources whose times a simulator composed (`composed.py`) are named, and all others have a line of their own.
+Sources whose times a simulator composed (`composed.py`) are no measured ones: they are predicted, and have a table of their own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import argparse
 import csv
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,11 @@ from typing import Any
 from cells import Row
 from composed import composed
 from forecast import Outcome, predict, rounded
-from foresight_fits import CONSTANTS, PER_SOURCE, calibrate, cross_validate
-from foresight_parts import by_part, coverage, interval, over_sources, own_factors, ratios
-from published_memory import TARGETS
-
-from samestep.planning.calibration.factors import FACTORS
+from foresight_fits import calibrate, cross_validate
+from foresight_parts import by_part, coverage, interval, own_factors, ratios
+from foresight_tables import Table, as_document, as_lines, tables_of
+from foresight_workers import Workers
+from published_memory import TARGETS, is_reserved
 
 
 def read_rows(folder: Path) -> tuple[list[Row], list[str]]:
@@ -132,55 +131,20 @@ def memory_figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-_HEAD = ("source", "rows", "skipped", "mape", "median", "bias", "p90", "tau", "regret", "groups")
-_KEYS = ("rows", "skipped", "mape", "median_ape", "bias", "p90", "tau", "regret", "groups")
 
-
-Table = tuple[Sequence[str], Sequence[Sequence[object]]]
-
-
-def as_lines(head: Sequence[str], table: Sequence[Sequence[object]], markdown: bool = False) -> list[str]:
-    """Write a table; numbers to the right."""
-    cells = [[*map(_cell, line)] for line in table]
-    if markdown:
-        rule = ["---"] + ["---:"] * (len(head) - 1)
-        return [f"| {' | '.join(line)} |" for line in ([*head], rule, *cells)]
-    widths = [max(len(line[column]) for line in ([*head], *cells)) for column in range(len(head))]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in ([*head], *cells)
-    ]
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1 else f"{value:.1f}"
-    return str(value)
-
-
-_CONFIGURED = ("file", "model", "gpu", "n_gpus", "seq_len", "precision", "tp", "pp", "vp", "cp", "ep", "micro_batch")
-"""Columns in which rows of one configuration agree."""
-
-
-def predict_all(rows: Sequence[Row], jobs: int) -> list[Outcome]:
-    """Predict every row, in several processes where there are several cores; rows that may be one configuration in the same one,
-    which predicts it once."""
-    if jobs == 1 or len(rows) < 100:
-        return [predict(row) for row in rows]
-    alike: dict[tuple[str | None, ...], list[int]] = defaultdict(list)
+def predict_all(rows: Sequence[Row], workers: Workers) -> list[Outcome]:
+    """Predict every row, each source in its own process."""
+    by_source: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        alike[tuple(row.get(column) for column in _CONFIGURED)].append(index)
+        by_source[row["file"]].append(index)
+    asked = [(source, ([rows[index] for index in indices],)) for source, indices in by_source.items()]
     found: dict[int, Outcome] = {}
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        groups = [[rows[index] for index in indices] for indices in alike.values()]
-        for indices, outcomes in zip(alike.values(), pool.imap(_predict_alike, groups, chunksize=4), strict=True):
-            found |= zip(indices, outcomes, strict=True)
+    for indices, outcomes in zip(by_source.values(), workers.each(_predict_rows, asked), strict=True):
+        found |= zip(indices, outcomes, strict=True)
     return [found[index] for index in range(len(rows))]
 
 
-def _predict_alike(rows: Sequence[Row]) -> list[Outcome]:
+def _predict_rows(rows: Sequence[Row]) -> list[Outcome]:
     return [predict(row) for row in rows]
 
 
@@ -204,15 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, others = read_rows(words.rows)
     if not rows:
         parser.error(f"no file in {words.rows} has measured rows (columns model, gpu and one of {', '.join(TARGETS)})")
-    outcomes = predict_all(rows, max(1, words.jobs))
-    record = summary(rows, outcomes)
-    tables = [headline_table(record), parts_table(record), factors_table(record)]
-    if not words.quick:
-        record["cross_validated"] = cross_validate(rows, max(1, words.jobs))
-        tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
-    if words.calibrate:
-        record["calibrated"] = calibrate(rows, max(1, words.jobs))
-        tables.append(calibrated_table(record["calibrated"]))
+    with Workers(rows, max(1, words.jobs)) as workers:
+        outcomes = predict_all(rows, workers)
+        record = summary(rows, outcomes)
+        if not words.quick:
+            record["cross_validated"], with_composed = cross_validate(rows, workers, record["composed"])
+            record["with_composed"]["cross_validated"] = with_composed
+        if words.calibrate:
+            record["calibrated"] = calibrate([row for row in rows if row["file"] not in record["composed"]], workers)
+    tables = tables_of(record)
     _print(record, tables, others)
     if words.json:
         words.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -238,161 +202,62 @@ _RECORD = """# Measured over predicted: between these parts 8 of 10 rows of a ne
 def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
     """Write the intervals of measured over predicted, of steps and of peaks of memory."""
     lines = [_RECORD.rstrip()]
-    for name, found in ratios(rows, outcomes).items():
+    for name, found in ratios(*_of_files(rows, outcomes, composed(rows), is_in=False)).items():
+        if not found:
+            continue
         low, high = map(rounded, interval(found))
         lines += ["", f"[{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
     return "\n".join(lines) + "\n"
 
 
-_DOCUMENT = """# The record of predictions
-
-This page is written by `python benchmarks/foresight.py --rows DIR --calibrate --markdown docs/foresight.md`. It holds {rows}
-published measurements, each predicted from its configuration alone. Errors are those of the seconds of a step, in per cent of the
-measured seconds. `mape` is the mean error, `median` that of the middle row, and `p90` the error that 9 of 10 rows stay below; `bias`
-keeps the sign. `tau` and `regret` are computed over groups of rows that differ only in their layout: `tau` (Kendall) is 1 where the
-predicted order is right, and `regret` is how much slower the layout is that the prediction would choose.{composed}
-{honest}
-With the profiles and constants as shipped, the error of the step time is **{mape} %** on average and {median_ape} % for the middle
-row; the order of layouts has tau {tau}, and the chosen layout is {regret} % slower than the best one. The error of the peak memory,
-over {memory_rows} rows, is {memory_mape} % on average and {memory_median} % for the middle row.
-"""
+def _of_files(
+    rows: Sequence[Row], outcomes: Sequence[Outcome], names: Container[str], *, is_in: bool
+) -> tuple[list[Row], list[Outcome]]:
+    """Return the rows of these files, or of all others, with their outcomes."""
+    found = [(row, o) for row, o in zip(rows, outcomes, strict=True) if (row["file"] in names) == is_in]
+    return [row for row, _ in found], [o for _, o in found]
 
 
-_COVERAGE = """The interval of a prediction shall hold 8 of 10 rows of a new source, so it is as wide as sources differ, and wider where they are few.
-How many rows of a source it covers that had no part in it, nor in its width, in per cent, with the mean over sources last:
-"""
-
-
-_COMPOSED = """
-
-The times of {names} seem to be sums that a simulator composed; `benchmarks/composed.py` explains how one can tell. Without
-them the error is **{mape} %** over {rows} rows and {median_ape} % for the middle row, with tau {tau} and regret {regret} % over
-{groups} groups.
-"""
-
-
-def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
-    """Write the figures and the tables as a document, the honest one first: constants that have not seen the source."""
-    total, held = record["total"], record["memory"]
-    honest = ""
-    if fitted := record.get("cross_validated"):
-        count = sum(one["rows"] for one in fitted.values())
-        mape = sum(one["rows"] * one["mape"] for one in fitted.values()) / count
-        honest = (
-            f"\nFor a new source, expect an error of **{mape:.1f} %**: that of {count} rows, at most {PER_SOURCE} of each source, "
-            "predicted\nwith six constants that were fitted to the other sources. Over sources the error is "
-            "**{median:.1f} %** in the middle and **{mean:.1f} %**\non average.".format(**over_sources(fitted))
-        )
-        if was_measured := {name: one for name, one in fitted.items() if name not in record["composed"]}:
-            honest += " Over those that were measured it is {median:.1f} % and {mean:.1f} %.".format(
-                **over_sources(was_measured)
-            )
-        honest += "\n"
-    aside = {**{key: _cell(value) for key, value in record["measured"].items()}, "names": ", ".join(record["composed"])}
-    head = _DOCUMENT.format(
-        rows=total["rows"],
-        honest=honest,
-        composed=_COMPOSED.rstrip().format(**aside) if record["composed"] else "",
-        **{key: _cell(total[key]) for key in ("mape", "median_ape", "tau", "regret")},
-        memory_rows=held["rows"],
-        memory_mape=_cell(held["mape"]),
-        memory_median=_cell(held["median_ape"]),
-    )
-    bodies = ["\n".join(as_lines(names, table, markdown=True)) for names, table in tables]
-    bodies.append("\n".join(["Peak memory:\n", *as_lines(*memory_table(record), markdown=True)]))
-    bodies.append("\n".join([_COVERAGE, *as_lines(*coverage_table(record), markdown=True)]))
-    skipped = [[one["source"], one["rows"], one["reason"]] for one in record["skipped"]]
-    bodies.append(
-        "\n".join(
-            ["Rows that were left out, and why:\n", *as_lines(("source", "rows", "reason"), skipped, markdown=True)]
-        )
-    )
-    return "\n\n".join([head.rstrip(), *bodies]) + "\n"
-
-
-def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """Sum up: all rows, each file of them, memory, and why rows were skipped."""
-    by_file: dict[str, list[Outcome]] = defaultdict(list)
-    for row, outcome in zip(rows, outcomes, strict=True):
-        by_file[row["file"]].append(outcome)
-    aside = composed(rows)
+def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Sum up measured rows: all, each file of them, memory, and why rows were skipped; those of simulators by themselves."""
+    aside = composed(all_rows)
+    rows, outcomes = _of_files(all_rows, all_outcomes, aside, is_in=False)
+    by_file = _by_file(rows, outcomes)
     reasons = Counter((row["file"], o.reason) for row, o in zip(rows, outcomes, strict=True) if o.reason)
     return {
         "units": "per cent, but for rows, skipped, groups and tau; errors of the step time as parts of the measured",
         "total": figures(outcomes),
-        "composed": sorted(aside),
-        "measured": figures([o for row, o in zip(rows, outcomes, strict=True) if row["file"] not in aside]),
         "sources": {name: figures(found) for name, found in by_file.items()},
+        "composed": sorted(aside),
+        "agreement": {
+            name: figures(found)
+            for name, found in _by_file(*_of_files(all_rows, all_outcomes, aside, is_in=True)).items()
+        },
+        "with_composed": {"total": figures(all_outcomes), **_of_intervals(all_rows, all_outcomes)},
         "memory": memory_figures(outcomes),
         "memory_sources": {name: memory_figures(found) for name, found in by_file.items()},
+        "reserved": sorted({row["file"] for row in rows if is_reserved(row)}),
         "parts": {name: figures(alike) for name, alike in by_part(rows, outcomes).items()},
         "own_factors": own_factors(rows, outcomes),
-        "coverage": {name: coverage(found) for name, found in ratios(rows, outcomes).items()},
+        **_of_intervals(rows, outcomes),
         "skipped": [{"source": name, "reason": why, "rows": count} for (name, why), count in reasons.most_common()],
     }
 
 
-def headline_table(record: dict[str, object]) -> Table:
-    """Return the table of sources, of all, and of those that were measured."""
-    sources, total, measured = record["sources"], record["total"], record["measured"]
-    assert isinstance(sources, dict)
-    assert isinstance(total, dict)
-    assert isinstance(measured, dict)
-    lines = [[name, *(found[key] for key in _KEYS)] for name, found in sources.items()]
-    below = [["all but composed", *(measured[key] for key in _KEYS)]] if record["composed"] else []
-    return _HEAD, [*lines, ["all", *(total[key] for key in _KEYS)], *below]
+def _by_file(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    for row, outcome in zip(rows, outcomes, strict=True):
+        found[row["file"]].append(outcome)
+    return found
 
 
-_MEMORY_KEYS = (
-    "rows", "mape", "median_ape", "bias", "fitting_said_fitting", "fitting_said_not", "not_fitting_said_not",
-    "not_fitting_said_fitting",
-)  # fmt: skip
-
-
-def memory_table(record: dict[str, Any]) -> Table:
-    """Return the table of peak memory by source; what ran and what ran out of it, as it was predicted."""
-    found = {name: figure for name, figure in record["memory_sources"].items() if figure["rows"]}
-    lines = [[name, *(figure[key] for key in _MEMORY_KEYS)] for name, figure in found.items()]
-    head = ("source", *(key.replace("_", " ") for key in _MEMORY_KEYS))
-    return head, [*lines, ["all", *(record["memory"][key] for key in _MEMORY_KEYS)]]
-
-
-def parts_table(record: dict[str, Any]) -> Table:
-    """Return the table of sizes of clusters and of features of layouts."""
-    keys = ("rows", "mape", "median_ape", "bias", "p90")
-    return ("part of all rows", *keys), [
-        [name, *(found[key] for key in keys)] for name, found in record["parts"].items()
-    ]
-
-
-def factors_table(record: dict[str, Any]) -> Table:
-    """Return the table of what one factor for each source, or each of its machines, would leave of the error."""
-    keys = ("rows", "mape", "measured_over_predicted", "one_factor", "one_a_machine")
-    lines = [[name, *(found[key] for key in keys)] for name, found in record["own_factors"].items()]
-    return ("source's own factor", *(key.replace("_", " ") for key in keys)), lines
-
-
-def coverage_table(record: dict[str, Any]) -> Table:
-    """Return the table of what the intervals of other sources cover of a source."""
-    time, memory = (record["coverage"][name] for name in ("time", "memory"))
-    lines = [[name, share, memory["sources"].get(name)] for name, share in time["sources"].items()]
-    return ("source that was left out", "time", "memory"), [*lines, ["mean over sources", time["mean"], memory["mean"]]]
-
-
-def fitted_table(title: str, found: dict[str, dict[str, float]]) -> Table:
-    """Return a table of fits."""
-    keys = ("rows", "mape", "median_ape", *CONSTANTS)
-    lines: list[Sequence[object]] = [[name, *(figure[key] for key in keys)] for name, figure in found.items()]
-    count = sum(figure["rows"] for figure in found.values())
-    weighted = [sum(f["rows"] * f[key] for f in found.values()) / count if count else None for key in ("mape",)]
-    return (title, *keys), [*lines, ["all, by rows", int(count), *weighted, *[None] * (len(keys) - 2)]]
-
-
-def calibrated_table(found: dict[str, dict[str, float | None]]) -> Table:
-    """Return the table of refitted machines."""
-    keys = ("near_rows", "before", "near", "far_rows", "far", *FACTORS)
-    head = ("calibrated on one node: source, machine", *keys)
-    return head, [[name, *(figure[key] for key in keys)] for name, figure in found.items()]
+def _of_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the intervals of steps and of peaks of memory, and what those of other sources cover of each."""
+    found = ratios(rows, outcomes)
+    return {
+        "intervals": {name: [*map(rounded, interval(alike))] for name, alike in found.items() if alike},
+        "coverage": {name: coverage(alike) for name, alike in found.items()},
+    }
 
 
 def _print(record: dict[str, object], tables: Sequence[Table], others: Sequence[str]) -> None:

@@ -10,23 +10,23 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | number of devices           | one node, or as many as the layout and its experts need; 64 in Megatron-LM's release runs |
 | degrees tp and pp           | what the replicas leave: tp within a node, then pp; 1 where no replicas are printed      |
 | data-parallel degree        | devices / (tp pp cp), whatever is printed; too many cuts for the devices: fewer stages     |
-| micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
+| micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline, in torchtitan's as many as stages; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
-| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits, and full where nothing does |
+| recompute                   | full where the printed FLOP/s are four forwards of the printed tokens; Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits, and full where nothing does |
 | end of a repeated forward   | that of the block; before its last product in MosaicML, MaxText and torchtitan           |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
 | rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each       |
-| precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
+| precision                   | bf16; FP8 products in entries to MLPerf on devices that have them; logits never in 8 or 4 bits |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | which memory was measured   | what tensors had at most; in torchtitan what the allocator took from the device, which its log prints |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
 | all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
-What software made of a machine is in `published_machines.py`, of a loss in `published_memory.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
+What software made of a machine is in `published_machines.py`, of precisions in `published_precision.py`, of recompute in `published_recompute.py`, of a loss in `published_memory.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
 is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that are dealt to the ranks of a tensor cut too
 (their rows travel among data ranks), an exchange beside the compute of another micro-batch (rows of the same job with and
 without differ by a few per cent: nothing hides).
@@ -40,16 +40,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cells import Row, SkippedError, joined, number, says_nothing, whole
+from composed import is_calculated
 from published_experts import sent_rows, with_experts
-from published_machines import is_by_engine, is_late, machine_of
+from published_machines import is_late, machine_of
 from published_memory import TARGETS, is_out_of_memory, is_reserved, is_timed, is_titan, memory_bytes, with_its_loss
 from published_mixers import MIXERS, with_mixers
-from published_models import decoder_of, recipe_of
+from published_models import Recipe, decoder_of, recipe_of
+from published_precision import precision_of, wide_layers
+from published_recompute import as_it_recomputes, recompute_of
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.presets import resnet
 from samestep.models.spec import ModelSpec
@@ -66,15 +68,6 @@ MUON_STARTS = 40
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
 _ADAPTERS = r"\bq?lora\b|task=lora"
-_PRECISIONS = (
-    r"(F|FP|FLOAT)[-_ ]?(4|8|16|32)(?!\d)|TF32|NF4|INT[48](?!\d)|E\dM\d|BFLOAT|AMP|HALF|MIXED|(?<![A-Z\d])(16|32)(?!\d)"
-)
-_REPEATED = r"^(true|yes|on|1|all)$|^(?!.*selective).*checkpointing"
-_KEPT = r"\b(none|no|off|false|disabled|without|0)\b"
-_PARTLY = r"selective|partial|minimal|custom|save|attn|attention|qkv|mlp|moe|norm|act|proj|layer|block|uniform|offload|\bsac\b|\d"
-"""Some of what a block keeps, which is little, is computed again."""
-BILLION = 1e9
-"""Weights from which on everybody recomputed blocks, before there was FlashAttention."""
 LARGE = 6e9
 """Weights from which on nobody replicates Adam's states."""
 
@@ -102,6 +95,8 @@ class Case:
     precision: str
     products: str
     """Dtype of matrix products, where it is not that of all else."""
+    wide_layers: frozenset[int]
+    """Layers whose products stay in the dtype of all else."""
     global_batch: int
     step_s: float | None
     memory_bytes: float | None
@@ -125,6 +120,8 @@ def case_of(row: Row) -> Case:
     """
     if not is_timed(row) and not number(row, "metric_memory_gib") and not is_out_of_memory(row):
         raise SkippedError("nothing was measured")
+    if is_calculated(row):
+        raise SkippedError("it was calculated, and not measured")
     _refuse_nonsense(row)
     machine = machine_of(row)
     if (
@@ -132,16 +129,15 @@ def case_of(row: Row) -> Case:
         and "cnn" not in row["model"].lower()
         and "retina" not in row["model"].lower()
     ):
-        model, decoder, name = resnet(), None, "resnet50"
+        decoder, name = None, "resnet50"
     else:
         decoder, name = decoder_of(row, machine)
-        model = None
     tp, pp, cp = _cuts(row, machine, decoder.layers if decoder else 1)
     devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
     dp = devices // (tp * pp * cp)
     tokens = decoder.sequence if decoder else 196
     per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, pp, dp)
-    printed_batch = whole(row, "global_batch") or _batch_in(joined(row, "notes"), tokens)
+    printed_batch = whole(row, "global_batch") or _batch_in(joined(row, "notes"), tokens, dp)
     recipe = recipe_of(row)
     global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else recipe.microbatches if recipe else 1)
     if global_batch < dp and dp % global_batch == 0:  # more ranks than samples: they have parts of sequences
@@ -154,28 +150,30 @@ def case_of(row: Row) -> Case:
         unit = 128 * tp  # vocabularies are padded, so that they can be cut and rows are aligned
         decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
         decoder = _on_a_rank(row, decoder, cp)
-        model = with_its_loss(row, spec(decoder, name))
-        model = with_mixers(model, decoder, MIXERS[name]) if name in MIXERS else model
-    assert model is not None
     splits = _splits_sequence(row, machine, decoder, tp)
-    if splits and not is_titan(row):
-        model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
-    model = _as_it_recomputes(row, model)
-    if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
-        model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
-    precision, products = _precision(row, machine)
+    known = name if name in MIXERS else ""
+    model = _model(
+        decoder,
+        known,
+        row.get("source") or "",
+        recipe_of(row),
+        "qlora" in (row.get("model") or "").lower(),
+        splits,
+        pp > 1,
+    )
+    precision, products = precision_of(row, machine)
     products = products if decoder else ""
     words = _words(row, tp, pp, cp * dp, per_rank, model, machine) | ({"sequence_parallel": True} if splits else {})
     ep = min(whole(row, "ep", 1), cp * dp * tp)
     if decoder and decoder.experts:
         model, dealt = with_experts(row, model, words, tp if splits else 1, ep)
+        model = _interned(model)
         words |= {"ep": dealt} if dealt > 1 else {}
     if "optimizer=muon" in joined(row, "notes") and not words.get("zero"):
         machine = replace(
             machine, host_step_s=machine.host_step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.kernel_launch_s
         )
     tokens_of_step = global_batch * tokens
-    model = _interned(model)
     return Case(
         id=row.get("id") or "",
         source=row.get("source") or row.get("file") or "",
@@ -183,12 +181,13 @@ def case_of(row: Row) -> Case:
         model=model,
         machine=machine,
         words=words,
-        recompute=_recompute(row, machine, model),
+        recompute=recompute_of(row, machine, model),
         microbatches=() if whole(row, "micro_batch") or recipe else _halves(per_rank),
         sent_rows=sent_rows(row, machine, decoder, ep),
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
         products=products,
+        wide_layers=wide_layers(row, model),
         global_batch=global_batch * cp,
         step_s=_step_s(
             row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision, bool(printed_batch)
@@ -201,6 +200,26 @@ def case_of(row: Row) -> Case:
         repeats_half=is_titan(row),
         is_lean=recipe is not None,
     )
+
+
+@lru_cache(maxsize=256)
+def _model(
+    decoder: Decoder | None, known: str, source: str, recipe: Recipe | None, is_packed: bool, splits: bool,
+    has_stages: bool,
+) -> ModelSpec:  # fmt: skip
+    """Return the model of a row of a source; rows that have these alike have one model, which is made once."""
+    row = {"source": source}
+    if decoder is None:
+        model = resnet()
+    else:
+        model = with_its_loss(row, spec(decoder, known or "published"), recipe, is_packed=is_packed)
+        model = with_mixers(model, decoder, MIXERS[known]) if known else model
+    if splits and not is_titan(row):
+        model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
+    model = as_it_recomputes(row, model)
+    if has_stages:  # other libraries deal out the blocks evenly, whatever the head costs
+        model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
+    return _interned(model)
 
 
 @lru_cache(maxsize=64)
@@ -259,8 +278,11 @@ def _cuts(row: Row, machine: Hardware, blocks: int) -> tuple[int, int, int]:
     return tp, pp, cp
 
 
-def _batch_in(notes: str, sequence: int) -> int:
-    """Samples of a step whose tokens the notes print: `tokens per step 2097152`, `batch 0.5M tokens`, `2M tokens global batch`."""
+def _batch_in(notes: str, sequence: int, dp: int) -> int:
+    """Samples of a step whose tokens the notes print: `tokens per step 2097152`, `batch 0.5M tokens`, `2M tokens global batch`;
+    or whose samples of a data rank: `batch per DP=48`."""
+    if each := re.search(r"batch per DP=(\d+)", notes):
+        return dp * int(each[1])
     found = re.search(
         r"tokens per step:? ([\d.,]+)([KM]?)|batch ([\d.]+)([KM]) tokens|([\d.]+)([KM]) tokens global batch", notes
     )
@@ -280,7 +302,8 @@ def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
     if said and total >= dp * int(said[1] or said[2]) > 0:
         return total // (dp * int(said[1] or said[2]))
     if pp > 1:
-        return 1
+        # torchtitan makes as many micro-batches as there are stages (`pipeline_parallel_microbatches or parallel_dims.pp`)
+        return max(1, total // (dp * pp)) if is_titan(row) else 1
     if recipe := recipe_of(row):
         return recipe.samples
     size = 256
@@ -317,61 +340,9 @@ def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: i
     return said in _YES or (not said and (is_late(machine) or decoder.experts > 0))
 
 
-_ENDS_EARLY = re.compile("mosaic|maxtext|google", re.IGNORECASE)
-"""Sources of libraries that repeat a block's forward no further than its backward asks for: by torch's checkpoint without
-reentrance, as torchtitan does too, or by a compiler that leaves out what nobody reads."""
-
-
-def _as_it_recomputes(row: Row, model: ModelSpec) -> ModelSpec:
-    """Let blocks keep and repeat what those of a row's library do."""
-    if is_titan(row):
-        return replace(model, layers=tuple(map(_without_every_second, model.layers)))
-    if _ENDS_EARLY.search(joined(row, "source")):
-        return model
-    return replace(model, layers=tuple(map(_repeated_to_its_end, model.layers)))
-
-
-def _repeated_to_its_end(layer: LayerSpec) -> LayerSpec:
-    """Repeat all of a block, as the checkpoints of Megatron-LM and DeepSpeed do."""
-    products = tuple(replace(product, is_repeated=True) for product in layer.products)
-    return replace(layer, products=products) if layer.is_block else layer
-
-
-def _without_every_second(layer: LayerSpec) -> LayerSpec:
-    """Keep under selective recompute what torchtitan keeps: every second product (its policy counts calls of mm)."""
-    dropped = repeated(layer)
-    whole, cut = (
-        sum(p.rows * p.columns for p in dropped if p.cut in cuts) for cuts in (("", "inner", "columns"), ("columns",))
-    )
-    return replace(
-        layer,
-        saved_selective_elements=max(layer.saved_selective_elements - whole, layer.input_elements),
-        saved_selective_cut_elements=max(layer.saved_selective_cut_elements - cut, 0),
-    )
-
-
-def repeated(layer: LayerSpec) -> tuple[Product, ...]:
-    """Return the products of a block of which torchtitan's selective recompute keeps nothing."""
-    return tuple(product for product in layer.products if product.factors == "weight")[1::2] if layer.is_block else ()
-
-
 def _gathered_again(layer: LayerSpec) -> LayerSpec:
     """What is gathered for the cut parts is not kept: Megatron-LM gathers it again in the backward, where DTensors keep it."""
     return replace(layer, saved_cut_elements=layer.saved_elements) if layer.is_block else layer
-
-
-def _precision(row: Row, machine: Hardware) -> tuple[str, str]:
-    text = (row.get("precision") or "").upper()
-    if not says_nothing(text) and not re.search(_PRECISIONS, text):
-        raise SkippedError(f"precision={row['precision'].strip()} is none of fp32, bf16, fp16, fp8 and fp4")
-    products = ""
-    if re.search(r"FP4", text) and "float4" in machine.flops_per_s:
-        products = "float4"
-    elif re.search(r"FP8|FLOAT8|INT8", text) or (not text and "mlperf" in joined(row, "source").lower()):
-        products = "float8" if "float8" in machine.flops_per_s else ""
-    if re.match(r"FP16(?!/BF)", text) or "bfloat16" not in machine.flops_per_s:
-        return "fp16", products
-    return ("float32" if re.match(r"FP32|FLOAT32", text) else "bf16"), products
 
 
 def _words(
@@ -410,34 +381,6 @@ def _hides_sums(row: Row, machine: Hardware) -> bool:
         return not said[1] and said[2] != "False"
     recipes = re.search(r"nemo|bridge|dgxc|mlperf", joined(row, "source", "url_or_repo_path"), re.IGNORECASE)
     return recipes is not None and is_late(machine)
-
-
-def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
-    """What is said; nothing for the least that fits."""
-    text = (row.get("recompute") or "").strip().lower()
-    if "not set" in text or (says_nothing(text) and not re.search(_KEPT, text)):
-        text = ""
-    if not text and (recipe := recipe_of(row)):
-        return recipe.recompute
-    if not text and "cpu_offloading_num_layers" in joined(row, "notes"):
-        return "none"  # the host keeps what would be computed again
-    if not text and "FSDP2" in (row.get("schedule") or ""):
-        return "selective"  # torchtitan's own default
-    if (
-        not text
-        and "maxtext" in joined(row, "source", "notes", "url_or_repo_path").lower()
-        and whole(row, "micro_batch")
-    ):
-        return ""  # XLA's compiler keeps what fits
-    if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):
-        return "none" if is_late(machine) or model.num_params < BILLION else "full"
-    if "full" in text or (re.search(_REPEATED, text) and not re.search(_KEPT, text)):
-        return "full"
-    if "selective" in text and "[" not in text and ":" not in text:
-        return "selective"
-    if text and not re.search(f"{_KEPT}|{_PARTLY}", text):
-        raise SkippedError(f"recompute={text} is neither none nor selective nor full")
-    return "none" if text else ""
 
 
 def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tokens: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from cells import Row, SkippedError, joined, number
-from published_models import recipe_of
+from published_models import Recipe
 
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
@@ -59,12 +59,11 @@ def memory_bytes(row: Row, *, is_said: bool) -> float | None:
     return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 
 
-def with_its_loss(row: Row, model: ModelSpec) -> ModelSpec:
-    """Make of a model what its library's loss and adapters do."""
-    recipe = recipe_of(row)
+def with_its_loss(row: Row, model: ModelSpec, recipe: Recipe | None, *, is_packed: bool) -> ModelSpec:
+    """Make of a model what its library's loss and adapters do; `is_packed` where frozen weights are in 4 bits."""
     if recipe:
         model = _in_chunks(model, recipe.loss_chunks)
-        return _packed(model) if "qlora" in row["model"].lower() else model
+        return _packed(model) if is_packed else model
     return _in_whole(model) if re.search(_EAGER_LOSS, row.get("source") or "") else model
 
 

@@ -183,7 +183,15 @@ class Hardware:
             self.sustained,
             self.attention_kernel,
         )
-        return hash((self.name, self.memory_bytes_per_s, self.kernel_launch_s, self.kernel_s, self.num_units, reached))
+        own = (
+            self.name,
+            self.memory_bytes_per_s,
+            self.kernel_launch_s,
+            self.host_step_s,
+            self.kernel_s,
+            self.num_units,
+        )
+        return hash((own, self.intra, self.inter, reached))
 
 
 def load(name_or_path: str | Path) -> Hardware:

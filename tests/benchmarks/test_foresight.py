@@ -23,10 +23,12 @@ sys.path.insert(0, str(BENCHMARKS))
 import composed  # noqa: E402
 import forecast  # noqa: E402
 import foresight  # noqa: E402
+import foresight_fits  # noqa: E402
 import foresight_parts  # noqa: E402
 import published  # noqa: E402
 import published_machines  # noqa: E402
 import published_models  # noqa: E402
+from foresight_workers import Workers  # noqa: E402
 
 SAMPLE = BENCHMARKS / "rows"
 TITLES = {"rows", "skipped", "mape", "median_ape", "bias", "p90", "tau", "regret"}
@@ -76,6 +78,8 @@ def row(**cells: object) -> dict[str, str]:
             {"metric_step_time_s": "", "metric_memory_gib": 20, "micro_batch": None, "global_batch": None},
             "its micro-batch is not printed",
         ),
+        ({"notes": "model states; ANALYTIC, no activations"}, "it was calculated"),
+        ({"source": "a paper (simulated)"}, "it was calculated"),
         ({"n_layers": None, "hidden": 3, "n_params": 7e9}, "no sizes of a model"),
         ({"model": "gpt_grpo_tp1_pp1"}, "a loop of reinforcement learning"),
         ({"global_batch": 3}, "3 samples for 8 data ranks"),
@@ -368,26 +372,35 @@ def test_times_that_a_simulator_summed_up_are_told_from_measured_ones(off: float
     assert composed.composed(rows_on_lines(off)[:8]) == set(), "too few to say anything"
 
 
-def test_what_was_measured_has_a_line_without_composed_sources() -> None:
+def test_rows_of_a_simulator_take_no_part_in_figures_of_measured_rows() -> None:
     rows = [*rows_on_lines(0), row(n_layers=6, file="real")]
-    outcomes = foresight.predict_all(rows, 1)
+    outcomes = foresight.predict_all(rows, Workers(rows))
     record = foresight.summary(rows, outcomes)
     assert record["composed"] == ["own"]
-    assert (record["total"]["rows"], record["measured"]["rows"]) == (len(rows), 1)
-    assert record["measured"]["mape"] == record["sources"]["real"]["mape"]
-    assert [line[0] for line in foresight.headline_table(record)[1]][-2:] == ["all", "all but composed"]
-    assert "all but composed" not in str(foresight.headline_table(foresight.summary(rows[:4], outcomes[:4])))
+    assert record["total"] == record["sources"]["real"] == foresight.figures(outcomes[-1:])
+    assert record["with_composed"]["total"] == foresight.figures(outcomes)
+    assert record["agreement"] == {"own": foresight.figures(outcomes[:-1])}
+    for counted in (record["sources"], record["own_factors"], record["coverage"]["time"]["sources"]):
+        assert "own" not in counted
+    assert sum(part["rows"] for name, part in record["parts"].items() if "devices" in name) == 1
+    assert "rows = 1\n" in foresight.as_intervals(rows, outcomes)
+    tables = foresight.tables_of(record)
+    assert [line[0] for line in tables[0][1]] == ["real", "all"]
+    assert [line[0] for line in tables[1][1]] == ["own"]
+    assert tables[2][1][0] == ["rows", 1, len(rows)]
+    few = foresight.summary(rows[:4], outcomes[:4])
+    assert (few["composed"], len(foresight.tables_of(few))) == ([], 3)
 
 
 def test_constants_are_fitted_to_other_sources(tmp_path: Path) -> None:
     rows, _ = foresight.read_rows(SAMPLE)
     few = ("MPT-760m", "MPT-13b", "LLAMA3_8B")  # of two sources, on eight devices, whose programs are short
     rows = [{**one, "file": one["source"]} for one in rows if one["model"] in few]
-    found = foresight.cross_validate(rows)
+    found = foresight.cross_validate(rows, Workers(rows))[0]
     assert len(found) >= 2
     for figure in found.values():
         assert figure["rows"] > 0
-        assert set(figure) >= set(foresight.CONSTANTS)
+        assert set(figure) >= set(foresight_fits.CONSTANTS)
 
 
 def test_intervals_are_judged_by_sources_that_had_no_part_in_them() -> None:

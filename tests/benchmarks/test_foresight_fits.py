@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import foresight_fits as fits  # noqa: E402
 import published  # noqa: E402
 import published_mixers  # noqa: E402
+from foresight_workers import Workers  # noqa: E402
 from published_models import _NEAR  # noqa: E402
 
 from samestep.models.decoder_spec import spec  # noqa: E402
@@ -47,24 +48,31 @@ def test_constants_move_to_what_the_other_sources_show(place: str, end: type) ->
     names = [*fits.CONSTANTS]
     index, shown = names.index(place), end(fits.CONSTANTS[place])
     setting = (*LEVELS[:index], shown, *LEVELS[index + 1 :])
-    found = fits.Fits(fits.strata(timed_at(setting, "abc"), 10), 1)
-    try:
-        expected = dict(zip(names, found.expected(without="c"), strict=True))
-        assert abs(math.log(expected[place] / shown)) < 0.35 * abs(math.log(fits.MIDDLE[index] / shown))
-        for name, value in expected.items():
-            least, most = min(fits.CONSTANTS[name]), max(fits.CONSTANTS[name])
-            assert least * (1 - 1e-9) <= value <= most * (1 + 1e-9)
-        assert found.expected(without="a") == pytest.approx(found.expected(without="c")), "all sources show the same"
-    finally:
-        found.close()
+    rows = timed_at(setting, "abc")
+    found = fits.Fits(fits.strata(rows, 10), Workers(rows))
+    expected = dict(zip(names, found.expected(without="c"), strict=True))
+    assert abs(math.log(expected[place] / shown)) < 0.35 * abs(math.log(fits.MIDDLE[index] / shown))
+    for name, value in expected.items():
+        least, most = min(fits.CONSTANTS[name]), max(fits.CONSTANTS[name])
+        assert least * (1 - 1e-9) <= value <= most * (1 + 1e-9)
+    assert found.expected(without="a") == pytest.approx(found.expected(without="c")), "all sources show the same"
 
 
 def test_without_other_sources_the_middle_of_the_levels_is_expected() -> None:
-    found = fits.Fits(fits.strata(timed_at(fits.MIDDLE, "a"), 10), 1)
-    try:
-        assert found.expected(without="a") == pytest.approx(fits.MIDDLE)
-    finally:
-        found.close()
+    rows = timed_at(fits.MIDDLE, "a")
+    found = fits.Fits(fits.strata(rows, 10), Workers(rows))
+    assert found.expected(without="a") == pytest.approx(fits.MIDDLE)
+
+
+def test_a_source_that_is_aside_shows_the_others_nothing() -> None:
+    """What is aside neither is predicted nor moves the constants of measured sources; as if it were not, it does both."""
+    slow = (*fits.MIDDLE[:3], fits.CONSTANTS["products"][-1], *fits.MIDDLE[4:])
+    rows = [*timed_at(fits.MIDDLE, "ab"), *timed_at(slow, "c")]
+    measured, every = fits.cross_validate(rows, Workers(rows), aside=("c",))
+    alone, same = fits.cross_validate([row for row in rows if row["file"] != "c"], Workers(rows))
+    assert measured == alone == same
+    assert every.keys() == {"a", "b", "c"}
+    assert every["a"]["products"] < measured["a"]["products"]
 
 
 def test_what_two_constants_change_is_nearly_what_each_changes() -> None:

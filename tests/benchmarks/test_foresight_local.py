@@ -15,6 +15,7 @@ import foresight
 import foresight_local
 import single_gpu
 import step_times
+from foresight_workers import Workers
 
 from samestep import hardware
 
@@ -53,7 +54,7 @@ def test_a_device_alone_makes_rows_that_the_record_reads(tmp_path: Path, monkeyp
     columns = foresight_local.SAMPLE.read_text().partition("\n")[0].split(",")
     single_gpu.write_rows(tmp_path / "rows" / "own.csv", columns, [*seen, short], "NVIDIA H200", sequence=64)
     rows, _ = foresight.read_rows(tmp_path / "rows")
-    outcomes = foresight.predict_all(rows, 1)
+    outcomes = foresight.predict_all(rows, Workers(rows))
     assert [one.reason for one in outcomes[:2]] == ["", ""]
     assert all(one.predicted_s > 0 and one.measured_bytes > 0 for one in outcomes[:2])
     assert [one.layout for one in outcomes[:2]] == [str(setting.layout) for setting in chosen]

@@ -15,6 +15,8 @@ import forecast  # noqa: E402
 import published  # noqa: E402
 from cells import Row  # noqa: E402
 
+from samestep.simulation import memory  # noqa: E402
+
 TITAN = {
     "id": "1", "file": "rows", "source": "torchtitan benchmarks 2025", "model": "Llama 3 8B", "gpu": "H100", "n_gpus": "8",
     "n_layers": "2", "hidden": "1024", "heads": "8", "seq_len": "4096", "dp_shard": "8", "zero_stage": "3", "micro_batch": "2",
@@ -90,3 +92,31 @@ def test_what_a_tensor_cut_gathers_is_kept_by_dtensors_and_gathered_again_by_meg
     )
     assert again.saved_cut_elements == again.saved_elements
     assert kept.saved_cut_elements < kept.saved_elements
+
+
+@pytest.mark.parametrize("batch", [256, 264, 272])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"pp": "4"},
+        {"pp": "2", "n_gpus": "16"},
+        {"pp": "4", "vp": "2", "n_layers": "16", "schedule": "interleaved"},
+        {"dp_shard": "8", "zero_stage": "1"},
+    ],
+)
+def test_a_step_whose_middle_is_left_out_holds_as_much(cells: dict[str, str], batch: int) -> None:
+    plain = {
+        **TITAN,
+        "source": "x",
+        "schedule": "",
+        "dp_shard": "",
+        "zero_stage": "",
+        "n_layers": "8",
+        "micro_batch": "1",
+    }
+    case = published.case_of({**plain, **cells, "global_batch": str(batch)})
+    whole = forecast.chosen_programs(case)
+    held = [memory.during_step(program).total for program in whole]
+    assert [memory.during_step(forecast._shortened(program)).total for program in whole] == held
+    assert all(len(forecast._shortened(program).tasks) < len(program.tasks) for program in whole)
+    assert [memory.during_step(program).total for program in forecast.written(case)[0]] == held

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes
-from samestep.program.ops import UPDATE_BODY, BodyKey, OpKind, Ops, Task, is_forward, starts_step
+from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, Task, is_forward, starts_step
 from samestep.program.program import Program
 
 
@@ -45,7 +45,11 @@ def amid_steps(program: Program) -> Program:
     before its forward begins.
     """
     names = {f"{OpKind.ALL_GATHER}:{bucket.name}" for bucket in program.buckets}
-    late = [op for op in program.bodies[UPDATE_BODY] if op.name in names and f"{OpKind.UPDATE}:optimizer" in op.after]
+
+    def is_late(op: Op) -> bool:
+        return op.name in names and f"{OpKind.UPDATE}:optimizer" in op.after
+
+    late = [op for op in program.bodies[UPDATE_BODY] if is_late(op)]
     if not late or program.step.sharing.trains_apart:
         return program
     params = {param.name: param for param in program.step.model.params}
@@ -58,7 +62,7 @@ def amid_steps(program: Program) -> Program:
 
     def rewrite(key: BodyKey, ops: Ops) -> Ops:
         if key == UPDATE_BODY:
-            return tuple(op for op in ops if op not in late)
+            return tuple(op for op in ops if not is_late(op))
         if is_forward(key) and starts_step(key):
             ops = tuple(
                 op.but(after=(*op.after, *(name for name in readers.get(op.layer, ()) if name in gathered)))

@@ -1,0 +1,105 @@
+"""What published rows leave to a library's defaults: layers in 16 bits, micro-batches, batches in notes, recompute; and what steps share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import forecast
+import published
+from foresight_workers import Workers
+
+from samestep.program.ops import OpKind
+
+PLAIN = {
+    "model": "GPT", "n_layers": "8", "hidden": "1024", "heads": "8", "seq_len": "512", "vocab": "32768", "gpu": "B200", "n_gpus": "8",
+    "precision": "BF16", "tp": "1", "pp": "1", "micro_batch": "1", "global_batch": "8", "recompute": "none",
+    "metric_step_time_s": "0.1", "file": "own", "source": "own",
+}  # fmt: skip
+
+
+def dtypes(**cells: str) -> dict[int, str]:
+    """The dtype of the forward of each layer that multiplies."""
+    case = published.case_of({**PLAIN, **cells})
+    (program,) = forecast.programs_for(case, "none")
+    ops = [op for body in program.bodies.values() for op in body if op.kind is OpKind.FORWARD and op.flops]
+    return {op.layer: op.dtype for op in ops if op.layer is not None}
+
+
+@pytest.mark.parametrize("precision", ["FP8", "MXFP8", "NVFP4", "BF16+Float8 linears"])
+def test_logits_are_made_in_16_bits_where_blocks_multiply_in_fewer(precision: str) -> None:
+    found = dtypes(precision=precision)
+    *blocks, head = (found[layer] for layer in sorted(found))
+    assert set(blocks) == {"float4" if "4" in precision else "float8"}
+    assert head == "bfloat16"
+
+
+@pytest.mark.parametrize(("layers", "tail"), [(8, 2), (32, 5), (36, 6)])
+def test_the_last_blocks_of_a_recipe_in_four_bits_may_stay_in_16(layers: int, tail: int) -> None:
+    found = dtypes(precision="NVFP4 (bf16 tail)", n_layers=str(layers))
+    assert [found[layer] for layer in sorted(found)] == ["float4"] * (layers - tail) + ["bfloat16"] * (tail + 1)
+
+
+@pytest.mark.parametrize(("batch", "pp", "samples"), [(64, 4, 16), (64, 8, 8), (4, 8, 1)])
+def test_torchtitan_makes_as_many_micro_batches_as_stages(batch: int, pp: int, samples: int) -> None:
+    cells = {**PLAIN, "pp": str(pp), "n_gpus": str(pp), "global_batch": str(batch), "micro_batch": ""}
+    case = published.case_of({**cells, "source": "torchtitan benchmarks 2024-12", "schedule": "1F1B"})
+    assert case.words["microbatch"] == samples
+    assert published.case_of(cells).words["microbatch"] == 1
+
+
+def test_the_batch_of_a_data_rank_is_read_from_the_notes() -> None:
+    cells = {**PLAIN, "global_batch": "", "tp": "2", "notes": "3.2 samples/s; batch per DP=48; parallelism printed"}
+    assert published.case_of(cells).global_batch == 4 * 48
+
+
+@pytest.mark.parametrize(("forwards", "recompute"), [(3, ""), (4, "full")])
+def test_flops_of_four_forwards_say_that_the_backward_repeats_one(forwards: int, recompute: str) -> None:
+    cells = {**PLAIN, "recompute": "", "metric_step_time_s": "", "metric_tokens_per_s_per_gpu": "1000"}
+    model = published.case_of(cells).model
+    a_token = sum(product.flops for layer in model.layers for product in layer.products) / 512
+    said = {"metric_tflops_per_gpu": str(forwards * a_token * 1000 / 1e12)}
+    assert published.case_of({**cells, **said}).recompute == recompute
+    assert published.case_of({**cells, **said, "recompute": "selective"}).recompute == "selective"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_batch": "1024"},
+        {"gpu": "H100", "precision": "FP8"},
+        {"precision": "FP8"},
+        {"n_gpus": "4"},
+        {"recompute": "full"},
+    ],
+)
+@pytest.mark.parametrize("cells", [{"global_batch": "512"}, {"global_batch": "512", "pp": "2", "n_gpus": "16"}, {}])
+def test_steps_that_share_what_is_written_take_as_long_as_alone(
+    cells: dict, change: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{**PLAIN, **cells}, {**PLAIN, **cells, **change}]
+    shared = [forecast.predict(row).predicted_s for row in rows]
+    alone = []
+    for row in rows:
+        for kept in ("_KNOWN", "_WHOLE", "_SHORTER", "_BUILDERS"):
+            monkeypatch.setattr(forecast, kept, {})
+        alone.append(forecast.predict(row).predicted_s)
+    assert shared == alone
+    assert shared[0] != shared[1]
+
+
+def test_several_processes_find_what_one_finds() -> None:
+    rows = [
+        {**PLAIN, "file": name, "hidden": str(128 * (1 + at % 3)), "heads": "1"} for at in range(40) for name in "abc"
+    ]
+    asked = [(name, ([row for row in rows if row["file"] == name][:3],)) for name in "cab"]
+    with Workers(rows, 2) as several:
+        assert several.each(_seconds, asked) == Workers(rows).each(_seconds, asked)
+
+
+def _seconds(rows: list[dict[str, str]]) -> list[float]:
+    return [forecast.predict(row).predicted_s for row in rows]
