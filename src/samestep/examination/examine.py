@@ -190,7 +190,7 @@ def _with_samples(spec: ModelSpec, found: FurtherFindings) -> ModelSpec:
 
 
 def _checkpoints(spec: ModelSpec, entered: Set[str]) -> Literal["repeat", "plain", "plain on stages"]:
-    """Return what becomes of the checkpoints of the model's own code, given the modules in whose forwards it has entered one."""
+    """Return what becomes of the checkpoints that a model's code makes, given the modules in whose forwards it has entered one."""
     if any(entered & {*layer.modules} for layer in spec.layers if layer.is_block):
         return "plain"
     of_calls = any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage)

@@ -167,7 +167,7 @@ class _Decided:
 
 @dataclass(frozen=True, slots=True)
 class _Uncut:
-    """What is read of a module as long as its weights are whole, and its loss is called as its own code does."""
+    """The facts that are read of a module while its weights are whole and its loss is called as its code does."""
 
     form: PretrainedForm | None
     state_names: Mapping[str, str]

@@ -18,7 +18,7 @@ from samestep.runtime.stepper import Stepper
 
 
 class HeldRun:
-    """What a run holds between its steps."""
+    """The tensors and settings that a run holds between its steps."""
 
     job: Job
     _own: HeldAssembly

@@ -53,7 +53,7 @@ Place = tuple[FlatBuffer, Member]
 
 @dataclass(frozen=True, slots=True)
 class BodyGradients:
-    """What the gradients are that the tasks of one body leave; those of a forward, which leaves none, are of this kind."""
+    """The kind of gradients that the tasks of one body leave; a forward, which leaves none, has one too."""
 
     finishes: bool = False
     """Whether they are the last of the step, of weights whose gradients a backward computes."""

@@ -137,7 +137,7 @@ class UnitOrder:
                 running.fsdp.reshard()  # the next forward gathers it again, as on the other ranks
 
     def end_loop_forward(self, *_: object) -> None:
-        """Free the weights that a forward of the loop's own has left gathered, into which the loop would write in vain."""
+        """Free the weights that a forward called by the loop has left gathered: the loop would write into them in vain."""
         if not self._in_task and not is_forward_only() and asker({})[0] is Asker.LOOP:
             for running in self._units:
                 running.fsdp.reshard()
