@@ -226,6 +226,9 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: connection.Con
     warnings.resetwarnings()
     # As in the pytest process; a torch that was never tried with its GPU may warn of what the tests do not know.
     warnings.simplefilter("default" if device == "cuda" and real_gpu.is_asked() else "error")
+    warnings.filterwarnings(
+        "ignore", "LSTM with projections is not supported with oneDNN"
+    )  # torch says it of bf16 on some CPUs
     while True:
         try:
             job = pipe.recv_bytes()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -29,7 +29,7 @@ from samestep.strategies.whole_graph import why_not_captured
 from tests.device import waits
 from tests.device.real_gpu import refusal
 from tests.laboratory import clipped, job_of, make_run, on_ranks
-from tests.models import Tokens
+from tests.models import MODELS, BatchNormed, Tokens
 
 on_the_device = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
@@ -121,6 +121,22 @@ def test_where_nothing_prevents_a_capture_the_host_is_not_needed_and_nothing_mov
         assert len(set(found)) == 1, "weights, buffers or gradients have moved"
 
 
+class TokenNorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class NormedTokens(BatchNormed):
+    """Batch norm of torch over all tokens of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = TokenNorm(10)  # type: ignore[assignment]
+
+
+MODELS["batch norm of tokens"] = NormedTokens
+
+
 @on_the_device
 @pytest.mark.parametrize(
     ("layout", "model", "reason"),
@@ -128,7 +144,7 @@ def test_where_nothing_prevents_a_capture_the_host_is_not_needed_and_nothing_mov
         ("dp=1 microbatch=4", "gpt2_with_dropout", "draws masks (dropout)"),
         ("dp=2 ep=2", "mixtral_balanced", "ep=2 moves tensors"),
         ("tp=2", "llama", "tp=2 moves tensors"),
-        pytest.param("dp=2", "own_batch_norm", "statistics over ranks", marks=pytest.mark.nightly),
+        pytest.param("dp=2", "batch norm of tokens", "statistics over ranks", marks=pytest.mark.nightly),
         pytest.param("dp=2 zero=3", "llama", "zero=3 moves tensors", marks=pytest.mark.nightly),
     ],
 )

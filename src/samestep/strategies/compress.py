@@ -112,10 +112,10 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
         yield f"reduce={layout.reduce} sums gradients as they are; reduce=ring works"
     if step.scatters_codes and not step.sharing.trains_apart and (reason := _refuse_scattered(step)):
         yield f"zero={step.zero} {reason}"
-    if name := next(
-        (param.name for param in step.model.params if param.trainable and step.sharing.is_factored(param)), ""
-    ):
-        yield from _refuse_cut_matrices(step, made, name)
+    trained = [param for param in step.model.params if param.trainable]
+    factored = [param for param in trained if step.sharing.is_factored(param)]
+    if factored or (step.sharing.rank and step.scatters_codes):  # whose codes are of one block after another
+        yield from _refuse_cut_matrices(step, made, (factored or trained)[0].name)
     if made.axis == SHARDS and layout.cp > 1:
         yield f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works"
     if layout.ep > 1 and (step.zero == 0 or made.axis == SHARDS):
