@@ -214,6 +214,15 @@ def test_a_layout_that_divides_matrices_is_refused(layout: str, said: str) -> No
         program_of(spec(DECODERS["gpt2"], "gpt2"), _job(), Layout.parse(layout))
 
 
+@pytest.mark.parametrize("layout", ["dp=2 zero=2", "dp=2 zero=3"])
+def test_a_layout_that_scatters_codes_is_refused_where_no_matrix_is_factored_too(layout: str) -> None:
+    job = Job(numerics={"compression": "powersgd", "compression_rank": 10_000, "replicas": 2})
+    model = spec(DECODERS["llama3-8b"], 8)
+    assert not any(is_factored(param.shape, 10_000) for param in model.params)
+    with pytest.raises(LayoutError, match=r"factors whole matrices, and zero=. divides .* zero=1 works"):
+        program_of(model, job, Layout.parse(layout))
+
+
 @pytest.mark.parametrize("layout", ["dp=4 microbatch=1", "dp=4 zero=1 microbatch=1", "dp=4 pp=2 microbatch=1"])
 def test_its_products_are_priced_and_bounds_of_the_search_hold(layout: str) -> None:
     model, hardware = spec(DECODERS["gpt2"], "gpt2"), load("a100-80x8")
