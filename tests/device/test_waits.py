@@ -25,8 +25,7 @@ from tests.pool import pool
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
-SCALARS = ("to host pinned asynchronous", "runtime/device_decides.py:DeviceDecides.reading")
-SENT_SCALARS = ("to host pinned asynchronous", "runtime/device_decides.py:HostDecidesOnSent.reading")
+SCALARS = ("to host pinned asynchronous", "runtime/open_step.py:read_with")
 STEP_BEFORE = ("synchronize", "runtime/open_step.py:OpenStep.read")
 WRITTEN = ("to host pinned asynchronous", "runtime/weights/live_weights.py:CopiedWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/weights/live_weights.py:CopiedWeights.was_written_early")
@@ -40,7 +39,6 @@ ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_kept_or_counted")
 
 REASONS = {
     SCALARS: "the count, the norm and the flags of all ranks, for which the host does not wait in the step",
-    SENT_SCALARS: "offload: the same, of a step whose update the host makes",
     STEP_BEFORE: "before a step the host waits for the sums of the one before, whose update the device then makes",
     WRITTEN: "weights beside masters: whether the user has written them between two steps",
     WRITTEN_THERE: "weights beside masters: the host waits until the device begins the step, all of which it has launched",
@@ -78,7 +76,7 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ("dp=2 zero=3 microbatch=2", "llama", {SAMPLES: 4}),
     ("dp=1 microbatch=1", "llama", {SAMPLES: 16, **BESIDE_MASTERS}),
     ("dp=2 microbatch=2", "gpt2_with_dropout", {SAMPLES: 6, KEYS: 2, **BESIDE_MASTERS}),
-    ("dp=2 zero=3 offload", "llama", {SENT_SCALARS: 1, SAMPLES: 2, **OFFLOADED}),
+    ("dp=2 zero=3 offload", "llama", {SAMPLES: 2, **OFFLOADED}),
     ("dp=2 recompute=offload", "deep_llama", {SAMPLES: 2, INPUTS: 3, INPUTS_BACK: 3, **BESIDE_MASTERS}),
     ("tp=2 sequence_parallel", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("cp=2", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
@@ -105,8 +103,7 @@ def counted_in_a_window(rank: int, world: int, model: str, layout: str, job: Job
 
 def expected(row: tuple[str, str, dict[tuple[str, str], int]]) -> dict[tuple[str, str], int]:
     """Return all waits and copies of a row; `docs/reference/waits.md` shows them."""
-    scalars = {} if SENT_SCALARS in row[2] else {SCALARS: 1}
-    return {**scalars, STEP_BEFORE: 1, **row[2]}
+    return {SCALARS: 1, STEP_BEFORE: 1, **row[2]}
 
 
 def of_one_rank() -> Counter[waits.Place]:

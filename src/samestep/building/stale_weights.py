@@ -26,9 +26,8 @@ class StaleWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = operands(*args, *(kwargs or {}).values())
         held = next(one for one in given if isinstance(one, StaleWeight))
-        if not all(
-            isinstance(one, StaleWeight) or one.is_meta for one in given
-        ):  # torch multiplies a matrix with values by one without, and gives one without
+        # Torch multiplies a matrix with values by one without, and gives one without.
+        if not all(isinstance(one, StaleWeight) or one.is_meta for one in given):
             raise held.refusal()
         plain_args, plain_kwargs = tree_map_only(StaleWeight, lambda one: one.plain, (args, kwargs or {}))
         try:

@@ -26,7 +26,7 @@ from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.open_step import HostDecides, OpenStep, StepState
+from samestep.runtime.open_step import HostDecides, OpenStep, StepState, read_with
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.optimizers.used_weights import UsedWeights
@@ -88,8 +88,7 @@ class HostDecidesOnSent(HostDecidesHere):
         """Return what the host reads: the sums, 1 where gradients are not multiplied, and 1 if weights were written."""
         decision = self.decide(sums)
         send_unless(self.updater, decision.held_back, decision.factor)
-        also = torch.stack([decision.held_back.double(), self.updater.live.was_written(sums.device)])
-        return Reading(torch.cat([sums, also]))
+        return read_with(sums, decision.held_back.double(), self.updater.live.was_written(sums.device))
 
 
 @dataclass(slots=True)
@@ -105,7 +104,7 @@ class DeviceDecides(HostDecides):
         """Return what the host reads later: the sums, 1 where the update is held back, and 0."""
         self._decision = self.decide(sums)
         held_back = self._decision.held_back.double()
-        return Reading(torch.cat([sums, torch.stack([held_back, torch.zeros_like(held_back)])]))
+        return read_with(sums, held_back, torch.zeros_like(held_back))
 
     def update(self) -> None:
         """Update the weights, or change nothing in an unusual step."""

@@ -67,8 +67,12 @@ class HostDecides:
         """
         if not self.updater.live.are_copied:
             return Reading(sums, (1.0, 0.0))
-        also = torch.stack([torch.ones_like(sums[0]), self.updater.live.was_written(sums.device)])
-        return Reading(torch.cat([sums, also]))
+        return read_with(sums, torch.ones_like(sums[0]), self.updater.live.was_written(sums.device))
+
+
+def read_with(sums: Tensor, held_back: Tensor, written: Tensor) -> Reading:
+    """Return what the host reads of summed scalars and the two numbers of a decider that the device knows (float64 [])."""
+    return Reading(torch.cat([sums, torch.stack([held_back, written])]))
 
 
 @dataclass(slots=True)

@@ -93,7 +93,7 @@ class Bounds:
             degrees: they, with an unsplit data axis.
             steps: returns the steps of a layout with each choice of chunks, the first with none.
             less_cut: degrees that leave a sequence whole, or have a shorter ring, by which the others are bounded: ranks share the compute of
-                a sample, and what each sends beside is more, or of a longer ring as much, so together they take no less for it.
+                a sample, and each also sends more of it, or around a longer ring as much, so together they take no less for it.
         """
         priced = less_cut or degrees
         key = priced.cuts, priced.recompute
