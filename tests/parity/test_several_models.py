@@ -330,7 +330,7 @@ def held_as_predicted(run: Run, num_copies: int) -> None:
     program = run.program
     away = {name for one in program.host_modules for name in one.params}
     listed = [op for _, op in program.ops() if op.kind is OpKind.COPY]
-    held = {piece.name: piece.value.numel() * 8 for piece in run.assembly.weights.store.frozen}
+    held = {piece.name: piece.value.nbytes for piece in run.assembly.weights.store.frozen}
     use, whole = (at_rest(one) for one in (program, dataclasses.replace(program, host_modules=())))
     assert (use.weights + use.host, whole.host) == (whole.weights, 0)
     assert num_copies == (0 if program.units else len(listed))  # FSDP2 copies shards
