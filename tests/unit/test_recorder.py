@@ -88,7 +88,7 @@ def trained(
     assert marks.listener() is run.recorder
     run.recorder.close()
     assert marks.listener() is None
-    return losses, [piece.value.clone() for piece in run.updater.pieces], sizes
+    return losses, [*run.state_dict(on_every_rank=True).values()], sizes
 
 
 def batches_of(job: Job) -> Any:
@@ -171,7 +171,7 @@ def unheard(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[l
             if not sizes:
                 run.model.register_forward_hook(lambda _m, _a, outputs: sizes.append(nodes_of(outputs)))
         assert marks.listener() is not run.recorder
-        return losses, [piece.value.clone() for piece in run.updater.pieces], sizes
+        return losses, [*run.state_dict(on_every_rank=True).values()], sizes
     finally:
         StepRecorder.taking = taking  # type: ignore[method-assign]
 
@@ -377,7 +377,7 @@ def with_kernels(
     run.record(f"{WINDOW.start}:{WINDOW.stop - 1}", folder, kernels=True)
     losses = [run.step(batch).loss for batch in batches_of(job)]
     run.recorder.close()
-    return losses, [piece.value.clone() for piece in run.updater.pieces]
+    return losses, [*run.state_dict(on_every_rank=True).values()]
 
 
 @pytest.mark.parametrize(
