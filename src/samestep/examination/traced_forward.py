@@ -153,4 +153,5 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None) -> Traced
         dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, places))
         checkpointed = observe(record_checkpointed(module))
         spec = run()
+    checkpointed.entered |= places.covered
     return TracedForward(spec, changes, masks, dispatches, expert_calls, checkpointed, cuts)

@@ -86,7 +86,7 @@ class Checkpointed:
     """The checkpoints of the model's code, as a trace has shown them."""
 
     entered: set[str] = field(default_factory=set)
-    """Paths of the modules that ran inside of one."""
+    """Paths of the modules that ran inside of one, or keep nothing outside of those that their own code makes."""
     detached: bool = False
     """Whether the inputs of a reentrant one take no gradient, so that torch trains nothing inside."""
 
@@ -150,6 +150,10 @@ class TracedPlaces:
     """The last time at which each top-most module kept something, outside of checkpoints."""
     _kept_in: dict[str, int] = field(default_factory=dict)
     """The same, within checkpoints too."""
+    _repeated: set[str] = field(default_factory=set)
+    """The top-most modules that kept something within a checkpoint."""
+    _held: set[str] = field(default_factory=set)
+    """Those that kept something outside of checkpoints which was not given to one."""
     _reached: frozenset[int] | None = None
     """The nodes that the backward reaches; None where that is not known."""
 
@@ -158,10 +162,15 @@ class TracedPlaces:
         """Whether the model's code makes no checkpoint."""
         return not self._edges
 
+    @property
+    def covered(self) -> set[str]:
+        """Paths of the top-most modules that keep nothing but within checkpoints, and what these are given."""
+        return self._repeated - self._held
+
     def restart(self) -> None:
         """Forget all, since another forward begins."""
         self._time = self._edges = 0
-        for kept in (self._open, self._kept, self._keepers, self._kept_by, self._kept_in):
+        for kept in (self._open, self._kept, self._keepers, self._kept_by, self._kept_in, self._repeated, self._held):
             kept.clear()
 
     def point(self, made: Any = ()) -> Point:
@@ -172,6 +181,11 @@ class TracedPlaces:
 
     def keep(self, module: str | None) -> None:
         """Record that the newest node keeps a tensor, in a top-most module or after all."""
+        if module is not None:
+            (self._repeated if self._open else self._held).add(module)
+        self._keep(module)
+
+    def _keep(self, module: str | None) -> None:
         self._time += 1
         if module is not None:
             self._kept_in[module] = self._time
@@ -185,7 +199,7 @@ class TracedPlaces:
     @contextmanager
     def checkpoint(self, module: str | None) -> Iterator[None]:
         """Return the context of a checkpoint's code; what it is given is kept around it."""
-        self.keep(module)
+        self._keep(module)
         self._edges += 1
         self._open.append(self._edges)
         try:
