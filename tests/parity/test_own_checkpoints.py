@@ -14,9 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.laboratory import prove
-from tests.models import MODELS, Attention, DealingBlock, ExpertDispatch, Parted, PartedBlock
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.examination.examine import Source, examine
+from samestep.layout import Layout
+from tests.laboratory import clipped, prove
+from tests.models import MODELS, Attention, DealingBlock, ExpertDispatch, Parted, PartedBlock, Tokens
 from tests.parity.moved_models import Mixing, Recurrence, RecurrentLayers, decayed_sums
+from tests.proof.odd_code import checkpointing_gpt2
 
 _products = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -34,8 +40,8 @@ class OwnBlock(PartedBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         what = self.what.split(", ")
-        if "whole" in what:
-            return _again(self.computed, x)
+        if "whole" in what:  # and something is kept behind it: else the layout's recompute would stand for it
+            return torch.tanh(_again(self.computed, x))
         return self.computed(x)
 
     def computed(self, x: Tensor) -> Tensor:
@@ -150,6 +156,7 @@ class OwnLayers(RecurrentLayers):
 MIXINGS = ("mixer", "reentrant mixer", "scan", "layers")
 MODELS |= {f"own checkpoint: {what}": functools.partial(OwnMixing, what) for what in MIXINGS}
 MODELS |= {f"own checkpoint: {what}": functools.partial(Own, what) for what in KINDS}
+MODELS["own checkpoint: gpt2 of transformers"] = checkpointing_gpt2
 LAYOUTS = (
     "tp=2",
     "cp=2",
@@ -163,6 +170,27 @@ LAYOUTS = (
     "pp=2 tp=2 microbatch=2 schedule=zero-bubble",
     "tp=2 cp=2 zero=3 sequence_parallel",
 )
+
+
+TAKEN = {
+    "attention": "repeat",
+    "attention, mlp": "plain",
+    "core": "repeat",
+    "head": "repeat",
+    "mlp": "repeat",
+    "norm": "repeat",
+    "selective, attention, mlp": "plain",
+    "whole": "repeat",
+    "gpt2 of transformers": "plain",
+}
+"""What blocks checkpoint, and what becomes of it."""
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_blocks_whose_own_checkpoints_hold_all_that_they_keep_are_taken_as_recomputed(what: str) -> None:
+    source = Source(MODELS[f"own checkpoint: {what}"], loss_of(clipped()), optimizer_of(clipped()))
+    traced = examine(source, clipped(), next(batches(Tokens(), clipped())).samples([0]), Layout())
+    assert traced.analysis.spec.checkpoints == TAKEN[what]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
