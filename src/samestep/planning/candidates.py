@@ -227,9 +227,11 @@ def mlp_chunks(split: Layout, model: ModelSpec) -> tuple[int | None, ...]:
 
 
 def recomputations(model: ModelSpec) -> tuple[Recompute, ...]:
-    """Return the values of `recompute` of the thinned list, the quickest first."""
+    """Return the values of `recompute` of the thinned list, the quickest first; `none` is full where blocks checkpoint themselves."""
+    left_out = {"offload"} if model.length < LONG_SAMPLE else set()
+    left_out |= {"none"} if model.checkpoints == "plain" else set()
     every: tuple[Recompute, ...] = get_args(Recompute)
-    return tuple(one for one in every if one != "offload" or model.length >= LONG_SAMPLE)
+    return tuple(one for one in every if one not in left_out)
 
 
 def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
