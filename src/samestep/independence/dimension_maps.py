@@ -274,20 +274,20 @@ def _gather(call: Computation) -> Iterator[list[Operand]]:
     """Map of gather: each element of the index chooses one along a dimension of the first tensor."""
     x, index = bind_arguments(call)["self"], bind_arguments(call)["index"]
     (result,), dim = call.results, bind_arguments(call)["dim"] % max(len(x.shape), 1)
-    yield [(x, [SUMMED if one == dim else one for one in range(len(x.shape))]), broadcast(index, result)]
+    yield [(x, [MOVED if one == dim else one for one in range(len(x.shape))]), broadcast(index, result)]
 
 
 def _take(call: Computation) -> Iterator[list[Operand]]:
     """Map of take: each element of the index chooses one of all."""
     x, index = call.args[:2]
-    yield [(x, [SUMMED] * len(x.shape)), broadcast(index, call.results[0])]
+    yield [(x, [MOVED] * len(x.shape)), broadcast(index, call.results[0])]
 
 
 def _scatter_by_index(call: Computation) -> Iterator[list[Operand]]:
     """Map of scatter and its kin: positions along one dimension are chosen by values."""
     for result in call.results:
         size = len(result.shape)
-        own = [SUMMED if one == bind_arguments(call)["dim"] % max(size, 1) else one for one in range(size)]
+        own = [MOVED if one == bind_arguments(call)["dim"] % max(size, 1) else one for one in range(size)]
         yield [(tensor, own[: len(tensor.shape)]) for tensor in call.given]
 
 
