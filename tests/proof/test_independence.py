@@ -288,6 +288,64 @@ def test_an_operation_without_a_rule_is_listed_and_one_with_a_stated_rule_is_not
         DECLARED.clear()
 
 
+# -- places that the batch names ------------------------------------------------------------------------
+
+NUM_PLACES = 5
+"""Places of one sample, as the vertices of a graph, or classes of a batch."""
+
+
+def _wide(index: Tensor, x: Tensor) -> Tensor:
+    return index[:, None].expand(-1, x.shape[1])
+
+
+BY_PLACES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "index_add": lambda table, at, x: table.index_add(0, at, x)[at],
+    "index_copy": lambda table, at, x: table.index_copy(0, at, x)[at],
+    "index_put": lambda table, at, x: table.index_put((at,), x, accumulate=True)[at],
+    "index_put of elements": lambda table, at, x: table.index_put(
+        (at[:, None], torch.arange(x.shape[1], device=x.device)), x
+    )[at],
+    "index_reduce": lambda table, at, x: table.index_reduce(0, at, x, "amax")[at],
+    "scatter": lambda table, at, x: table.scatter(0, _wide(at, x), x)[at],
+    "scatter_add": lambda table, at, x: table.scatter_add(0, _wide(at, x), x).index_select(0, at),
+    "scatter_reduce": lambda table, at, x: table.scatter_reduce(0, _wide(at, x), x, "mean", include_self=False)[at],
+    "scatter_add of ones": lambda table, at, x: x / table[:, 0].scatter_add(0, at, torch.ones_like(x[:, 0]))[at, None],
+    "bincount": lambda table, at, x: x / torch.bincount(at, minlength=len(table))[at, None],
+}
+READ_AT_PLACES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, at: x.gather(0, _wide(at, x)),
+    "index": lambda x, at: x[at],
+    "index_select": lambda x, at: x.index_select(0, at),
+}
+
+
+class ByPlaces(nn.Module):
+    """Rows of all samples [samples * places, 4] that read each other at places, or meet there: each sample's own ones, or the same."""
+
+    def __init__(self, name: str, are_shared: bool) -> None:
+        super().__init__()
+        self.name, self.are_shared = name, are_shared
+        self.scale = nn.Parameter(torch.ones((), device="meta"))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        rows, of_each = x.flatten(0, 1) * self.scale, NUM_PLACES * torch.arange(len(x), device=x.device)[:, None]
+        at = (places if self.are_shared else places + of_each).flatten()
+        if self.name in READ_AT_PLACES:
+            return (rows + READ_AT_PLACES[self.name](rows, at)).view(x.shape)
+        return BY_PLACES[self.name](rows.new_ones(NUM_PLACES * len(x), x.shape[-1]), at, rows).view(x.shape)
+
+
+@pytest.mark.parametrize("are_shared", [True, False])
+@pytest.mark.parametrize("name", [*BY_PLACES, *READ_AT_PLACES])
+def test_samples_that_meet_at_places_which_the_batch_names_are_refused(name: str, are_shared: bool) -> None:
+    drawn = torch.Generator().manual_seed(5)
+    places = torch.randint(NUM_PLACES, (1, NUM_PLACES), generator=drawn)
+    sample = {"x": torch.randn(1, NUM_PLACES, 4, generator=drawn), "places": places}
+    value_of = {"scale": torch.ones(())}.__getitem__
+    found = examine(ByPlaces(name, are_shared), sample, _first, NO_EXPERTS, value_of, keeps_all=False)
+    assert (name.partition(" ")[0] in found.refusal) == are_shared, found
+
+
 # -- the trial of one operation on drawn values -------------------------------------------------------
 
 

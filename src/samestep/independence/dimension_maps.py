@@ -270,7 +270,7 @@ def _glu(call: Computation) -> Iterator[list[Operand]]:
 # -- positions that values choose ------------------------------------------------------------------
 
 
-def _gather(call: Computation) -> Iterator[list[Operand]]:
+def gather(call: Computation) -> Iterator[list[Operand]]:
     """Map of gather: each element of the index chooses one along a dimension of the first tensor."""
     x, index = bind_arguments(call)["self"], bind_arguments(call)["index"]
     (result,), dim = call.results, bind_arguments(call)["dim"] % max(len(x.shape), 1)
@@ -283,7 +283,7 @@ def _take(call: Computation) -> Iterator[list[Operand]]:
     yield [(x, [MOVED] * len(x.shape)), broadcast(index, call.results[0])]
 
 
-def _scatter_by_index(call: Computation) -> Iterator[list[Operand]]:
+def scatter_by_index(call: Computation) -> Iterator[list[Operand]]:
     """Map of scatter and its kin: positions along one dimension are chosen by values."""
     for result in call.results:
         size = len(result.shape)
@@ -351,7 +351,7 @@ def index_select(call: Computation) -> Iterator[list[Operand]]:
 
 
 def write_at_indices(call: Computation) -> Iterator[list[Operand]]:
-    """Map of index_put, index_add and index_copy: a source is written to the places that indices choose.
+    """Map of index_put, index_add and their kin: a source is written to the places that indices choose.
 
     A mask is aligned with the target.
     """
@@ -427,9 +427,9 @@ MAPS: dict[Any, Map] = {
             _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce,
             _aten.scatter_reduce_,
         ),
-        _scatter_by_index,
+        scatter_by_index,
     ),
-    _aten.gather: _gather,
+    _aten.gather: gather,
     _aten.take: _take,
     _aten.cat: cat,
     _aten.stack: stack,
@@ -442,7 +442,7 @@ MAPS: dict[Any, Map] = {
     **dict.fromkeys(
         (
             _aten.index_put, _aten.index_put_, _aten._unsafe_index_put, _aten.index_add, _aten.index_add_,
-            _aten.index_copy, _aten.index_copy_,
+            _aten.index_copy, _aten.index_copy_, _aten.index_reduce, _aten.index_reduce_,
         ),
         write_at_indices,
     ),

@@ -119,9 +119,69 @@ def pick_rows(call: Call) -> Iterator[Dependence]:
     def moved(at: int, rows: Along) -> Along | Mixed:
         if rows.dim == NO_DIM:
             return rows
+        if at == 0 and any(rows.dim in dims and _picks_others(call, rows, index) for index, dims in covers):
+            return Mixed(call.text, shown=True)
         return Mixed(call.text, shown=False) if at else _pick_along_rows(call, rows, covers, place)
 
     yield map_dependence(call, given, moved)
+
+
+def gather(call: Call) -> Iterator[Dependence]:
+    """Rule of gather: along the dimension of rows, the values of the index say whether it picks other rows than its own."""
+    arguments, ((x, dims), index) = bind_arguments(call), *MAPS[call.func.overloadpacket](call)
+    found = map_dependence(call, [(x, dims), index])
+    rows = call.known.of(x)
+    is_moved = isinstance(rows, Along) and rows.dim != NO_DIM and dims[rows.dim] == MOVED
+    yield Mixed(call.text, shown=True) if is_moved and _picks_others(call, rows, arguments["index"]) else found
+
+
+def _row_of_each(call: Call, tensor: Tensor) -> Tensor | None:
+    """Return the number of the row on which each element of a tensor depends; None where it is not one that is known."""
+    found = call.known.of(tensor)
+    if not isinstance(found, Along) or not isinstance(found.start, int):
+        return None
+    if found.dim == NO_DIM:
+        return torch.full(tensor.shape, found.start)
+    numbers = _numbers(call, found, torch.arange(tensor.shape[found.dim]))
+    return numbers.view([-1 if dim == found.dim else 1 for dim in range(tensor.dim())]).expand(tensor.shape)
+
+
+def _numbers(call: Call, rows: Along, positions: Tensor) -> Tensor:
+    """Return the numbers of the rows of positions along a dimension."""
+    assert isinstance(rows.start, int)
+    return (positions // rows.inner + rows.start) % call.known.num_rows
+
+
+def _picks_others(call: Call, rows: Along, index: Tensor) -> bool:
+    """Return whether an index, whose values are known, picks positions of other rows than the one on which each element depends."""
+    mine, values = _row_of_each(call, index), call.value_of(index)
+    if mine is None or values is None or is_mask(index) or not isinstance(rows.start, int):
+        return False
+    return bool((_numbers(call, rows, values) != mine).any())
+
+
+def _share_positions(call: Call, dims: Sequence[int], indices: Sequence[Tensor], source: Tensor | None) -> bool:
+    """Return whether indices, whose values are known, lead elements that depend on different rows to one position of a target.
+
+    `dims` are the dimensions of an index along which it chooses positions; along others each element keeps its own.
+    """
+    values = [call.value_of(index) for index in indices if not is_mask(index)]
+    known = [one for one in values if one is not None]
+    owners = [
+        mine
+        for one in [*indices, *([] if source is None else [source])]
+        if (mine := _row_of_each(call, one)) is not None
+    ]
+    if len(known) < len(indices) or not owners:
+        return False
+    *known, owner = torch.broadcast_tensors(*known, owners[0])
+    kept = [dim for dim in range(owner.dim()) if dim not in dims]
+    places = [
+        torch.arange(owner.shape[dim]).view([-1 if one == dim else 1 for one in range(owner.dim())]) for dim in kept
+    ]
+    positions = torch.stack([one.expand(owner.shape).flatten() for one in (*known, *places)])
+    with_owners = torch.cat([positions, owner.flatten()[None]])
+    return with_owners.unique(dim=1).shape[1] > positions.unique(dim=1).shape[1]
 
 
 def _index_coverage(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
@@ -170,7 +230,13 @@ def write_rows_back(call: Call) -> Iterator[Dependence]:
     (operands,), (place, covers) = dimension_maps.write_at_indices(call), _index_coverage(call)
     (target, _), (source, places), *_ = operands
     own, found = call.known.of(target), call.known.of(source)
-    if isinstance(found, Along) and found.dim != NO_DIM and places[found.dim] == MOVED:
+    indices = [index for index, _ in covers]
+    lies_there = isinstance(found, Along) and found.dim != NO_DIM and places[found.dim] == MOVED
+    is_aligned = lies_there and len(covers) == 1 and covers[0][0].dim() == source.dim() == 1
+    if _share_positions(call, range(source.dim()), indices, source if is_aligned else None):
+        yield Mixed(call.text, shown=True)
+        return
+    if isinstance(found, Along) and lies_there:
         is_one = len(covers) == 1 and (is_mask(covers[0][0]) or covers[0][0].dim() == 1)
         yield _restore_rows(call, target, place, found, *covers[0]) if is_one else Mixed(call.text, shown=False)
         return
@@ -188,6 +254,15 @@ def write_rows_back(call: Call) -> Iterator[Dependence]:
             if to == MOVED and source.shape[dim] > 1:  # which row gets which of its elements, the number of rows says
                 call.on_constant(source, dim, 1, call.where)
     yield result
+
+
+def scatter(call: Call) -> Iterator[Dependence]:
+    """Rule of scatter and its kin: along the dimension of rows, the values of the index say whether several write to one position."""
+    arguments = bind_arguments(call)
+    dim, index = arguments["dim"] % max(arguments["index"].dim(), 1), arguments["index"]
+    is_shared = _share_positions(call, [dim], [index], None)
+    for operands in MAPS[call.func.overloadpacket](call):
+        yield Mixed(call.text, shown=True) if is_shared else map_dependence(call, operands)
 
 
 def _restore_rows(call: Call, target: Tensor, place: int, source: Along, index: Tensor, covered: range) -> Dependence:
@@ -210,6 +285,10 @@ def _restore_rows(call: Call, target: Tensor, place: int, source: Along, index: 
 def _places(call: Call) -> Iterator[Dependence]:
     """Rule of nonzero and its kin: the places that are named are used to pick rows, or not known."""
     given = [found for tensor in call.given if (found := call.known.of(tensor)) is not None]
+    counted = bind_arguments(call)["self"] if call.func.overloadpacket is _aten.bincount else None
+    if counted is not None and _share_positions(call, [0], [counted], None):
+        yield Mixed(call.text, shown=True)
+        return
     for _ in call.results:
         shown = next((one for one in given if isinstance(one, Mixed) and one.shown), None)
         yield shown or (Mixed(call.text, shown=False) if given else None)
@@ -268,6 +347,8 @@ BY_MAP: dict[Map, Rule] = {
     **dict.fromkeys(ARRANGING, rearrange),
     **dict.fromkeys((dimension_maps.index, dimension_maps.index_select), pick_rows),
     dimension_maps.write_at_indices: write_rows_back,
+    dimension_maps.gather: gather,
+    dimension_maps.scatter_by_index: scatter,
 }
 """The rule of the operations of each map that moves, picks or writes back rows."""
 BY_OPERATION: dict[Any, Rule] = {
