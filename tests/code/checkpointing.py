@@ -110,5 +110,6 @@ EQUAL = [
 REFUSED: list[Refused] = []
 REMARKED = [
     Remarked("dp=2", code(OwnBlocks, like=_PLAIN), "recompute=full"),
-    Remarked("dp=2", code(OwnInner, like=_PLAIN), ""),
+    Remarked("dp=2", code(OwnInner, like=_PLAIN), "recompute=full"),
+    Remarked("dp=2", code(OwnHead, like=_PLAIN), ""),
 ]
