@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -278,6 +279,57 @@ def test_a_loss_that_only_logs_passes_and_its_log_is_as_before() -> None:
 
     assert try_loss_on_halves(logging, ROWS, {"x": ROWS}, B) == LossTrial()
     assert (log, calls) == ([], {"number": 0})
+
+
+class Keeping:
+    """A loss of rows that keeps a number of the losses that it has seen, as `keep` makes it of the last one, and reads it by `read`."""
+
+    def __init__(
+        self, keep: Callable[[Any, Tensor], Any], read: Callable[[Tensor, Any], Tensor], at_first: Any
+    ) -> None:
+        self.keep, self.read, self.kept = keep, read, at_first
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        each = outputs.square().sum(1)
+        self.kept = self.keep(self.kept, each.detach())
+        return self.read(each, self.kept).sum(), len(outputs)
+
+
+def running_mean(kept: Any, each: Tensor) -> Tensor:
+    return each.mean() if kept is None else 0.9 * kept + 0.1 * each.mean()
+
+
+KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], Any]] = {
+    "a running mean": (running_mean, None),
+    "a running mean from 1": (running_mean, torch.ones(())),
+    "the largest": (lambda kept, each: torch.maximum(kept, each.max()), torch.zeros(())),
+    "the last": (lambda kept, each: each.mean(), torch.ones(())),
+    "a number": (lambda kept, each: 0.5 * kept + 0.5 * float(each.mean()), 1.0),
+    "the last ten": (lambda kept, each: [*kept, float(each.mean())][-10:], [1.0]),
+}
+READ: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "a threshold": lambda each, kept: each * (each.detach() >= kept),
+    "a limit": lambda each, kept: each.clamp_max(0.9 * kept),
+    "a factor": lambda each, kept: each * (1 + 0.1 * kept),
+}
+
+
+def mean_of(kept: Any) -> Any:
+    return sum(kept) / len(kept) if isinstance(kept, list) else kept
+
+
+@pytest.mark.parametrize("read", [*READ, None])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_loss_that_reads_what_it_keeps_of_other_batches_does_not_pass(kept: str, read: str | None) -> None:
+    keep, at_first = KEPT[kept]
+
+    def with_kept(each: Tensor, kept: Any) -> Tensor:
+        return each if read is None else READ[read](each, mean_of(kept))
+
+    loss = Keeping(keep, with_kept, at_first)
+    found = try_loss_on_halves(loss, ROWS, {"x": ROWS}, B)
+    assert bool(found.reason) == (read is not None), found
+    assert loss.kept is at_first
 
 
 def test_nothing_is_judged_where_nothing_counts() -> None:

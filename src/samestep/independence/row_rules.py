@@ -131,8 +131,10 @@ def gather(call: Call) -> Iterator[Dependence]:
     arguments, ((x, dims), index) = bind_arguments(call), *MAPS[call.func.overloadpacket](call)
     found = map_dependence(call, [(x, dims), index])
     rows = call.known.of(x)
-    is_moved = isinstance(rows, Along) and rows.dim != NO_DIM and dims[rows.dim] == MOVED
-    yield Mixed(call.text, shown=True) if is_moved and _picks_others(call, rows, arguments["index"]) else found
+    if isinstance(rows, Along) and rows.dim != NO_DIM and dims[rows.dim] == MOVED:
+        yield Mixed(call.text, shown=True) if _picks_others(call, rows, arguments["index"]) else found
+        return
+    yield found
 
 
 def _row_of_each(call: Call, tensor: Tensor) -> Tensor | None:

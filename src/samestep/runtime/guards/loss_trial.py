@@ -12,17 +12,17 @@ them, such as their class, so those of several micro-batches are tried together.
 and the parts are halves along the tokens too.
 
 The forward is not run again for it (`repeat.py`): a forward in bf16 rounds by more than a coupled loss may differ, and outputs
-that are equal for all samples show nothing. A loss that gives another value when it is called again, as one with a running
-mean of its own, depends on how often it is called, and does not pass either.
+that are equal for all samples show nothing. A loss that gives another value when it is called again, or again after it was called on
+other outputs, as one with a running mean of its own, depends on what it was called on before, and does not pass either.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -48,7 +48,7 @@ from samestep.runtime.guards.loss_parts import (
     without_items,
     words_of_parts,
 )
-from samestep.state.snapshot import preserve_function
+from samestep.state.snapshot import preserve_function, preserve_generators
 
 _ELEMENTS = 2**22
 """About so many elements of outputs and labels are tried, and at least two samples."""
@@ -57,7 +57,14 @@ _SAMPLES = 8
 _READINGS = 24
 """So many readings of the tensors' dimensions are tried at most."""
 _FAR = 3.0
-_KEEPS = "its {} is {:.9g} at first and {:.9g} when it is called again on the same, so it keeps something between calls"
+_FURTHEST = 1000.0
+_WAYS = ((True, False), (True, True), (False, False), (False, True))
+"""Ways to evaluate a loss: in float64 or as it is, and without or with a graph."""
+_OTHERS = 8
+"""So many times a loss is called on other outputs before it is called again on the first ones: a running mean of it has moved by half."""
+_KEEPS = (
+    "its {} is {:.9g} at first and {:.9g} when it is called again on the same{}, so it keeps something between calls"
+)
 _GOES_BACK = "it calls backward() by itself, and so adds a gradient of its own for each part of a batch"
 
 
@@ -100,13 +107,15 @@ def _try_readings(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> 
     best = LossTrial(judged=False)
     trees = words_of_parts((outputs, batch), size, given.taken) if not dim else ((outputs, batch),) * 3
     for readings in itertools.islice(given.readings(dim), _READINGS):
-        outcome = _try_sums(loss, trees, given.parts(readings))
-        if not outcome.judged:
-            return outcome
+        with preserve_function(loss):
+            outcome = _try_sums(loss, trees, given.parts(readings))
+            if not outcome.judged:
+                return outcome
+            if not outcome.reason:
+                outcome = _try_perturbed(outcome, loss, trees, given, readings)
         if not outcome.reason:
-            outcome = _try_perturbed(outcome, loss, trees, given, readings)
-        if not outcome.reason:
-            return outcome
+            others = (given.parts(readings, by)[0] for by in (_FURTHEST, _FAR))
+            return replace(outcome, reason=_memory_of_others(loss, trees[0], given.parts(readings)[0], others))
         best = outcome if not best.judged else best
     return best
 
@@ -134,7 +143,7 @@ def term_with_moving_count(loss: Loss, outputs: Any, batch: Any) -> str:
 def _try_sums(loss: Loss, trees: Trees, parts: Parts) -> LossTrial:
     """Evaluate the loss on the whole and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
-    for raised, graph in ((True, False), (True, True), (False, False), (False, True)):
+    for raised, graph in _WAYS:
         try:
             given = [(trees[0], parts[0]), *zip(trees, parts, strict=True)]
             values = _ValuesOfWhole()
@@ -149,11 +158,41 @@ def _try_sums(loss: Loss, trees: Trees, parts: Parts) -> LossTrial:
             return LossTrial(_GOES_BACK)
         for name, (total, _) in whole.amounts.items():
             if math.isfinite(total) and abs(again.amounts[name][0] - total) > EXACT * abs(total):
-                return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0]))
+                return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0], ""))
         return _compare_halves(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
     text = f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})"
     return LossTrial(text, is_indivisible=True)
+
+
+def _memory_of_others(loss: Loss, tree: Any, leaves: list[Tensor], others: Iterable[list[Tensor]]) -> str:
+    """Return the reason against a loss whose sum is another once it was called on other outputs; empty if it is the same.
+
+    Of the other outputs those count first on which it is defined.
+    """
+    for other, (raised, graph) in itertools.product(others, _WAYS):
+
+        def evaluate(one: list[Tensor], raised: bool = raised, graph: bool = graph) -> _LossValue:
+            with preserve_generators(), within(values := _ValuesOfWhole()):
+                return values.evaluate(loss, tree, one, raised, graph)
+
+        try:
+            with preserve_function(loss):
+                first = evaluate(leaves)
+            with preserve_function(loss):
+                for _ in range(_OTHERS):
+                    evaluate(other)
+                again = evaluate(leaves)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of the user's own code, which may not be defined for other outputs
+            continue
+        for name, (total, _) in first.amounts.items():
+            found = again.amounts.get(name, (math.nan, 0.0))[0]
+            if math.isfinite(total) and not abs(found - total) <= EXACT * abs(total):
+                return _KEEPS.format(f"sum{_of(name)}", total, found, " after others")
+        return ""
+    return ""
 
 
 class _ValuesOfWhole:
