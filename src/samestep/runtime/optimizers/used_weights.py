@@ -136,7 +136,8 @@ class UsedWeights:
         name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
         return name and (
             f"{name} took no part in the loss when the model was traced, so nothing shows how {word} divides its use, and it does "
-            f"now: {word}=1 works, and so does 0 * weight.sum() in the output, so that the weight always takes part"
+            f"now: {word}=1 works, and so does 0 * weight.sum() in the output, so that the weight always takes part; if `run.backward` is "
+            "given another loss than `parallelize`, a loss for `parallelize` that has the terms of both works, too"
         )
 
     def read(self, sums: Sequence[Sequence[float]], *, exchanges: bool) -> None:
