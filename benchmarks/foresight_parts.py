@@ -48,18 +48,19 @@ def interval(found: Sequence[Ratio]) -> tuple[float, float]:
     """Return the ends of the interval in which a row of a new source is to be expected, with `COVERED` of probability.
 
     Sources are few and differ: of n sources, whose own means vary by b, a new one's mean is off their middle by b (1 + 1 / n), and its
-    row by the variance w within sources on top. Logarithms are taken as normal, and both variances are only estimated, so the ends
-    are those of Student's t, with the degrees of freedom of b (1 + 1 / n) + w (Satterthwaite 1946): with four sources far out, with
-    many where the normal distribution has them. Of one source alone the ends are its smallest and its largest value.
+    row by the variance w within sources on top. Means of few rows vary by what their rows do, which b has in it already: so w is the
+    mean of what rows vary around the mean of their own source, that of one row not at all. Logarithms are taken as normal, and both
+    variances are only estimated, so the ends are those of Student's t, with the degrees of freedom of b (1 + 1 / n) + w (Satterthwaite
+    1946): with four sources far out, with many where the normal distribution has them. Of one source alone the ends are its smallest
+    and its largest value.
     """
     logs = {source: [math.log(value) for value in values] for source, values in _by_source(found).items()}
     count = len(logs)
     if count < 2:
         return min(value for _, value in found), max(value for _, value in found)
     means = [statistics.fmean(values) for values in logs.values()]
-    within = [(statistics.variance(values), len(values) - 1) for values in logs.values() if len(values) > 1]
     parts = [(statistics.variance(means) * (1 + 1 / count), count - 1)]
-    parts += [(variance / len(within), freedom) for variance, freedom in within]
+    parts += [(statistics.pvariance(values) / count, len(values) - 1) for values in logs.values() if len(values) > 1]
     variance = sum(part for part, _ in parts)
     uncertain = sum(part**2 / freedom for part, freedom in parts)
     freedom = variance**2 / uncertain if uncertain else count - 1

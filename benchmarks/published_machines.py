@@ -23,7 +23,8 @@ from samestep.hardware import Hardware
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
 CHECKED = 2.4
-"""Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
+"""Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one. One cause is
+published: PyTorch's deterministic algorithms also start a kernel that fills each new tensor (NVIDIA/Megatron-LM, pull request 7093)."""
 ENGINE = 1.5
 """Host time of an operation of Transformer Engine's modules over one of Megatron-LM's own, which are less Python."""
 SHARED = 3.0

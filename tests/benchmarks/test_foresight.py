@@ -429,6 +429,15 @@ def test_an_interval_covers_rows_of_a_new_source_however_few_there_are(
     assert 75 <= statistics.fmean(covered) <= 85
 
 
+def test_an_interval_counts_once_how_rows_of_a_source_differ() -> None:
+    """Of many sources of two rows each that differ by chance alone, the interval is that of all rows."""
+    draw = random.Random(1)
+    found = [(str(source), math.exp(draw.gauss(0, 0.2))) for source in range(2000) for _ in range(2)]
+    assert [math.log(end) / 0.2 for end in foresight_parts.interval(found)] == pytest.approx(
+        [-1.2816, 1.2816], abs=0.06
+    )
+
+
 def test_an_interval_is_wider_where_sources_differ_or_are_few() -> None:
     def width(names: str, apart: float) -> float:
         rows = [

@@ -42,11 +42,14 @@ def timed_at(setting: fits.Setting, sources: Sequence[str]) -> list[dict[str, st
     return [{**row, "file": source} for source in sources for row in timed]
 
 
-@pytest.mark.parametrize("place", ["kernel_launch_s", "products"])
-@pytest.mark.parametrize("end", [min, max])
-def test_constants_move_to_what_the_other_sources_show(place: str, end: type) -> None:
+@pytest.mark.parametrize(
+    ("place", "level"),
+    # a launch of 7 us, the lowest level, takes no longer than the shortest kernels of a layer
+    [("kernel_launch_s", 1), ("kernel_launch_s", -1), ("products", 0), ("products", -1)],
+)
+def test_constants_move_to_what_the_other_sources_show(place: str, level: int) -> None:
     names = [*fits.CONSTANTS]
-    index, shown = names.index(place), end(fits.CONSTANTS[place])
+    index, shown = names.index(place), fits.CONSTANTS[place][level]
     setting = (*LEVELS[:index], shown, *LEVELS[index + 1 :])
     rows = timed_at(setting, "abc")
     found = fits.Fits(fits.strata(rows, 10), Workers(rows))
@@ -62,6 +65,19 @@ def test_without_other_sources_the_middle_of_the_levels_is_expected() -> None:
     rows = timed_at(fits.MIDDLE, "a")
     found = fits.Fits(fits.strata(rows, 10), Workers(rows))
     assert found.expected(without="a") == pytest.approx(fits.MIDDLE)
+    assert fits.MIDDLE[0] == pytest.approx(fits.LAUNCH_S), "what is published of a launch stands where no row shows it"
+
+
+def test_a_row_counts_once_however_few_rows_its_source_has() -> None:
+    """A row of its own source moves constants by as much as the same row among those of another one."""
+    low, high = ((*LEVELS[:3], fits.CONSTANTS["products"][at], *LEVELS[4:]) for at in (-1, 0))
+    rows, [odd] = timed_at(low, "a"), timed_at(high, "b")[-1:]
+
+    def products(more: dict[str, str]) -> float:
+        given = [*rows, more]
+        return fits.Fits(fits.strata(given, 10), Workers(given)).expected(without="")[3]
+
+    assert products(odd) == pytest.approx(products({**odd, "file": "a"}))
 
 
 def test_a_source_that_is_aside_shows_the_others_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import torch
 from samestep.errors import InputError, ModelError
 from samestep.independence import tensor_plan
 from samestep.job import Job
+from samestep.job_tables import LoraTable
 from samestep.models import catalog, presets
+from samestep.models.adapted_spec import add_adapters
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
+from samestep.models.layer_spec import LayerSpec
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
@@ -21,6 +26,7 @@ from samestep.tracing.experts import experts_of
 from samestep.tracing.trace import trace
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 SEQUENCE = 32
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
@@ -48,9 +54,11 @@ PAIRS = {
 }
 
 
-def traced(family: str) -> ModelSpec:
+def traced(family: str, lora: Any = None) -> ModelSpec:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(PAIRS[family][0]())
+        if lora:
+            peft.inject_adapter_in_model(lora, model)
     ids = torch.zeros(1, SEQUENCE, dtype=torch.long)
     return trace(
         model.train(), {"input_ids": ids}, family, styles=tensor_plan.cuts_of(model, experts_of(model).counts).styles
@@ -336,6 +344,35 @@ def test_a_preset_with_adapters_trains_them_alone(
     assert not packed & {"lm_head", "embed_tokens", "input_layernorm"}
     more = sum(layer.forward_flops for layer in found.layers) - sum(layer.forward_flops for layer in plain.layers)
     assert more == blocks * 2 * plain.sequence * sum(4 * (a + b) for a, b in linear)
+
+
+def work_added(found: ModelSpec, before: ModelSpec) -> list[tuple[int, ...]]:
+    """What one spec has more of than another, of operations, moved elements and FLOPs of each layer, whole and under tp=2."""
+
+    def counts(layer: LayerSpec) -> tuple[int, ...]:
+        return layer.kernels, layer.moved_elements, layer.moved_cut_elements, layer.forward_flops
+
+    pairs = [(f.cut_by(d), b.cut_by(d)) for d in (1, 2) for f, b in zip(found.layers, before.layers, strict=True)]
+    return [tuple(map(operator.sub, counts(f), counts(b))) for f, b in pairs]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj", "o_proj", "down_proj"]])
+def test_adapters_of_a_preset_start_and_move_what_those_of_peft_do(targets: list[str]) -> None:
+    table = LoraTable(targets=tuple(targets), r=4, alpha=12.0)
+    ours = add_adapters(plain := spec(PAIRS["llama"][1], "llama"), table)
+    theirs = traced("llama", peft.LoraConfig(target_modules=targets, r=4, lora_alpha=12.0))
+    assert work_added(ours, plain) == work_added(theirs, traced("llama"))
+    assert [p.cut for p in ours.layers[1].products] == [p.cut for p in theirs.layers[1].products]
+    dropping = add_adapters(plain, table.model_copy(update={"dropout": 0.1})).layers[1]
+    assert dropping.kernels == ours.layers[1].kernels + len(targets)
+    assert dropping.moved_elements > ours.layers[1].moved_elements
+
+
+def test_adapters_of_a_decoder_start_and_move_what_those_of_peft_do() -> None:
+    ours, plain = (spec(replace(PAIRS["gpt2"][1], adapter_rank=rank), "gpt2") for rank in (4, 0))
+    theirs = traced("gpt2", peft.LoraConfig(target_modules=r".*attn\.(c_attn|c_proj)", r=4, fan_in_fan_out=True))
+    mine, peft_s = (added[1] for added in (work_added(ours, plain), work_added(theirs, traced("gpt2"))))
+    assert mine == peft_s
 
 
 def test_names_that_a_preset_lacks_are_named_with_those_it_has() -> None:

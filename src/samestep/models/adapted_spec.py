@@ -18,6 +18,11 @@ from samestep.models.packing import BLOCK
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec
 
+ADDING_KERNELS, ADDING_PASSES = 2, 5
+"""Operations that scale an adapter's output and add it to that of its layer, and the elements that they read or write for one of it."""
+DROPOUT_PASSES = 2.5
+"""Elements that dropout reads or writes for one of an adapter's input: it, the result, and a mask of bytes."""
+
 _OWN_NAMES = {"c_attn": ("qkv",), "query_key_value": ("qkv",), "c_fc": ("up_proj",), "c_proj": ("o_proj", "down_proj")}
 """Names of linear layers in transformers that presets have under another name."""
 
@@ -47,7 +52,7 @@ def add_adapters(model: ModelSpec, lora: LoraTable) -> ModelSpec:
         params.append(replace(param, trainable=path in saved, held_as="nf4" if packed else param.held_as))
         if path in targets and param.name.endswith(".weight"):
             params += _adapters(param, path, lora.r)
-    layers = tuple(_layer(layer, index, targets, saved, lora.r) for index, layer in enumerate(model.layers))
+    layers = tuple(_layer(layer, index, targets, saved, lora) for index, layer in enumerate(model.layers))
     return replace(model, layers=layers, params=tuple(params))
 
 
@@ -90,10 +95,10 @@ def _adapters(param: ParamSpec, path: str, rank: int) -> Iterator[ParamSpec]:
         yield ParamSpec(name=f"{path}.{name}.default.weight", shape=shape, layer=param.layer, cut=cut)
 
 
-def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], rank: int) -> LayerSpec:
-    """Return a layer whose weights are frozen, with the products of its adapters."""
+def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], lora: LoraTable) -> LayerSpec:
+    """Return a layer whose weights are frozen, with the products and other operations of its adapters."""
     products: list[Product] = []
-    kept = flops = 0
+    kept = flops = kernels = moved = moved_cut = 0
     for product in layer.products:
         path = f"{layer.name}.{product.owner}"
         is_trained = path in saved or product.owner in saved
@@ -102,19 +107,15 @@ def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], ran
         )
         if path in targets:
             products[-1] = replace(products[-1], is_repeated=True)
-            more = (
-                Product(rows=product.rows, inner=product.inner, columns=rank, owner="lora"),
-                Product(
-                    rows=product.rows,
-                    inner=rank,
-                    columns=product.columns,
-                    owner="lora",
-                    is_repeated=product.is_repeated,
-                ),
-            )
+            more = _adapter_products(product, lora.r)
             products += more
-            kept += product.rows * rank
+            kept += product.rows * lora.r
             flops += sum(one.flops for one in more)
+            kernels += len(more) + ADDING_KERNELS + bool(lora.dropout)
+            added = ADDING_PASSES * product.rows * product.columns
+            dropped = round(DROPOUT_PASSES * product.rows * product.inner) if lora.dropout else 0
+            moved += added + dropped
+            moved_cut += added * (product.cut == "columns") + dropped * (product.cut == "inner")
     head = None if layer.head is None else replace(layer.head, is_frozen=layer.head.owner not in saved)
     return replace(
         layer,
@@ -122,6 +123,20 @@ def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], ran
         forward_flops=layer.forward_flops + flops,
         saved_elements=layer.saved_elements + kept,
         saved_selective_elements=layer.saved_selective_elements + kept,
+        moved_elements=layer.moved_elements + moved,
+        moved_cut_elements=layer.moved_cut_elements + moved_cut,
+        kernels=layer.kernels + kernels,
         has_backward=index > 0,
         head=head,
     )
+
+
+def _adapter_products(product: Product, rank: int) -> tuple[Product, Product]:
+    """Return the products with A and B of an adapter, cut as its layer is: by its columns B is, by its inner size A."""
+    down, up = (
+        Product(rows=product.rows, inner=product.inner, columns=rank, owner="lora"),
+        Product(rows=product.rows, inner=rank, columns=product.columns, owner="lora", is_repeated=product.is_repeated),
+    )
+    if product.cut == "columns":
+        return down, replace(up, cut=product.cut, most_parts=product.most_parts)
+    return (replace(down, cut=product.cut) if product.cut == "inner" else down), up

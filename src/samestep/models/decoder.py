@@ -262,6 +262,7 @@ def _query_norms(decoder: Decoder, made: Counts) -> None:
 
 
 def _adapters(decoder: Decoder, made: Counts, columns: int) -> None:
+    """Add one adapter of q, k and v together, and one of the output, as in Megatron-LM: two products each, a factor and a sum."""
     rank = decoder.adapter_rank
     if rank:
         s, h = decoder.sequence, decoder.hidden
@@ -269,6 +270,7 @@ def _adapters(decoder: Decoder, made: Counts, columns: int) -> None:
         made.weight("self_attn.lora_b", (columns + h, rank))
         made.products.append(Product(rows=s, inner=h, columns=2 * rank, owner="lora"))
         made.products.append(Product(rows=s, inner=rank, columns=columns + h, owner="lora"))
+        made.move(5 * s * h, 5 * s * columns, 2 + 4)  # both pairs of products are one above, so two more are started
 
 
 def _scores(decoder: Decoder, made: Counts, key_dim: int, value_dim: int) -> None:

@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, CodedPart, Matrix, exchange
@@ -125,37 +126,29 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     nor do those of different virtual stages (chunks), whose backwards end at different times.
     """
 
-    places: dict[int, int] = {}
+    trained = [param for param in step.model.params if param.trainable]
+    kinds = {id(param): _kind(step, param, chunks) for param in trained}
 
     def chunk_of(param: ParamSpec) -> int:
         """Return the index of the chunk that uses a parameter; -1 if several do, or several stages."""
-        if id(param) not in places:
-            used = next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
-            places[id(param)] = -1 if is_late(step, param, chunks) else used
-        return places[id(param)]
+        return kinds[id(param)].chunk
 
     # Weights with other holdings have buckets of their own, because the gradient norm counts replicated ones once and
     # because their gradients are summed over other ranks.
-    order = sorted(
-        (param for param in step.model.params if param.trainable),
-        # The sort is stable, which keeps the module's own order within a layer, and on every stage that shares weights.
-        key=lambda param: (
-            -chunk_of(param),
-            step.holding(param).sort_key,
-            param.is_updated_whole,
-            -step.sharing.block_of(param),
-            step.sharing.part_of(param.name),
-            -param.layer if chunk_of(param) >= 0 else 0,
-        ),
-    )
+    def place_of(param: ParamSpec) -> tuple[object, ...]:
+        """Return a key by which weights come one after the other: of one layer in the module's own order, as on every stage that shares
+        them, since the sort is stable."""
+        one = kinds[id(param)]
+        layer = -param.layer if one.chunk >= 0 else 0
+        return -one.chunk, one.holding.sort_key, one.is_updated_whole, -one.block, one.part, layer
+
     groups: list[list[ParamSpec]] = []
-    size, last = 0, None
-    for param in order:
-        kind = (*_kind(step, param), chunk_of(param))
-        is_full = kind != last or size >= _full_numel(step, groups[-1][0], is_late=chunk_of(param) < 0)
-        if is_full:
+    size, full, last = 0, 0, None
+    for param in sorted(trained, key=place_of):
+        kind = kinds[id(param)]
+        if kind != last or size >= full:
             groups.append([])
-            size = 0
+            size, full = 0, _full_numel(step, param, is_late=kind.chunk < 0)
         groups[-1].append(param)
         size, last = size + param.numel, kind
     # A bucket is finished with its first layer, the last one that backward reaches.
@@ -194,10 +187,29 @@ def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
     return len(param.uses) > 1 and sum(any(use.layer in layers for use in param.uses) for layers in chunks) > 1
 
 
-def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
-    """Return the key that weights of one bucket share."""
-    block, part = step.sharing.block_of(param), step.sharing.part_of(param.name)
-    return step.working_dtype(param), step.holding(param), param.is_updated_whole, block, part
+class _Kind(NamedTuple):
+    """What weights of one bucket share."""
+
+    chunk: int
+    """Index of the virtual stage that uses them; -1 if several do, or several stages."""
+    dtype: str
+    holding: Holding
+    is_updated_whole: bool
+    block: int
+    part: int
+
+
+def _kind(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> _Kind:
+    """Return what weights of one bucket share with this one."""
+    used = next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
+    return _Kind(
+        -1 if is_late(step, param, chunks) else used,
+        step.working_dtype(param),
+        step.holding(param),
+        param.is_updated_whole,
+        step.sharing.block_of(param),
+        step.sharing.part_of(param.name),
+    )
 
 
 def _owners(step: StepSpec, param: ParamSpec) -> int:

@@ -211,7 +211,7 @@ class _PlayedStage:
         self._joined: dict[str, int] = {}
         self._pending: list[_Pending] = []
         self._played = 0
-        self._steps = self._play(lines.priced(program, hardware))
+        self._steps = self._play(lines.priced(program, hardware, are_kept=keeps_runs))
 
     @property
     def end_s(self) -> float:
@@ -245,8 +245,9 @@ class _PlayedStage:
                 self._played += 1
                 if shared is not None and shared.kind is not OpKind.SEND:
                     times = self._times(shared, task, start_s, took_s)
-                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label))
-                    self._settle(pending[-1])
+                    one = _Pending(times, queue, awaited[0][0], len(runs) - 1, shared, label)
+                    if not self._settle(one):
+                        pending.append(one)
                     continue
                 free[queue] = start_s + took_s
                 for name, place in awaited:
@@ -263,6 +264,7 @@ class _PlayedStage:
             while not self._settle(one):
                 self.at = f"{one.op.name} of task {one.task}"
                 yield False
+            self._pending.remove(one)
 
     def _settle(self, one: _Pending) -> bool:
         """Enter the times of a pending op, if they are known; return whether they are."""
@@ -270,7 +272,6 @@ class _PlayedStage:
         if found is None:
             return False
         start_s, end_s = found
-        self._pending.remove(one)
         if self._keeps_runs:
             run = self.runs[one.run]
             self.runs[one.run] = LineSpan(run.stage, run.task, start_s, end_s, run.line, (end_s - start_s,))
@@ -356,10 +357,10 @@ class _LinesOfStage:
         needed = {name for names in waits.values() for name in names}
         self._parts = {key: tuple(self._cut(ops, waits, needed)) for key, ops in bodies.items()}
 
-    def priced(self, program: Program, hardware: Hardware) -> dict[BodyKey, tuple[_Segment, ...]]:
-        """Return the lines of each body with their times on `hardware`."""
+    def priced(self, program: Program, hardware: Hardware, *, are_kept: bool) -> dict[BodyKey, tuple[_Segment, ...]]:
+        """Return the lines of each body with their times on `hardware`; how long streams are busy in lines that are kept."""
         prices = [seconds(op, program, hardware) for _, op in self._prices.values()]
-        parts = {key: tuple(_at_prices(line, prices) for line in lines) for key, lines in self._parts.items()}
+        parts = {key: tuple(_at_prices(line, prices, are_kept) for line in lines) for key, lines in self._parts.items()}
         return {body: parts[id(ops)] for body, ops in program.bodies.items()}
 
     def _place(self, op: Op, program: Program, hardware: Hardware, known: dict[int, _PlacedOp]) -> _PlacedOp:
@@ -398,13 +399,14 @@ class _LinesOfStage:
         )
 
 
-def _at_prices(line: _UnpricedLine, prices: Sequence[float]) -> _Segment:
+def _at_prices(line: _UnpricedLine, prices: Sequence[float], is_kept: bool) -> _Segment:
     """Return a line with its times."""
     ops_s = [prices[price] for price in line.prices]
     ends_s = tuple(itertools.accumulate(ops_s))
-    busy_s = {line.ops[0][0]: ends_s[-1]}
-    if not line.is_of_one_stream:
-        busy_s = {}
+    busy_s: dict[str, float] = {}
+    if is_kept and line.is_of_one_stream:
+        busy_s[line.ops[0][0]] = ends_s[-1]
+    elif is_kept:
         for (stream, _), op_s in zip(line.ops, ops_s, strict=True):
             busy_s[stream] = busy_s.get(stream, 0.0) + op_s
     return _Segment(line.queue, ends_s[-1], line.waits, line.awaited, line.shared, Line(line.ops, ends_s, busy_s))
@@ -420,12 +422,12 @@ def _check_waits(program: Program, stage: int) -> None:
             continue
         met.add(id(ops))
         for op in ops:
-            for awaited in op.after:
-                if awaited not in issued:
-                    label = f"{task.kind}{task.microbatch}"
-                    raise RuntimeError(
-                        f"{op.name} of task {label} on stage {stage} waits for {awaited}, and no earlier op has that name"
-                    )
+            if op.after and not issued.issuperset(op.after):
+                awaited = next(name for name in op.after if name not in issued)
+                label = f"{task.kind}{task.microbatch}"
+                raise RuntimeError(
+                    f"{op.name} of task {label} on stage {stage} waits for {awaited}, and no earlier op has that name"
+                )
             issued.add(op.name)
 
 

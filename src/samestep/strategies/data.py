@@ -17,12 +17,18 @@ few scalars ends the step: loss, count, gradient norm and flags.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.program import reduce_ways
-from samestep.program.buckets import Bucket, coded_reductions, finish_reductions, make_buckets, start_reductions
+from samestep.program.buckets import (
+    Bucket,
+    Reduction,
+    coded_reductions,
+    finish_reductions,
+    make_buckets,
+    start_reductions,
+)
 from samestep.program.codecs import PLAIN
 from samestep.program.holding import REPLICAS
 from samestep.program.ops import REDUCING, UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_backward
@@ -44,7 +50,13 @@ def apply(program: Program) -> Program:
     are_tied = any(step.holding(param).tied_over for param in step.model.params)
     are_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
     program = _with_buckets(program, sums=step.layout.dp_cp_size > 1 or are_tied or are_partial)
-    program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program))
+    known: dict[str, Ops] = {}
+
+    def reduction(bucket: Bucket) -> Ops:
+        """Return the collectives of a bucket, which the bodies of all positions share."""
+        return known.get(bucket.name) or known.setdefault(bucket.name, _reductions(step, bucket))
+
+    program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program, reduction))
     if are_tied and program.units:  # over the stages that share a weight, before all else of the update
         ties = tuple(reduce_tied_units(step, program.units))
         program = program.with_update(lambda ops: (*ties, *ops))
@@ -84,10 +96,9 @@ def _sum_scalars(program: Program) -> Program:
     return program.with_update(write, axes={**program.axes, "world": step.layout.world_size})
 
 
-def _add_reductions(key: BodyKey, ops: Ops, program: Program) -> Ops:
+def _add_reductions(key: BodyKey, ops: Ops, program: Program, reduction: Reduction) -> Ops:
     """Return the ops of a body with the reductions of the gradients that the step's last backward leaves."""
     step, units, buckets = program.step, program.units, program.buckets
-    reduction = functools.partial(_reductions, step)
     if units and is_backward(key):
         is_last = step.ends_gradients(key)
         if not is_last and all(unit.num_shards > 1 for unit in units):
