@@ -41,6 +41,7 @@ from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import gib
 from samestep.output.page.page import in_notebook
 from samestep.planning import candidates
+from samestep.planning.bounds.data_splits import DataSplits
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
 from samestep.planning.bounds.step_time import Bounds
@@ -168,6 +169,7 @@ class _Search:
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
         self.thinned = ThinnedList(model, job, hardware)
+        self.splits = DataSplits(self.prices, self.needs, self.thinned.split_layouts)
         self.rules = ScheduleRules(self.builder, self.thinned)
         self._recomputations = candidates.recomputations(model)
         self.best: list[Prediction] = []
@@ -216,14 +218,24 @@ class _Search:
         return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and each micro-batch by the quickest recomputation that may leave room."""
+        """Bound all layouts with these degrees and each micro-batch."""
+        schedules = self.rules.schedules(group.degrees)
         for sized in self.thinned.sizes(group.degrees):
-            steps = self._under(self.rules.schedules(group.degrees), self._in_chunks(sized))
-            recompute, least_bytes = self.needs.quickest(steps, self._recomputations, self._room_bytes)
-            part = group._replace(sized=sized.but(recompute=recompute))
-            if self._fits(least_bytes, sized, part):
-                least_s = self.bounds.degrees_s(group.degrees.but(recompute=recompute), self._in_chunks)
-                self._put(max(bound_s, least_s), part)
+            steps = self._under(schedules, self._in_chunks(sized))
+            self._open_recomputations(group._replace(sized=sized, again=self._recomputations), steps, bound_s)
+
+    def _open_recomputations(self, group: WholeGroup, steps: Sequence[StepSpec], bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room, or first those that
+        compute no more again, where the splits with room for these send longer."""
+        sized, again = group.sized or group.degrees, group.again
+        while again:
+            found = self.splits.quickest(steps, again, self._room_bytes, bound_s)
+            if not self._fits(found.least_bytes, sized, group._replace(again=again)):
+                return
+            first = again[: again.index(found.recompute) + 1] if found.sent_s > bound_s else again
+            part = group._replace(sized=sized.but(recompute=found.recompute), again=first)
+            self._put(max(bound_s, found.sent_s), part)
+            again = again[len(first) :]
 
     def _under(self, schedules: Sequence[Layout], steps: Sequence[StepSpec]) -> list[StepSpec]:
         """Return the steps that differ in chunks under each schedule, without those whose first stage is that of another."""
@@ -233,15 +245,23 @@ class _Search:
         return [step.but(layout=step.layout.but(**one)) for step in steps for one in words]
 
     def _price(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and this micro-batch by the seconds of their micro-batches."""
-        bound_s = max(bound_s, self.bounds.least_s(self._in_chunks(group.sized or group.degrees)))
-        self._put(bound_s, group._replace(is_priced=True))
+        """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
+        sized = group.sized or group.degrees
+        least_s = self.bounds.degrees_s(group.degrees.but(recompute=sized.recompute), self._in_chunks)
+        if least_s <= max(bound_s, self._least_left_s()):
+            least_s = self.bounds.least_s(self._in_chunks(sized))
+            group = group._replace(is_priced=True)
+        self._put(max(bound_s, least_s), group)
+
+    def _least_left_s(self) -> float:
+        """Return the least bound of what is left."""
+        return self._open[0][0] if self._open else float("inf")
 
     def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
         """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
         sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
         splits = self.thinned.splits(group.degrees, sized.microbatch)
-        for (schedule, virtual_stages), words in itertools.groupby(self.thinned.variants(sized), _schedule_of):
+        for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), _schedule_of):
             family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
             what = _Schedule(tuple(CandidateGroup(sized, one, splits) for one in words), family)
             if family in legal:
@@ -271,24 +291,29 @@ class _Search:
             family = what.family.but(microbatch=sized.microbatch)
             steps = self._in_chunks(family)
             slower = self._recomputations[self._recomputations.index(sized.recompute) :]
-            recompute, least_bytes = self.needs.quickest(self._under((family,), steps), slower, self._room_bytes)
-            if least_bytes > self._room_bytes:
-                self._throw_out_large(what.groups, sized, least_bytes)
+            found = self.splits.quickest(self._under((family,), steps), slower, self._room_bytes, bound_s)
+            if found.sent_s == float("inf"):
+                self._throw_out_large(what.groups, sized, found.least_bytes)
                 return
-            steps = [step.but(layout=step.layout.but(recompute=recompute)) for step in steps]
+            steps = [step.but(layout=step.layout.but(recompute=found.recompute)) for step in steps]
             bound_s = max(bound_s, self.bounds.schedule_s(steps))
         self._put(bound_s, what)
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
-        """Bound the first group that fits; the later ones take longer."""
+        """Bound the first group that fits; the later ones take longer, unless the splits with room for it send longer than it computes."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
-            if not self._fits(self.needs.first_stage_bytes(step), group.sized, group):
+            found = self.splits.quickest((step,), (step.layout.recompute,), self._room_bytes, bound_s)
+            if not self._fits(found.least_bytes, group.sized, group):
                 continue
             stages = self.needs.stages(step)
-            if self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
-                self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:], step, stages))
+            if not self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
+                continue
+            least_s = max(bound_s, self.bounds.group_s(step))
+            if found.sent_s <= least_s:
+                self._put(least_s, _Chain(groups[number:], step, stages))
                 return
+            self._put(found.sent_s, _Chain(groups[number : number + 1], step, stages))
 
     def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
         if needed > self._room_bytes:
@@ -350,9 +375,10 @@ class _Search:
             self._open_splits(what, bound_s)
             self._open_chain(what.groups[1:], bound_s)
         else:
-            self._play(what)
+            self._play(what, bound_s)
 
-    def _play(self, layout: Layout) -> None:
+    def _play(self, layout: Layout, bound_s: float) -> None:
+        """Play a layout, unless the pipeline's own clock finds that others come first."""
         step, without_chunks = self.builder.step(layout), layout.but(loss_chunk=None)
         whole = without_chunks, step.cuts_loss  # of which chunks only save memory
         if layout.loss_chunk and (whole_s := self._whole_losses.get(whole)) is not None:
@@ -362,6 +388,9 @@ class _Search:
         rest = (without_chunks, self.prices.runs(step).counts)
         if (known := self._too_large.get(rest)) is not None:
             self._throw_out(layout, "memory", *known)
+            return
+        if (least_s := self.bounds.step_s(step, plays=True)) > max(bound_s, self._least_left_s()):
+            self._put(least_s, layout)
             return
         self.played += 1
         try:

@@ -123,7 +123,7 @@ class Prices:
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._ideal = without_fixed_costs(hardware)
-        self._numbers = sorted(Counter(self.kind_of).items())
+        self.numbers = sorted(Counter(self.kind_of).items())
         self._known_cuts: dict[tuple[object, ...], _RankLayers] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Mapping[str, int], dict[int, _Uses]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
@@ -368,11 +368,11 @@ class Prices:
         key = step.layout.cuts
         if key not in self._known_trained:
             held, trained = self.cut(step).weights, Sizes._fields.index("trained") - Sizes._fields.index("weights")
-            self._known_trained[key] = sum(number * held[kind][trained] for kind, number in self._numbers)
+            self._known_trained[key] = sum(number * held[kind][trained] for kind, number in self.numbers)
         return self._known_trained[key]
 
     def _whole(self, kinds: Sequence[Parts]) -> Parts:
-        return total([multiple(kinds[kind], number) for kind, number in self._numbers])
+        return total([multiple(kinds[kind], number) for kind, number in self.numbers])
 
     def runs(self, step: StepSpec) -> Chunks:
         """Divide the layers into runs, balanced by the FLOPs that a rank computes of each layer."""

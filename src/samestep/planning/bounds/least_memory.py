@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.layout import Layout, Recompute
+from samestep.layout import Layout
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Sizes, Units
 from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
@@ -49,17 +49,18 @@ class StageHeld(NamedTuple):
     """Least bytes of activations at its peak."""
 
 
-class _FirstStage(NamedTuple):
-    """The first stage of a step, and what it holds whatever is computed again."""
+class FirstStage(NamedTuple):
+    """The first stage of a step, which keeps activations of most samples."""
 
     step: StepSpec
     in_flight: tuple[tuple[int, int], ...]
     """Kinds of its layers, and the samples of which these keep activations, layer by layer, at its fullest."""
-    states: float
-    """Least bytes of states."""
-    other_states: float
-    """The part of them, in bytes, that is there before the backward, with what may be on the host."""
-    on_host: float
+    weights: Sizes
+    """The sizes of its weights."""
+
+    def kept(self, kinds: Sequence[Sizes]) -> float:
+        """Return the least bytes of activations at its fullest, given the sizes of a layer of each kind."""
+        return sum(samples * kinds[kind].kept for kind, samples in self.in_flight)
 
 
 class _AtBackward(NamedTuple):
@@ -97,36 +98,9 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def first_stage_bytes(self, step: StepSpec) -> float:
-        """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage, by what the
-        first stage keeps of the samples in flight."""
-        return self.quickest((step,), (step.layout.recompute,), 0.0)[1]
-
-    def quickest(
-        self, steps: Sequence[StepSpec], recomputations: Sequence[Recompute], room_bytes: float
-    ) -> tuple[Recompute, float]:
-        """Return the quickest recomputation with which the first stage of some step may have room, and its bytes; where none has, the last
-        and the least bytes of all.
-
-        Args:
-            steps: steps with an unsplit data axis.
-            recomputations: what each of them may compute again, the quickest first.
-            room_bytes: what a rank may hold.
-        """
-        firsts: list[_FirstStage] = []
-        recompute, least = recomputations[-1], float("inf")
-        for recompute, number in itertools.product(recomputations, range(len(steps))):
-            if number == len(firsts):
-                firsts.append(self._first_stage(smallest(steps[number])))
-            first = firsts[number]
-            sizes = self.prices.sizes(first.step, recompute)
-            kept = sum(samples * sizes[kind].kept for kind, samples in first.in_flight)
-            least = min(least, max(0.0, first.states, first.other_states + kept - first.on_host))
-            if least <= room_bytes:
-                break
-        return recompute, least
-
-    def _first_stage(self, step: StepSpec) -> _FirstStage:
+    def first_stage(self, step: StepSpec) -> FirstStage:
+        """Return what the first stage keeps of the samples in flight, in any split of the data axis and whatever is computed again."""
+        step = smallest(step)
         layout, runs = step.layout, self.prices.runs(step).counts[:: step.layout.pp]
         held = in_flight(layout.schedule, 0, layout.pp, step.num_microbatches, layout.virtual_stages)
         samples = [
@@ -134,10 +108,7 @@ class Needs:
             for count, run in zip(held.counts, runs, strict=True)
             for kind, number in run
         ]
-        mine = self._first_weights(step, runs)
-        states, gradients = self._least_states(step, mine, least_updated(step, mine))
-        on_host = self._on_host(step)
-        return _FirstStage(step, tuple(samples), states - on_host, states - gradients, on_host)
+        return FirstStage(step, tuple(samples), self._first_weights(step, runs))
 
     def _first_weights(self, step: StepSpec, runs: Sequence[tuple[tuple[int, int], ...]]) -> Sizes:
         """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
@@ -178,23 +149,24 @@ class Needs:
             stages: the sizes of the group's stages.
             split: the layout.
         """
-        return max((self._split_need(step, stage, split) for stage in stages), key=lambda need: need.total)
+        every = (self.split_needs(step, stage.sizes, stage.kept, split) for stage in stages)
+        return max(itertools.chain.from_iterable(every), key=lambda need: need.total)
 
-    def _split_need(self, step: StepSpec, stage: StageHeld, split: Layout) -> Need:
-        mine, master, on_host = stage.sizes, BYTES_OF[step.master_dtype], self._on_host(step)
+    def split_needs(self, step: StepSpec, mine: Sizes, kept: float, split: Layout) -> tuple[Need, ...]:
+        """Bound the memory of a stage with these weights that keeps so many bytes of activations, at each moment that may be its fullest."""
+        master, on_host = BYTES_OF[step.master_dtype], self._on_host(step)
         shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
         if split.zero < 2:
             states = self._whole_states(step, mine, split.zero, shards, experts)
-            return Need(states - on_host, stage.kept, 0.0, mine.trained * master)
+            return (Need(states - on_host, kept, 0.0, mine.trained * master),)
         updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained / experts
         states, gradients = self._least_states(step, mine, updated)
         gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if split.zero == 2 else 0.0
-        need = Need(states - on_host, stage.kept, gathered, gradients)
+        need = Need(states - on_host, kept, gathered, gradients)
         if split.accumulate != "full" or step.num_microbatches == 1:
-            return need
+            return (need,)
         whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
-        added_up = Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
-        return max(need, added_up, key=lambda one: one.total)
+        return need, Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
 
     def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
         """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
