@@ -64,6 +64,10 @@ class _Schedule(NamedTuple):
     groups: tuple[CandidateGroup, ...]
     family: Layout
     """Their degrees and their schedule."""
+    sized: Layout
+    """Their degrees and their micro-batch, with what is computed again at least of a layout that fits."""
+    is_bounded: bool = False
+    """Whether their bound is that of their slowest stage."""
 
 
 class _Chain(NamedTuple):
@@ -219,17 +223,17 @@ class _Search:
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and each micro-batch."""
-        schedules = self.rules.schedules(group.degrees)
         for sized in self.thinned.sizes(group.degrees):
-            steps = self._under(schedules, self._in_chunks(sized))
-            self._open_recomputations(group._replace(sized=sized, again=self._recomputations), steps, bound_s)
+            self._open_recomputations(group._replace(sized=sized, again=self._recomputations), bound_s)
 
-    def _open_recomputations(self, group: WholeGroup, steps: Sequence[StepSpec], bound_s: float) -> None:
+    def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room, or first those that
         compute no more again, where the splits with room for these send longer."""
         sized, again = group.sized or group.degrees, group.again
+        steps = self._unlike_first(self._in_chunks(sized))
+        schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
         while again:
-            found = self.splits.quickest(steps, again, self._room_bytes, bound_s)
+            found = self.splits.quickest(steps, schedules, again, self._room_bytes, bound_s)
             if not self._fits(found.least_bytes, sized, group._replace(again=again)):
                 return
             first = again[: again.index(found.recompute) + 1] if found.sent_s > bound_s else again
@@ -237,12 +241,12 @@ class _Search:
             self._put(max(bound_s, found.sent_s), part)
             again = again[len(first) :]
 
-    def _under(self, schedules: Sequence[Layout], steps: Sequence[StepSpec]) -> list[StepSpec]:
-        """Return the steps that differ in chunks under each schedule, without those whose first stage is that of another."""
-        if steps[0].layout.pp > 1:  # the head, which chunks of the loss cut, is in another stage
-            steps = list({(step.layout.mlp_chunk, self.prices.cut(step).flops): step for step in steps}.values())
-        words = [{"schedule": one.schedule, "virtual_stages": one.virtual_stages} for one in schedules]
-        return [step.but(layout=step.layout.but(**one)) for step in steps for one in words]
+    def _unlike_first(self, steps: Sequence[StepSpec]) -> Sequence[StepSpec]:
+        """Return the steps that differ in chunks, without those whose first stage is that of another."""
+        if steps[0].layout.pp == 1:
+            return steps
+        # The head, which chunks of the loss cut, is in another stage.
+        return list({(step.layout.mlp_chunk, self.prices.cut(step).flops): step for step in steps}.values())
 
     def _price(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
@@ -263,11 +267,14 @@ class _Search:
         splits = self.thinned.splits(group.degrees, sized.microbatch)
         for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), _schedule_of):
             family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
-            what = _Schedule(tuple(CandidateGroup(sized, one, splits) for one in words), family)
-            if family in legal:
-                self._open_schedule(what, sized, bound_s)
-            else:
+            what = _Schedule(tuple(CandidateGroup(sized, one, splits) for one in words), family, sized)
+            if family not in legal:
                 self._allowed(what)
+            elif sized.pp == 1:  # without stages a family has one schedule, and its bound
+                self._put(bound_s, what._replace(is_bounded=True))
+            else:
+                again = family.but(microbatch=sized.microbatch, recompute=sized.recompute)
+                self._put(max(bound_s, self.bounds.least_s(self._in_chunks(again), waits=True)), what)
 
     def _allowed(self, what: _Schedule) -> tuple[CandidateGroup, ...]:
         """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
@@ -285,25 +292,26 @@ class _Search:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _open_schedule(self, what: _Schedule, sized: Layout, bound_s: float) -> None:
+    def _open_schedule(self, what: _Schedule, bound_s: float) -> None:
         """Bound the layouts of a schedule by the quickest recomputation that may leave room."""
-        if sized.pp > 1:  # without stages a family has one schedule, and its bound
-            family = what.family.but(microbatch=sized.microbatch)
-            steps = self._in_chunks(family)
-            slower = self._recomputations[self._recomputations.index(sized.recompute) :]
-            found = self.splits.quickest(self._under((family,), steps), slower, self._room_bytes, bound_s)
-            if found.sent_s == float("inf"):
-                self._throw_out_large(what.groups, sized, found.least_bytes)
-                return
-            steps = [step.but(layout=step.layout.but(recompute=found.recompute)) for step in steps]
-            bound_s = max(bound_s, self.bounds.schedule_s(steps))
-        self._put(bound_s, what)
+        sized, family = what.sized, what.family
+        steps = self._in_chunks(family.but(microbatch=sized.microbatch))
+        slower = self._recomputations[self._recomputations.index(sized.recompute) :]
+        schedules = [(family.schedule, family.virtual_stages)]
+        found = self.splits.quickest(self._unlike_first(steps), schedules, slower, self._room_bytes, bound_s)
+        if found.sent_s == float("inf"):
+            self._throw_out_large(what.groups, sized, found.least_bytes)
+            return
+        steps = [step.but(layout=step.layout.but(recompute=found.recompute)) for step in steps]
+        self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
         """Bound the first group that fits; the later ones take longer, unless the splits with room for it send longer than it computes."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
-            found = self.splits.quickest((step,), (step.layout.recompute,), self._room_bytes, bound_s)
+            words = step.layout
+            schedule = words.schedule, words.virtual_stages
+            found = self.splits.quickest((step,), (schedule,), (words.recompute,), self._room_bytes, bound_s)
             if not self._fits(found.least_bytes, group.sized, group):
                 continue
             stages = self.needs.stages(step)
@@ -368,6 +376,8 @@ class _Search:
             self._price(what, bound_s)
         elif isinstance(what, WholeGroup):
             self._open_schedules(what, bound_s)
+        elif isinstance(what, _Schedule) and not what.is_bounded:
+            self._open_schedule(what, bound_s)
         elif isinstance(what, _Schedule):
             for _chunk, groups in itertools.groupby(self._allowed(what), _chunk_of):
                 self._open_chain(tuple(groups), bound_s)

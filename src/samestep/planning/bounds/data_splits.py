@@ -66,6 +66,21 @@ class _Sent(NamedTuple):
     """Elements of their gradients."""
 
 
+class _Streams(NamedTuple):
+    """Least seconds of communication over the data axes: of weights that every rank has once a step and in each micro-batch, of
+    expert-sharded ones likewise, and of what replicas add up."""
+
+    own_s: float
+    own_each_s: float
+    experts_s: float
+    experts_each_s: float
+    replicas_s: float
+
+    def of_one_in(self, stages: int) -> _Streams:
+        """Return what one of so many stages sends on average."""
+        return _Streams._make(one / stages for one in self)
+
+
 class DataSplits:
     """Lower bounds of what layouts of one model, job and machine send over the data axes, by what their memory has room for."""
 
@@ -74,28 +89,39 @@ class DataSplits:
         self._ideal = without_fixed_costs(prices.hardware)
         self._known_ways: dict[tuple[object, ...], list[_Way]] = {}
         self._known_sent: dict[tuple[object, ...], tuple[_Sent, _Sent]] = {}
+        self._known_streams: dict[tuple[object, ...], list[_Streams]] = {}
         self._known_seconds: dict[tuple[object, ...], list[tuple[float, int]]] = {}
         self._known_held: dict[tuple[object, ...], list[tuple[float, float]]] = {}
 
     def quickest(
-        self, steps: Sequence[StepSpec], recomputations: Sequence[Recompute], room_bytes: float, enough_s: float
+        self,
+        steps: Sequence[StepSpec],
+        schedules: Sequence[tuple[str, int]],
+        recomputations: Sequence[Recompute],
+        room_bytes: float,
+        enough_s: float = 0.0,
     ) -> Quickest:
-        """Return the quickest recomputation with which the first stage of some step may have room in some split of the data axis.
+        """Return the quickest recomputation with which the first stage may have room in some split of the data axis.
 
         Args:
-            steps: steps with an unsplit data axis.
+            steps: steps with an unsplit data axis, which differ in chunks alone.
+            schedules: the schedules of each of them, with their virtual stages.
             recomputations: what each of them may compute again, the quickest first.
             room_bytes: what a rank may hold.
             enough_s: seconds of communication below which it does not matter how few they are.
         """
-        firsts: list[FirstStage] = []
-        least_bytes = float("inf")
+        firsts: list[tuple[StepSpec, FirstStage, list[tuple[float, float]]]] = []
+        all_of_them = itertools.product(steps, schedules)
+        least_bytes = sent_s = float("inf")
         for recompute in recomputations:
-            sent_s = float("inf")
-            for number, step in enumerate(steps):
+            for number in itertools.count():
                 if number == len(firsts):
-                    firsts.append(self.needs.first_stage(step))
-                found = self._least(firsts[number], recompute, room_bytes)
+                    if (more := next(all_of_them, None)) is None:
+                        break
+                    step, schedule = more
+                    first = self.needs.first_stage(step, *schedule)
+                    firsts.append((step, first, self._held(step, schedule[1], first.weights)))
+                found = self._least(*firsts[number], recompute, room_bytes)
                 least_bytes, sent_s = min(least_bytes, found.least_bytes), min(sent_s, found.sent_s)
                 if sent_s <= enough_s:
                     break
@@ -103,21 +129,35 @@ class DataSplits:
                 return Quickest(recompute, least_bytes, sent_s)
         return Quickest(recomputations[-1], least_bytes, float("inf"))
 
-    def _least(self, first: FirstStage, recompute: Recompute, room_bytes: float) -> Quickest:
-        """Return the same of one stage and one recomputation."""
-        kept = first.kept(self.prices.sizes(first.step, recompute))
-        held = self._held(first.step, first.weights)
-        for sent_s, number in self._seconds(first.step):
+    def _least(
+        self,
+        step: StepSpec,
+        first: FirstStage,
+        held: list[tuple[float, float]],
+        recompute: Recompute,
+        room_bytes: float,
+    ) -> Quickest:
+        """Return the same of one first stage and one recomputation.
+
+        Args:
+            step: the step.
+            first: what the stage keeps of its activations.
+            held: what it holds in each split.
+            recompute: what it computes again.
+            room_bytes: what a rank may hold.
+        """
+        kept = first.kept(self.prices.sizes(step, recompute))
+        for sent_s, number in self._seconds(step):
             states, others = held[number]
             if (least_bytes := max(states, others + kept)) <= room_bytes:
                 return Quickest(recompute, least_bytes, sent_s)
         return Quickest(recompute, min(max(states, others + kept) for states, others in held), float("inf"))
 
-    def _held(self, step: StepSpec, weights: Sizes) -> list[tuple[float, float]]:
+    def _held(self, step: StepSpec, virtual_stages: int, weights: Sizes) -> list[tuple[float, float]]:
         """Return for each split the bytes of states that a stage with these weights holds at least, and of those, with gathered weights,
         beside all activations."""
         layout = step.layout
-        key = layout.cuts[:-2], layout.pp, layout.virtual_stages, layout.dp, layout.offload
+        key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload
         if key not in self._known_held:
             held: list[tuple[float, float]] = []
             for way in self._ways(step):
@@ -161,37 +201,41 @@ class DataSplits:
         layout, m = step.layout, step.num_microbatches
         key = layout.cuts[:-2], layout.pp, layout.dp, m
         if key not in self._known_seconds:
-            sent, pp = self._sent(step), layout.pp
-            took_s = [self._sent_s(way, *sent, m, step) / pp for way in self._ways(step)]
-            self._known_seconds[key] = sorted(zip(took_s, itertools.count()))
+            if key[:-1] not in self._known_streams:
+                sent, pp = self._sent(step), layout.pp
+                self._known_streams[key[:-1]] = [
+                    self._streams(way, *sent, step).of_one_in(pp) for way in self._ways(step)
+                ]
+            took_s = [
+                max(own_s + m * own_each_s, experts_s + m * experts_each_s, replicas_s)
+                for own_s, own_each_s, experts_s, experts_each_s, replicas_s in self._known_streams[key[:-1]]
+            ]
+            self._known_seconds[key] = sorted(zip(took_s, itertools.count(), strict=False))
         return self._known_seconds[key]
 
-    def _sent_s(self, way: _Way, mine: _Sent, experts: _Sent, m: int, step: StepSpec) -> float:
+    def _streams(self, way: _Way, own: _Sent, experts: _Sent, step: StepSpec) -> _Streams:
         """Return the least seconds of communication of all stages."""
-        split, size = way.split, way.element_bytes
-        both = ((mine, way.shared_s), (experts, way.experts_s))
+        split, size, overlaps = way.split, way.element_bytes, self.prices.hardware.overlap
+        parts = ((own, way.shared_s), (experts, way.experts_s))
         if not split.zero:
-            return max(part.trained * size * rate_s for part, rate_s in both)
+            first_s, second_s = (part.trained * size * rate_s for part, rate_s in parts)
+            return _Streams(first_s, 0.0, second_s, 0.0, 0.0)
         holders = max(1, split.num_shards // split.ep)
-        replicas_s = (mine.trained / split.num_shards + experts.trained / holders) * size * way.replicas_s
-        if split.zero == 1:
-            gathers_s, reductions_s = zip(
-                *((part.master * rate_s, part.trained * size * rate_s) for part, rate_s in both), strict=True
-            )
-            if step.sharing.trains_apart:
-                return max(gathers_s) + max(*reductions_s, replicas_s)
-            if not self.prices.hardware.overlap:
-                return max(*gathers_s, *reductions_s, replicas_s)
-            return max(*map(sum, zip(gathers_s, reductions_s, strict=True)), replicas_s)
-        scatters = m if split.accumulate == "sharded" else 1
-        streams_s = (
-            rate_s * (self._gathered(part, split, m, size) + part.scattered * size * scatters) for part, rate_s in both
-        )
-        return max(*streams_s, replicas_s)
-
-    @staticmethod
-    def _gathered(part: _Sent, split: Layout, m: int, element_bytes: int) -> float:
-        return m * (part.gathered + part.again * bool(element_bytes)) if split.zero == 3 else part.gathered
+        replicas_s = (own.trained / split.num_shards + experts.trained / holders) * size * way.replicas_s
+        once_s, each_s = [0.0, 0.0], [0.0, 0.0]
+        for number, (part, rate_s) in enumerate(parts):
+            gathers_s, scatters_s = rate_s * part.gathered, rate_s * part.scattered * size
+            if split.zero == 1:
+                gathers_s, scatters_s = rate_s * part.master, rate_s * part.trained * size
+                together_s = gathers_s + scatters_s if overlaps and not step.sharing.trains_apart else 0.0
+                once_s[number] = max(together_s, gathers_s, scatters_s)
+                continue
+            if split.zero == 3:
+                each_s[number] = gathers_s + rate_s * part.again * bool(size)
+            else:
+                once_s[number] = gathers_s
+            (each_s if split.accumulate == "sharded" else once_s)[number] += scatters_s
+        return _Streams(once_s[0], each_s[0], once_s[1], each_s[1], replicas_s)
 
     def _sent(self, step: StepSpec) -> tuple[_Sent, _Sent]:
         """Return what is sent of the weights that every rank has, and of expert-sharded ones."""

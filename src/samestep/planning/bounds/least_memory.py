@@ -50,9 +50,8 @@ class StageHeld(NamedTuple):
 
 
 class FirstStage(NamedTuple):
-    """The first stage of a step, which keeps activations of most samples."""
+    """The first stage of a pipeline, which keeps activations of most samples."""
 
-    step: StepSpec
     in_flight: tuple[tuple[int, int], ...]
     """Kinds of its layers, and the samples of which these keep activations, layer by layer, at its fullest."""
     weights: Sizes
@@ -98,21 +97,22 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def first_stage(self, step: StepSpec) -> FirstStage:
-        """Return what the first stage keeps of the samples in flight, in any split of the data axis and whatever is computed again."""
-        step = smallest(step)
-        layout, runs = step.layout, self.prices.runs(step).counts[:: step.layout.pp]
-        held = in_flight(layout.schedule, 0, layout.pp, step.num_microbatches, layout.virtual_stages)
-        samples = [
-            (kind, step.microbatch_samples * count * number)
+    def first_stage(self, step: StepSpec, schedule: str, virtual_stages: int) -> FirstStage:
+        """Return what the first stage keeps of the samples in flight under a schedule, in any split of the data axis and whatever is computed
+        again."""
+        pp, samples = step.layout.pp, smallest(step).microbatch_samples
+        runs = self.prices.runs(step, virtual_stages).counts[::pp]
+        held = in_flight(schedule, 0, pp, step.num_microbatches, virtual_stages)
+        kept = [
+            (kind, samples * count * number)
             for count, run in zip(held.counts, runs, strict=True)
             for kind, number in run
         ]
-        return FirstStage(step, tuple(samples), self._first_weights(step, runs))
+        return FirstStage(tuple(kept), self._first_weights(step, virtual_stages, runs))
 
-    def _first_weights(self, step: StepSpec, runs: Sequence[tuple[tuple[int, int], ...]]) -> Sizes:
+    def _first_weights(self, step: StepSpec, virtual_stages: int, runs: Sequence[tuple[tuple[int, int], ...]]) -> Sizes:
         """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
-        key = step.layout.cuts, step.layout.pp, step.layout.virtual_stages
+        key = step.layout.cuts, step.layout.pp, virtual_stages
         if key not in self._known_weights:
             held, sums = self.prices.cut(step).weights, [0.0] * len(Sizes._fields)
             for kind, number in itertools.chain.from_iterable(runs):

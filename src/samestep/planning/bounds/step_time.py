@@ -9,6 +9,7 @@ Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before 
     T >= n c / p, c the least seconds of a sample         for all layouts with these degrees, of n samples a rank
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    for all layouts with these degrees and this micro-batch
     T >= m c_i + c_1 + ... + c_(i-1)                      for one schedule; with several runs a stage, their first ones
+                                                          first on average over the stages, and then of each
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
@@ -24,12 +25,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from samestep.layout import Layout
-from samestep.planning.bounds.body_seconds import BodyBounds, BodySeconds, least_reduced_bytes
 from samestep.planning.bounds import pipeline_clock
+from samestep.planning.bounds.body_seconds import BodyBounds, BodySeconds, least_reduced_bytes
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes
-from samestep.planning.bounds.pipeline_order import after_last_backward, order_of
 from samestep.planning.bounds.pipeline_clock import RunSeconds
+from samestep.planning.bounds.pipeline_order import after_last_backward, order_of
 from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
@@ -111,21 +112,28 @@ class Bounds:
         updated = self.prices.whole_trained(step.but(layout=priced)) / degrees.dp_cp_size / degrees.pp
         return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
-    def least_s(self, steps: Sequence[StepSpec]) -> float:
+    def least_s(self, steps: Sequence[StepSpec], *, waits: bool = False) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch that compute as much again, or more;
         `steps` as in `schedule_s`.
 
-        Computed for no split backward, since that saves no time.
+        Computed for no split backward, since that saves no time. With `waits`, of all those with the schedule of the steps, whose stages wait
+        for the first forwards of the stages before them and, where no backward is split, end before the last backwards of these.
         """
-        return min(map(self._least_s, _unlike(steps)))
+        return min(self._least_s(step, waits) for step in _unlike(steps))
 
-    def _least_s(self, step: StepSpec) -> float:
-        step = smallest(step)
-        if step.splits_backward:
+    def _least_s(self, step: StepSpec, waits: bool) -> float:
+        splits, step = step.splits_backward, smallest(step)
+        if splits:
             step = step.but(layout=step.layout.but(schedule=DEFAULT))
         pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
         sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
         busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
+        if waits:
+            kinds = self.prices.seconds(step)
+            busy_s += sum(
+                number * (kinds[kind].forward_s + (0.0 if splits else kinds[kind].backward_s))
+                for kind, number in self.prices.runs(step).before
+            )
         trained = self.prices.whole_trained(step)
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
 
