@@ -232,14 +232,13 @@ class _Search:
         sized, again = group.sized or group.degrees, group.again
         steps = self._unlike_first(self._in_chunks(sized))
         schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
-        while again:
-            found = self.splits.quickest(steps, schedules, again, self._room_bytes, bound_s)
-            if not self._fits(found.least_bytes, sized, group._replace(again=again)):
-                return
-            first = again[: again.index(found.recompute) + 1] if found.sent_s > bound_s else again
-            part = group._replace(sized=sized.but(recompute=found.recompute), again=first)
-            self._put(max(bound_s, found.sent_s), part)
+        for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, bound_s):
+            first = again[: again.index(recompute) + 1] if sent_s > bound_s else again
+            self._put(max(bound_s, sent_s), group._replace(sized=sized.but(recompute=recompute), again=first))
             again = again[len(first) :]
+            if not again:
+                return
+        self._throw_out_large((group._replace(again=again),), sized, self.splits.least_bytes(steps, schedules, again))
 
     def _unlike_first(self, steps: Sequence[StepSpec]) -> Sequence[StepSpec]:
         """Return the steps that differ in chunks, without those whose first stage is that of another."""
@@ -298,11 +297,12 @@ class _Search:
         steps = self._in_chunks(family.but(microbatch=sized.microbatch))
         slower = self._recomputations[self._recomputations.index(sized.recompute) :]
         schedules = [(family.schedule, family.virtual_stages)]
-        found = self.splits.quickest(self._unlike_first(steps), schedules, slower, self._room_bytes, bound_s)
-        if found.sent_s == float("inf"):
-            self._throw_out_large(what.groups, sized, found.least_bytes)
+        unlike = self._unlike_first(steps)
+        found = next(self.splits.with_room(unlike, schedules, slower, self._room_bytes, bound_s), None)
+        if found is None:
+            self._throw_out_large(what.groups, sized, self.splits.least_bytes(unlike, schedules, slower))
             return
-        steps = [step.but(layout=step.layout.but(recompute=found.recompute)) for step in steps]
+        steps = [step.but(layout=step.layout.but(recompute=found[0])) for step in steps]
         self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
@@ -310,18 +310,19 @@ class _Search:
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
             words = step.layout
-            schedule = words.schedule, words.virtual_stages
-            found = self.splits.quickest((step,), (schedule,), (words.recompute,), self._room_bytes, bound_s)
-            if not self._fits(found.least_bytes, group.sized, group):
+            of_one = (step,), ((words.schedule, words.virtual_stages),), (words.recompute,)
+            found = next(self.splits.with_room(*of_one, self._room_bytes, bound_s), None)
+            if found is None:
+                self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
                 continue
             stages = self.needs.stages(step)
             if not self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
                 continue
             least_s = max(bound_s, self.bounds.group_s(step))
-            if found.sent_s <= least_s:
+            if found[1] <= least_s:
                 self._put(least_s, _Chain(groups[number:], step, stages))
                 return
-            self._put(found.sent_s, _Chain(groups[number : number + 1], step, stages))
+            self._put(found[1], _Chain(groups[number : number + 1], step, stages))
 
     def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
         if needed > self._room_bytes:

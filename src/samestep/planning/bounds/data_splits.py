@@ -12,14 +12,15 @@ among the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from samestep.layout import Layout, Recompute
 from samestep.planning.bounds.body_seconds import least_reduced_bytes
-from samestep.planning.bounds.layer_costs import Prices, without_fixed_costs
+from samestep.planning.bounds.layer_costs import Prices, smallest, without_fixed_costs
 from samestep.planning.bounds.layer_kinds import Sizes
-from samestep.planning.bounds.least_memory import FirstStage, Needs
+from samestep.planning.bounds.least_memory import Needs
+from samestep.planning.bounds.pipeline_order import in_flight
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.step import StepSpec
 from samestep.simulation.collectives import collective_s, group_of
@@ -28,14 +29,27 @@ _MANY = 2**50
 """Bytes by which the rate of a link is found."""
 
 
-class Quickest(NamedTuple):
-    """The quickest recomputation with which the first stage may have room."""
+class _FirstStage(NamedTuple):
+    """The first stage of a pipeline, which keeps activations of most samples."""
 
-    recompute: Recompute
-    least_bytes: float
-    """Least bytes of the first stage; of any recomputation where none leaves room."""
-    sent_s: float
-    """Least seconds of communication over the data axes, of splits that have room; infinite where none has."""
+    step: StepSpec
+    virtual_stages: int
+    in_flight: tuple[int, ...]
+    """Micro-batches in flight at its fullest, in each virtual stage."""
+    samples: int
+    """Samples of the smallest micro-batch."""
+    held: _Held
+    seconds: Sequence[tuple[float, int]]
+    """Least seconds of communication of each split, the quickest first, with its number."""
+
+
+class _Held(NamedTuple):
+    """Least bytes of what a first stage holds in each split of the data axis."""
+
+    of_splits: list[tuple[float, float]]
+    """All states, and the part of them that is there beside all activations, with gathered weights."""
+    least_others: float
+    """The least of these parts."""
 
 
 class _Way(NamedTuple):
@@ -91,80 +105,84 @@ class DataSplits:
         self._known_sent: dict[tuple[object, ...], tuple[_Sent, _Sent]] = {}
         self._known_streams: dict[tuple[object, ...], list[_Streams]] = {}
         self._known_seconds: dict[tuple[object, ...], list[tuple[float, int]]] = {}
-        self._known_held: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+        self._known_held: dict[tuple[object, ...], _Held] = {}
 
-    def quickest(
+    def with_room(
         self,
         steps: Sequence[StepSpec],
         schedules: Sequence[tuple[str, int]],
         recomputations: Sequence[Recompute],
         room_bytes: float,
         enough_s: float = 0.0,
-    ) -> Quickest:
-        """Return the quickest recomputation with which the first stage may have room in some split of the data axis.
+    ) -> Iterator[tuple[Recompute, float]]:
+        """Yield each recomputation with which the first stage may have room in some split of the data axis, with the least seconds of
+        communication of such splits.
 
         Args:
             steps: steps with an unsplit data axis, which differ in chunks alone.
             schedules: the schedules of each of them, with their virtual stages.
-            recomputations: what each of them may compute again, the quickest first.
+            recomputations: what each of them may compute again.
             room_bytes: what a rank may hold.
             enough_s: seconds of communication below which it does not matter how few they are.
         """
-        firsts: list[tuple[StepSpec, FirstStage, list[tuple[float, float]]]] = []
-        all_of_them = itertools.product(steps, schedules)
-        least_bytes = sent_s = float("inf")
+        firsts = self._firsts(steps, schedules)
         for recompute in recomputations:
-            for number in itertools.count():
-                if number == len(firsts):
-                    if (more := next(all_of_them, None)) is None:
+            sent_s = float("inf")
+            for first in firsts:
+                kept = self._kept(first, recompute)
+                if first.held.least_others + kept > room_bytes:
+                    continue
+                for took_s, number in first.seconds:
+                    states, others = first.held.of_splits[number]
+                    if states <= room_bytes and others + kept <= room_bytes:
+                        sent_s = min(sent_s, took_s)
                         break
-                    step, schedule = more
-                    first = self.needs.first_stage(step, *schedule)
-                    firsts.append((step, first, self._held(step, schedule[1], first.weights)))
-                found = self._least(*firsts[number], recompute, room_bytes)
-                least_bytes, sent_s = min(least_bytes, found.least_bytes), min(sent_s, found.sent_s)
                 if sent_s <= enough_s:
                     break
             if sent_s < float("inf"):
-                return Quickest(recompute, least_bytes, sent_s)
-        return Quickest(recomputations[-1], least_bytes, float("inf"))
+                yield recompute, sent_s
 
-    def _least(
-        self,
-        step: StepSpec,
-        first: FirstStage,
-        held: list[tuple[float, float]],
-        recompute: Recompute,
-        room_bytes: float,
-    ) -> Quickest:
-        """Return the same of one first stage and one recomputation.
+    def least_bytes(
+        self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]], recomputations: Sequence[Recompute]
+    ) -> float:
+        """Return the least bytes of the first stage in any split of the data axis; arguments as in `with_room`."""
+        return min(
+            max(states, others + self._kept(first, recompute))
+            for first in self._firsts(steps, schedules)
+            for recompute in recomputations
+            for states, others in first.held.of_splits
+        )
 
-        Args:
-            step: the step.
-            first: what the stage keeps of its activations.
-            held: what it holds in each split.
-            recompute: what it computes again.
-            room_bytes: what a rank may hold.
-        """
-        kept = first.kept(self.prices.sizes(step, recompute))
-        for sent_s, number in self._seconds(step):
-            states, others = held[number]
-            if (least_bytes := max(states, others + kept)) <= room_bytes:
-                return Quickest(recompute, least_bytes, sent_s)
-        return Quickest(recompute, min(max(states, others + kept) for states, others in held), float("inf"))
+    def _firsts(self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]]) -> list[_FirstStage]:
+        firsts: list[_FirstStage] = []
+        for step in steps:
+            pp, m, samples, seconds = (
+                step.layout.pp,
+                step.num_microbatches,
+                smallest(step).microbatch_samples,
+                self._seconds(step),
+            )
+            for schedule, chunks in schedules:
+                counts = in_flight(schedule, 0, pp, m, chunks).counts
+                firsts.append(_FirstStage(step, chunks, counts, samples, self._held(step, chunks), seconds))
+        return firsts
 
-    def _held(self, step: StepSpec, virtual_stages: int, weights: Sizes) -> list[tuple[float, float]]:
-        """Return for each split the bytes of states that a stage with these weights holds at least, and of those, with gathered weights,
-        beside all activations."""
+    def _kept(self, first: _FirstStage, recompute: Recompute) -> float:
+        """Return the least bytes of activations of a first stage at its fullest."""
+        return first.samples * self.needs.first_kept(first.step, first.virtual_stages, first.in_flight, recompute)
+
+    def _held(self, step: StepSpec, virtual_stages: int) -> _Held:
+        """Return what the first stage holds at least in each split."""
         layout = step.layout
         key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload
         if key not in self._known_held:
             held: list[tuple[float, float]] = []
+            weights = self.needs.first_weights(step, virtual_stages)
             for way in self._ways(step):
                 need, *more = self.needs.split_needs(step, weights, 0.0, way.split)
-                others = need.states - need.gradients + need.gathered
-                held.append((max(need.states, *(one.total for one in more)) if more else need.states, others))
-            self._known_held[key] = held
+                states = max(need.states, *(one.total for one in more)) if more else need.states
+                held.append((states, need.states - need.gradients + need.gathered))
+            self._known_held[key] = _Held(held, min(others for _, others in held))
         return self._known_held[key]
 
     def _ways(self, step: StepSpec) -> list[_Way]:

@@ -65,6 +65,8 @@ class Chunks(NamedTuple):
     """The number of layers of each kind in the first runs of the stages before each stage, added up over all stages."""
     unlike: tuple[int, ...]
     """The first of each set of equal stages, which holds most activations, and the last stage."""
+    latest: tuple[int, ...]
+    """Those of these sets that are no single stage: the last of each, which defers most gradients of weights where a backward is split."""
 
 
 class _RankLayers(NamedTuple):
@@ -390,12 +392,16 @@ class Prices:
             counts = tuple(known[run] for run in kinds)
             last = layout.pp - 1
             unlike = {(counts[stage :: layout.pp], stage == last): stage for stage in reversed(range(layout.pp))}
+            latest = {(counts[stage :: layout.pp], stage == last): stage for stage in range(layout.pp)}
             tails = {run: tuple(self._tail(run)) for run in known}
             before = Counter[int]()
             for stage, run in enumerate(counts[:last]):
                 before.update({kind: (last - stage) * number for kind, number in run})
             of_runs = tuple(tails[run] for run in kinds)
-            self._known_runs[key] = Chunks(counts, kinds, of_runs, tuple(before.items()), tuple(unlike.values()))
+            self._known_runs[key] = Chunks(
+                counts, kinds, of_runs, tuple(before.items()), tuple(unlike.values()),
+                tuple(stage for stage in latest.values() if stage not in unlike.values()),
+            )  # fmt: skip
         return self._known_runs[key]
 
     def _tail(self, run: Sequence[int]) -> Iterator[int]:

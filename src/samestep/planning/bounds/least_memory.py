@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.layout import Layout
+from samestep.layout import Layout, Recompute
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Sizes, Units
 from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
@@ -49,19 +49,6 @@ class StageHeld(NamedTuple):
     """Least bytes of activations at its peak."""
 
 
-class FirstStage(NamedTuple):
-    """The first stage of a pipeline, which keeps activations of most samples."""
-
-    in_flight: tuple[tuple[int, int], ...]
-    """Kinds of its layers, and the samples of which these keep activations, layer by layer, at its fullest."""
-    weights: Sizes
-    """The sizes of its weights."""
-
-    def kept(self, kinds: Sequence[Sizes]) -> float:
-        """Return the least bytes of activations at its fullest, given the sizes of a layer of each kind."""
-        return sum(samples * kinds[kind].kept for kind, samples in self.in_flight)
-
-
 class _AtBackward(NamedTuple):
     """Bytes of a layer's units while it goes backward."""
 
@@ -88,7 +75,7 @@ class Needs:
 
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
-        self._known_weights: dict[tuple[object, ...], Sizes] = {}
+        self._known_kept: dict[tuple[object, ...], float] = {}
 
     def _on_host(self, step: StepSpec) -> float:
         """Return at least the bytes of weights that may be on the host: no bound counts them."""
@@ -97,29 +84,27 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def first_stage(self, step: StepSpec, schedule: str, virtual_stages: int) -> FirstStage:
-        """Return what the first stage keeps of the samples in flight under a schedule, in any split of the data axis and whatever is computed
-        again."""
-        pp, samples = step.layout.pp, smallest(step).microbatch_samples
-        runs = self.prices.runs(step, virtual_stages).counts[::pp]
-        held = in_flight(schedule, 0, pp, step.num_microbatches, virtual_stages)
-        kept = [
-            (kind, samples * count * number)
-            for count, run in zip(held.counts, runs, strict=True)
-            for kind, number in run
-        ]
-        return FirstStage(tuple(kept), self._first_weights(step, virtual_stages, runs))
+    def first_kept(self, step: StepSpec, virtual_stages: int, counts: tuple[int, ...], recompute: Recompute) -> float:
+        """Return the least bytes of activations that the first stage keeps of a sample of so many micro-batches in flight in each chunk."""
+        key = step.layout.cuts, step.layout.pp, virtual_stages, counts, recompute
+        if key not in self._known_kept:
+            runs = self.prices.runs(step, virtual_stages).counts[:: step.layout.pp]
+            kinds = self.prices.sizes(step, recompute)
+            self._known_kept[key] = sum(
+                count * number * kinds[kind].kept
+                for count, run in zip(counts, runs, strict=True)
+                for kind, number in run
+            )
+        return self._known_kept[key]
 
-    def _first_weights(self, step: StepSpec, virtual_stages: int, runs: Sequence[tuple[tuple[int, int], ...]]) -> Sizes:
+    def first_weights(self, step: StepSpec, virtual_stages: int) -> Sizes:
         """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
-        key = step.layout.cuts, step.layout.pp, virtual_stages
-        if key not in self._known_weights:
-            held, sums = self.prices.cut(step).weights, [0.0] * len(Sizes._fields)
-            for kind, number in itertools.chain.from_iterable(runs):
-                for place, size in enumerate(held[kind], len(sums) - len(held[kind])):
-                    sums[place] += number * size
-            self._known_weights[key] = Sizes._make(sums)
-        return self._known_weights[key]
+        runs = self.prices.runs(step, virtual_stages).counts[:: step.layout.pp]
+        held, sums = self.prices.cut(step).weights, [0.0] * len(Sizes._fields)
+        for kind, number in itertools.chain.from_iterable(runs):
+            for place, size in enumerate(held[kind], len(sums) - len(held[kind])):
+                sums[place] += number * size
+        return Sizes._make(sums)
 
     def group_bytes(self, step: StepSpec) -> float:
         """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
@@ -130,8 +115,13 @@ class Needs:
         step = smallest(step)
         return tuple(
             StageHeld(self.prices.stage_sizes(step, stage), self._activations(step, stage, None)[0])
-            for stage in self.prices.runs(step).unlike
+            for stage in self._unlike(step)
         )
+
+    def _unlike(self, step: StepSpec) -> tuple[int, ...]:
+        """Return the stages of which one holds most."""
+        runs = self.prices.runs(step)
+        return (*runs.unlike, *runs.latest) if step.splits_backward else runs.unlike
 
     def stages_bytes(self, step: StepSpec, stages: Sequence[StageHeld]) -> float:
         """Bound the memory, in bytes, of all layouts whose stages have these sizes."""
@@ -181,7 +171,7 @@ class Needs:
     def need(self, step: StepSpec) -> Need:
         """Bound the memory of a layout, at the stage that needs most; among equal stages that is the first."""
         step = smallest(step)
-        return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
+        return max((self._need_of(step, stage) for stage in self._unlike(step)), key=lambda need: need.total)
 
     def _need_of(self, step: StepSpec, stage: int) -> Need:
         mine = self.prices.stage_sizes(step, stage)
