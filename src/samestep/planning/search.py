@@ -5,7 +5,9 @@ Three tiers, so that millions of layouts take a few seconds:
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
                 first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then both for each micro-batch,
                 then for each schedule, then for all ways to split the data axis, then for each by its states alone, then for each;
-                a time is that of the quickest recomputation of which the memory is not known to be too large
+                a time is that of the quickest recomputation of which the memory is not known to be too large, and no less than what the
+                splits that have room with it send (`planning/bounds/data_splits.py`);
+                at last that of the pipeline's own clock, body by body (`planning/bounds/pipeline_clock.py`)
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
 
@@ -56,6 +58,8 @@ from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
+MUCH_LONGER = 1.25
+"""Times the bound of the whole from which on layouts that compute as much again are bounded by themselves, by what they send."""
 
 
 class _Schedule(NamedTuple):
@@ -232,9 +236,12 @@ class _Search:
         sized, again = group.sized or group.degrees, group.again
         steps = self._unlike_first(self._in_chunks(sized))
         schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
-        for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, bound_s):
-            first = again[: again.index(recompute) + 1] if sent_s > bound_s else again
-            self._put(max(bound_s, sent_s), group._replace(sized=sized.but(recompute=recompute), again=first))
+        enough_s = MUCH_LONGER * bound_s
+        for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, enough_s):
+            is_long = sent_s > enough_s
+            first = again[: again.index(recompute) + 1] if is_long else again  # what computes more again may send less
+            part = group._replace(sized=sized.but(recompute=recompute), again=first)
+            self._put(max(bound_s, sent_s) if is_long else bound_s, part)
             again = again[len(first) :]
             if not again:
                 return
@@ -263,7 +270,7 @@ class _Search:
     def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
         """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
         sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
-        splits = self.thinned.splits(group.degrees, sized.microbatch)
+        splits, steps = self.thinned.splits(group.degrees, sized.microbatch), self._in_chunks(sized)
         for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), _schedule_of):
             family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
             what = _Schedule(tuple(CandidateGroup(sized, one, splits) for one in words), family, sized)
@@ -272,8 +279,7 @@ class _Search:
             elif sized.pp == 1:  # without stages a family has one schedule, and its bound
                 self._put(bound_s, what._replace(is_bounded=True))
             else:
-                again = family.but(microbatch=sized.microbatch, recompute=sized.recompute)
-                self._put(max(bound_s, self.bounds.least_s(self._in_chunks(again), waits=True)), what)
+                self._put(max(bound_s, self.bounds.least_s(steps, family)), what)
 
     def _allowed(self, what: _Schedule) -> tuple[CandidateGroup, ...]:
         """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""

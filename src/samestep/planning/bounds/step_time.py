@@ -34,7 +34,7 @@ from samestep.planning.bounds.pipeline_order import after_last_backward, order_o
 from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
-from samestep.schedules import DEFAULT
+from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.simulation.collectives import collective_s, group_of
 from samestep.simulation.cost import UPDATE_PASSES
 
@@ -112,27 +112,27 @@ class Bounds:
         updated = self.prices.whole_trained(step.but(layout=priced)) / degrees.dp_cp_size / degrees.pp
         return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
-    def least_s(self, steps: Sequence[StepSpec], *, waits: bool = False) -> float:
+    def least_s(self, steps: Sequence[StepSpec], family: Layout | None = None) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch that compute as much again, or more;
         `steps` as in `schedule_s`.
 
-        Computed for no split backward, since that saves no time. With `waits`, of all those with the schedule of the steps, whose stages wait
-        for the first forwards of the stages before them and, where no backward is split, end before the last backwards of these.
+        Computed for no split backward, since that saves no time. With a family, of all those with its schedule, whose stages wait for the
+        first forwards of the stages before them and, where no backward is split, end before the last backwards of these.
         """
-        return min(self._least_s(step, waits) for step in _unlike(steps))
+        return min(self._least_s(step, family) for step in _unlike(steps))
 
-    def _least_s(self, step: StepSpec, waits: bool) -> float:
-        splits, step = step.splits_backward, smallest(step)
-        if splits:
+    def _least_s(self, step: StepSpec, family: Layout | None) -> float:
+        step = smallest(step)
+        if step.splits_backward:
             step = step.but(layout=step.layout.but(schedule=DEFAULT))
         pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
         sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
         busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
-        if waits:
-            kinds = self.prices.seconds(step)
+        if family:
+            kinds, splits = self.prices.seconds(step), SCHEDULES[family.schedule].splits_backward
             busy_s += sum(
                 number * (kinds[kind].forward_s + (0.0 if splits else kinds[kind].backward_s))
-                for kind, number in self.prices.runs(step).before
+                for kind, number in self.prices.runs(step, family.virtual_stages).before
             )
         trained = self.prices.whole_trained(step)
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
