@@ -31,7 +31,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import xxhash
 
@@ -45,9 +44,10 @@ from samestep.output.page.page import in_notebook
 from samestep.planning import candidates
 from samestep.planning.bounds.data_splits import DataSplits
 from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
+from samestep.planning.bounds.least_memory import Need, Needs
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
+from samestep.planning.open_groups import Chain, CutSequence, OpenGroup, ScheduleGroup, chunk_of, groups_of, schedule_of
 from samestep.planning.other_numerics import Saving
 from samestep.planning.rejections import Fallen, Rejection, at_least, nearest_to_fitting, whole_batch
 from samestep.planning.schedule_rules import ScheduleRules
@@ -60,54 +60,6 @@ MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
 MUCH_LONGER = 1.25
 """Times the bound of the whole from which on layouts that compute as much again are bounded by themselves, by what they send."""
-
-
-class _Schedule(NamedTuple):
-    """Groups of a family that have the same schedule, of which the rules may refuse some splits of the data axis."""
-
-    groups: tuple[CandidateGroup, ...]
-    family: Layout
-    """Their degrees and their schedule."""
-    sized: Layout
-    """Their degrees and their micro-batch, with what is computed again at least of a layout that fits."""
-    is_bounded: bool = False
-    """Whether their bound is that of their slowest stage."""
-
-
-class _Chain(NamedTuple):
-    """Candidate groups that differ only in `recompute`, fastest first; the bound of the first holds for all."""
-
-    groups: tuple[CandidateGroup, ...]
-    step: StepSpec
-    """The step of the first group, with an unsplit data axis."""
-    stages: tuple[StageHeld, ...]
-    """What its stages hold in any split."""
-
-
-class _CutSequence(NamedTuple):
-    """All layouts of degrees that are bounded by those that cut a sequence less."""
-
-    groups: tuple[WholeGroup]
-    next: tuple[Layout, ...]
-    """Degrees that bound them better, the last they themselves."""
-
-
-_Open = WholeGroup | _CutSequence | _Schedule | _Chain | Layout
-"""Entries of the search's queue, which is ordered by bounds."""
-
-
-def _schedule_of(words: Mapping[str, Any]) -> tuple[str, int]:
-    return words["schedule"], words.get("virtual_stages", 1)
-
-
-def _chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
-    return group.words["loss_chunk"], group.words["mlp_chunk"]
-
-
-def _groups_of(what: _Open) -> tuple[CandidateGroup | WholeGroup, ...]:
-    if isinstance(what, WholeGroup):
-        return (what,)
-    return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +139,7 @@ class _Search:
         self._whole_losses: dict[tuple[Layout, bool], float] = {}
         """Seconds of a step of layouts that fit without chunks of the loss, by whether they cut it by vocabulary."""
         self.played = 0
-        self._open: list[tuple[float, int, _Open]] = []
+        self._open: list[tuple[float, int, OpenGroup]] = []
         self._number = itertools.count()
 
     def run(self, devices: int, *, offload: bool = False) -> None:
@@ -209,13 +161,13 @@ class _Search:
             reason = refusal_of(self.builder.step(plain))
             if reason is None:
                 by = candidates.less_cut(degrees, self.model, self.hardware.devices_per_node)
-                self._open_cut(_CutSequence((WholeGroup(self.thinned, degrees),), by), 0.0)
+                self._open_cut(CutSequence((WholeGroup(self.thinned, degrees),), by), 0.0)
                 return
             refused.append((plain, reason))
         for plain, reason in refused:
             self._throw_out(plain, "refused", reason)
 
-    def _open_cut(self, what: _CutSequence, bound_s: float) -> None:
+    def _open_cut(self, what: CutSequence, bound_s: float) -> None:
         """Bound all layouts with these degrees by the next ones that cut a sequence no more than they do."""
         (group,), (by, *better) = what
         bound_s = max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks, by))
@@ -271,9 +223,9 @@ class _Search:
         """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
         sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
         splits, steps = self.thinned.splits(group.degrees, sized.microbatch), self._in_chunks(sized)
-        for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), _schedule_of):
+        for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), schedule_of):
             family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
-            what = _Schedule(tuple(CandidateGroup(sized, one, splits) for one in words), family, sized)
+            what = ScheduleGroup(tuple(CandidateGroup(sized, one, splits) for one in words), family, sized)
             if family not in legal:
                 self._allowed(what)
             elif sized.pp == 1:  # without stages a family has one schedule, and its bound
@@ -281,7 +233,7 @@ class _Search:
             else:
                 self._put(max(bound_s, self.bounds.least_s(steps, family)), what)
 
-    def _allowed(self, what: _Schedule) -> tuple[CandidateGroup, ...]:
+    def _allowed(self, what: ScheduleGroup) -> tuple[CandidateGroup, ...]:
         """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
         of_reason = self.rules.by_reason(what.family, what.groups[0].splits)
         legal = of_reason.pop(None, ())
@@ -297,7 +249,7 @@ class _Search:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _open_schedule(self, what: _Schedule, bound_s: float) -> None:
+    def _open_schedule(self, what: ScheduleGroup, bound_s: float) -> None:
         """Bound the layouts of a schedule by the quickest recomputation that may leave room."""
         sized, family = what.sized, what.family
         steps = self._in_chunks(family.but(microbatch=sized.microbatch))
@@ -326,9 +278,9 @@ class _Search:
                 continue
             least_s = max(bound_s, self.bounds.group_s(step))
             if found[1] <= least_s:
-                self._put(least_s, _Chain(groups[number:], step, stages))
+                self._put(least_s, Chain(groups[number:], step, stages))
                 return
-            self._put(found[1], _Chain(groups[number : number + 1], step, stages))
+            self._put(found[1], Chain(groups[number : number + 1], step, stages))
 
     def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
         if needed > self._room_bytes:
@@ -341,7 +293,7 @@ class _Search:
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
         self.fallen.append(Fallen(groups, "memory", f"{reason}{whole_batch(sized, self.job)}", needed))
 
-    def _open_splits(self, chain: _Chain, bound_s: float) -> None:
+    def _open_splits(self, chain: Chain, bound_s: float) -> None:
         """Bound each layout of a chain's first group whose states leave room."""
         group, too_large = chain.groups[0], list[tuple[Split, Need]]()
         for split, layout in zip(group.splits, group.layouts(), strict=True):
@@ -370,12 +322,12 @@ class _Search:
         reason = f"{at_least(need, needed, self.hardware)}{whole_batch(group.sized, self.job)}"
         self.fallen.append(Fallen((group,), "memory", reason, needed))
 
-    def _put(self, bound_s: float, what: _Open) -> None:
+    def _put(self, bound_s: float, what: OpenGroup) -> None:
         heapq.heappush(self._open, (bound_s, next(self._number), what))
 
-    def _look(self, bound_s: float, _: int, what: _Open) -> None:
+    def _look(self, bound_s: float, _: int, what: OpenGroup) -> None:
         """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, _CutSequence):
+        if isinstance(what, CutSequence):
             self._open_cut(what, bound_s)
         elif isinstance(what, WholeGroup) and what.sized is None:
             self._open_sizes(what, bound_s)
@@ -383,12 +335,12 @@ class _Search:
             self._price(what, bound_s)
         elif isinstance(what, WholeGroup):
             self._open_schedules(what, bound_s)
-        elif isinstance(what, _Schedule) and not what.is_bounded:
+        elif isinstance(what, ScheduleGroup) and not what.is_bounded:
             self._open_schedule(what, bound_s)
-        elif isinstance(what, _Schedule):
-            for _chunk, groups in itertools.groupby(self._allowed(what), _chunk_of):
+        elif isinstance(what, ScheduleGroup):
+            for _chunk, groups in itertools.groupby(self._allowed(what), chunk_of):
                 self._open_chain(tuple(groups), bound_s)
-        elif isinstance(what, _Chain):
+        elif isinstance(what, Chain):
             self._open_splits(what, bound_s)
             self._open_chain(what.groups[1:], bound_s)
         else:
@@ -437,7 +389,7 @@ class _Search:
         for bound_s, _, what in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
-            self.fallen.append(Fallen(_groups_of(what), rule, reason))
+            self.fallen.append(Fallen(groups_of(what), rule, reason))
 
 
 def plan(

@@ -66,7 +66,7 @@ class Chunks(NamedTuple):
     unlike: tuple[int, ...]
     """The first of each set of equal stages, which holds most activations, and the last stage."""
     latest: tuple[int, ...]
-    """Those of these sets that are no single stage: the last of each, which defers most gradients of weights where a backward is split."""
+    """The last of each such set of several stages, which defers most gradients of weights where a backward is split."""
 
 
 class _RankLayers(NamedTuple):
@@ -381,8 +381,7 @@ class Prices:
     def runs(self, step: StepSpec, virtual_stages: int | None = None) -> Chunks:
         """Divide the layers into runs, balanced by the FLOPs that a rank computes of each layer; of the step's virtual stages or others."""
         flops, layout = self.cut(step).flops, step.layout
-        chunks = virtual_stages or layout.virtual_stages
-        key = (flops, layout.pp, chunks)
+        key = flops, layout.pp, (chunks := virtual_stages or layout.virtual_stages)
         if key not in self._known_runs:
             costs = tuple(flops[kind] + 1 for kind in self.kind_of)
             where = layout.pp * chunks, layout.tp > 1
@@ -397,11 +396,9 @@ class Prices:
             before = Counter[int]()
             for stage, run in enumerate(counts[:last]):
                 before.update({kind: (last - stage) * number for kind, number in run})
-            of_runs = tuple(tails[run] for run in kinds)
-            self._known_runs[key] = Chunks(
-                counts, kinds, of_runs, tuple(before.items()), tuple(unlike.values()),
-                tuple(stage for stage in latest.values() if stage not in unlike.values()),
-            )  # fmt: skip
+            later = tuple(stage for stage in latest.values() if stage not in unlike.values())
+            of_runs = counts, kinds, tuple(tails[run] for run in kinds)
+            self._known_runs[key] = Chunks(*of_runs, tuple(before.items()), tuple(unlike.values()), later)
         return self._known_runs[key]
 
     def _tail(self, run: Sequence[int]) -> Iterator[int]:
