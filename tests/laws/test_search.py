@@ -22,9 +22,11 @@ from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
 from samestep.optimizer_tables import OptimizerTable
 from samestep.planning import candidates, ranking, search
+from samestep.planning.bounds.data_splits import DataSplits
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Needs
 from samestep.planning.bounds.step_time import Bounds
+from samestep.planning.candidate_groups import ThinnedList, split_of
 from samestep.planning.nearest_layout import distance, nearest
 from samestep.planning.search import Plan, plan
 from samestep.program.step import StepSpec
@@ -123,16 +125,23 @@ def test_a_bound_is_never_above_what_it_bounds(
     )
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
-    least_bytes = needs.first_stage_bytes(group)
+    splits = DataSplits(prices, needs, lambda degrees: [degrees.but(**split_of(layout)._asdict())])
+    of_one = (group,), ((layout.schedule, layout.virtual_stages),), (layout.recompute,)
+    ((_, sent_s),) = splits.with_room(*of_one, float("inf"))
+    assert not list(splits.with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1))
     group_bytes, split_need = needs.group_bytes(group), needs.split_need(group, needs.stages(group), layout).total
     chunked = in_chunks(model, given_job, base, hardware)
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]
     group_s = max(bounds.group_s(replace(group, layout=replace(base, recompute=one))) for one in policies)
-    assert max(degrees_s, least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step)) <= played.step_s * (
+    assert max(
+        degrees_s, least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step, plays=True)
+    ) <= played.step_s * (1 + 1e-9)
+    waits_s = bounds.least_s(chunked, base)
+    assert max(degrees_s, sent_s, waits_s) <= played.step_s * (1 + 1e-9)
+    assert max(splits.least_bytes(*of_one), group_bytes, split_need, needs.need(step).total) <= played.peak.total * (
         1 + 1e-9
     )
-    assert max(least_bytes, group_bytes, split_need, needs.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
 @LAW
@@ -158,7 +167,7 @@ def test_a_bound_of_sharded_experts_is_never_above_what_it_bounds(data: st.DataO
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     assume(refusal_of(step) is None)
     played_s = predict(model, given_job, layout, hardware).step_s
-    assert Bounds(Prices(model, given_job, hardware)).step_s(step) <= played_s * (1 + 1e-9)
+    assert Bounds(Prices(model, given_job, hardware)).step_s(step, plays=True) <= played_s * (1 + 1e-9)
 
 
 def test_a_split_is_bounded_without_weights_in_the_hosts_memory() -> None:
@@ -222,7 +231,7 @@ def test_bounds_hold_where_communication_slows_compute(what: str, words: str) ->
     step = StepSpec.of(MODELS[what], job_of(48), layout, hardware.devices_per_node)
     prices, played = Prices(MODELS[what], job_of(48), hardware), predict(MODELS[what], job_of(48), layout, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
-    assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
+    assert bounds.step_s(step, plays=True) <= played.step_s * (1 + 1e-9)
     assert needs.need(step).total <= played.peak.total * (1 + 1e-9)
 
 
@@ -246,6 +255,7 @@ def test_shards_of_whole_gradients_are_not_counted_beside_activations() -> None:
         "dp=512 zero=3 microbatch=1 recompute=full",
         "dp=64 tp=2 cp=4 zero=3 microbatch=1",
         "dp=16 tp=8 pp=4 microbatch=1 schedule=interleaved virtual_stages=2",
+        "dp=8 tp=4 pp=12 microbatch=1 schedule=zero-bubble recompute=full",
     ],
 )
 @pytest.mark.parametrize("global_batch", [1024, 1000])
@@ -296,6 +306,35 @@ def test_bounds_of_sharded_experts_know_what_no_earlier_unit_prefetches(words: s
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
     assert closeness * played.step_s < bounds.step_s(step) <= played.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "words", ["dp=16 pp=8 microbatch=1", "dp=16 pp=8 microbatch=1 schedule=interleaved virtual_stages=2"]
+)
+def test_the_own_clock_of_a_pipeline_knows_what_neighbours_wait_for_each_other(words: str) -> None:
+    """Messages over slow links delay each turn of two neighbours, which sums of their bodies leave out."""
+    model, layout, hardware = preset("llama2-13b", 1024), Layout.parse(words), load("h100x8")
+    hardware = replace(hardware, inter=replace(hardware.inter, bytes_per_s=hardware.inter.bytes_per_s / 8))
+    given_job = Job(data={"sequence_length": 1024}, train={"global_batch": 1024}, numerics={"precision": "bf16"})
+    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
+    bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
+    assert bounds.step_s(step) < 0.98 * played.step_s
+    assert 0.995 * played.step_s < bounds.step_s(step, plays=True) <= played.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "sends"), [(words, f"{words} zero=3 accumulate=full") for words in ("dp=64", "dp=32 tp=2")]
+)
+def test_degrees_whose_states_only_shards_have_room_for_are_bounded_by_their_gathers(words: str, sends: str) -> None:
+    model, hardware = preset("mixtral-8x7b", 1024), load("h100x8")
+    given_job = Job(data={"sequence_length": 1024}, train={"global_batch": 512}, numerics={"precision": "bf16"})
+    layout, room_bytes = Layout.parse(f"{words} microbatch=1"), hardware.memory_bytes
+    thinned, prices = ThinnedList(model, given_job, hardware), Prices(model, given_job, hardware)
+    splits = DataSplits(prices, Needs(prices, 2), thinned.split_layouts)
+    of_one = (StepSpec.of(model, given_job, layout, hardware.devices_per_node),), (("1f1b", 1),), ("none",)
+    (_, sent_s), (_, roomy_s) = (next(splits.with_room(*of_one, room)) for room in (room_bytes, float("inf")))
+    played_s = predict(model, given_job, Layout.parse(f"{sends} microbatch=1"), hardware).step_s
+    assert 2 * roomy_s < sent_s <= played_s
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Accumulate, Layout, Reduce
+from samestep.layout import Accumulate, Layout, Recompute, Reduce
 from samestep.models.spec import ModelSpec
 from samestep.planning import candidates
 
@@ -77,6 +77,10 @@ class ThinnedList:
             self._known_splits[key] = tuple(split for split in every if microbatch or split.accumulate == "sharded")
         return self._known_splits[key]
 
+    def split_layouts(self, degrees: Layout) -> Iterator[Layout]:
+        """Yield the degrees with every split of the data axis."""
+        return (degrees.but(**split._asdict()) for split in self.splits(degrees, 1))
+
     def reductions(self, plain: Layout) -> Iterator[Split]:
         """Yield the words of the data axis of a split, with each way to sum its gradients."""
         return map(split_of, candidates.reductions(plain, self.hardware))
@@ -109,8 +113,9 @@ class WholeGroup(NamedTuple):
     thinned: ThinnedList
     degrees: Layout
     sized: Layout | None = None
-    """The degrees with their micro-batch, and what is computed again at least of a layout that fits; None for layouts of every
-    micro-batch."""
+    """The degrees with their micro-batch; None for layouts of every micro-batch."""
+    again: tuple[Recompute, ...] = ()
+    """What they compute again, the quickest first; every recomputation where none is named."""
     is_priced: bool = False
     """Whether their bound is that of their micro-batch."""
 
@@ -118,12 +123,21 @@ class WholeGroup(NamedTuple):
         """Yield their groups that differ only in the words of the data axis."""
         for sized in (self.sized,) if self.sized else self.thinned.sizes(self.degrees):
             splits = self.thinned.splits(self.degrees, sized.microbatch)
-            yield from (CandidateGroup(sized, words, splits) for words in self.thinned.variants(sized))
+            yield from (CandidateGroup(sized, words, splits) for words in self.variants(sized))
+
+    def variants(self, sized: Layout) -> Iterator[Mapping[str, Any]]:
+        """Yield the words of every schedule, chunk of the loss and recomputation of these layouts with a micro-batch."""
+        every = self.thinned.variants(sized)
+        return (words for words in every if not self.again or words["recompute"] in self.again)
 
     @property
     def num_layouts(self) -> int:
         """The number of them."""
-        return self.thinned.num_layouts(self.degrees, self.sized)
+        every, known = (
+            self.thinned.num_layouts(self.degrees, self.sized),
+            len(candidates.recomputations(self.thinned.model)),
+        )
+        return every * (len(self.again) or known) // known
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of them."""

@@ -5,7 +5,9 @@ Three tiers, so that millions of layouts take a few seconds:
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
                 first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then both for each micro-batch,
                 then for each schedule, then for all ways to split the data axis, then for each by its states alone, then for each;
-                a time is that of the quickest recomputation of which the memory is not known to be too large
+                a time is that of the quickest recomputation of which the memory is not known to be too large, and no less than what the
+                splits that have room with it send (`planning/bounds/data_splits.py`);
+                at last that of the pipeline's own clock, body by body (`planning/bounds/pipeline_clock.py`)
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
 
@@ -29,7 +31,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import xxhash
 
@@ -41,10 +42,12 @@ from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import gib
 from samestep.output.page.page import in_notebook
 from samestep.planning import candidates
+from samestep.planning.bounds.data_splits import DataSplits
 from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.least_memory import Need, Needs, StageHeld
+from samestep.planning.bounds.least_memory import Need, Needs
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
+from samestep.planning.open_groups import Chain, CutSequence, OpenGroup, ScheduleGroup, chunk_of, groups_of, schedule_of
 from samestep.planning.other_numerics import Saving
 from samestep.planning.rejections import Fallen, Rejection, at_least, nearest_to_fitting, whole_batch
 from samestep.planning.schedule_rules import ScheduleRules
@@ -55,50 +58,8 @@ from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
-
-
-class _Schedule(NamedTuple):
-    """Groups of a family that have the same schedule, of which the rules may refuse some splits of the data axis."""
-
-    groups: tuple[CandidateGroup, ...]
-    family: Layout
-    """Their degrees and their schedule."""
-
-
-class _Chain(NamedTuple):
-    """Candidate groups that differ only in `recompute`, fastest first; the bound of the first holds for all."""
-
-    groups: tuple[CandidateGroup, ...]
-    step: StepSpec
-    """The step of the first group, with an unsplit data axis."""
-    stages: tuple[StageHeld, ...]
-    """What its stages hold in any split."""
-
-
-class _CutSequence(NamedTuple):
-    """All layouts of degrees that are bounded by those that cut a sequence less."""
-
-    groups: tuple[WholeGroup]
-    next: tuple[Layout, ...]
-    """Degrees that bound them better, the last they themselves."""
-
-
-_Open = WholeGroup | _CutSequence | _Schedule | _Chain | Layout
-"""Entries of the search's queue, which is ordered by bounds."""
-
-
-def _schedule_of(words: Mapping[str, Any]) -> tuple[str, int]:
-    return words["schedule"], words.get("virtual_stages", 1)
-
-
-def _chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
-    return group.words["loss_chunk"], group.words["mlp_chunk"]
-
-
-def _groups_of(what: _Open) -> tuple[CandidateGroup | WholeGroup, ...]:
-    if isinstance(what, WholeGroup):
-        return (what,)
-    return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
+MUCH_LONGER = 1.25
+"""Times the bound of the whole from which on layouts that compute as much again are bounded by themselves, by what they send."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +129,7 @@ class _Search:
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
         self.thinned = ThinnedList(model, job, hardware)
+        self.splits = DataSplits(self.prices, self.needs, self.thinned.split_layouts)
         self.rules = ScheduleRules(self.builder, self.thinned)
         self._recomputations = candidates.recomputations(model)
         self.best: list[Prediction] = []
@@ -177,7 +139,7 @@ class _Search:
         self._whole_losses: dict[tuple[Layout, bool], float] = {}
         """Seconds of a step of layouts that fit without chunks of the loss, by whether they cut it by vocabulary."""
         self.played = 0
-        self._open: list[tuple[float, int, _Open]] = []
+        self._open: list[tuple[float, int, OpenGroup]] = []
         self._number = itertools.count()
 
     def run(self, devices: int, *, offload: bool = False) -> None:
@@ -199,13 +161,13 @@ class _Search:
             reason = refusal_of(self.builder.step(plain))
             if reason is None:
                 by = candidates.less_cut(degrees, self.model, self.hardware.devices_per_node)
-                self._open_cut(_CutSequence((WholeGroup(self.thinned, degrees),), by), 0.0)
+                self._open_cut(CutSequence((WholeGroup(self.thinned, degrees),), by), 0.0)
                 return
             refused.append((plain, reason))
         for plain, reason in refused:
             self._throw_out(plain, "refused", reason)
 
-    def _open_cut(self, what: _CutSequence, bound_s: float) -> None:
+    def _open_cut(self, what: CutSequence, bound_s: float) -> None:
         """Bound all layouts with these degrees by the next ones that cut a sequence no more than they do."""
         (group,), (by, *better) = what
         bound_s = max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks, by))
@@ -216,40 +178,62 @@ class _Search:
         return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and each micro-batch by the quickest recomputation that may leave room."""
+        """Bound all layouts with these degrees and each micro-batch."""
         for sized in self.thinned.sizes(group.degrees):
-            steps = self._under(self.rules.schedules(group.degrees), self._in_chunks(sized))
-            recompute, least_bytes = self.needs.quickest(steps, self._recomputations, self._room_bytes)
-            part = group._replace(sized=sized.but(recompute=recompute))
-            if self._fits(least_bytes, sized, part):
-                least_s = self.bounds.degrees_s(group.degrees.but(recompute=recompute), self._in_chunks)
-                self._put(max(bound_s, least_s), part)
+            self._open_recomputations(group._replace(sized=sized, again=self._recomputations), bound_s)
 
-    def _under(self, schedules: Sequence[Layout], steps: Sequence[StepSpec]) -> list[StepSpec]:
-        """Return the steps that differ in chunks under each schedule, without those whose first stage is that of another."""
-        if steps[0].layout.pp > 1:  # the head, which chunks of the loss cut, is in another stage
-            steps = list({(step.layout.mlp_chunk, self.prices.cut(step).flops): step for step in steps}.values())
-        words = [{"schedule": one.schedule, "virtual_stages": one.virtual_stages} for one in schedules]
-        return [step.but(layout=step.layout.but(**one)) for step in steps for one in words]
+    def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room, or first those that
+        compute no more again, where the splits with room for these send longer."""
+        sized, again = group.sized or group.degrees, group.again
+        steps = self._unlike_first(self._in_chunks(sized))
+        schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
+        enough_s = MUCH_LONGER * bound_s
+        for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, enough_s):
+            is_long = sent_s > enough_s
+            first = again[: again.index(recompute) + 1] if is_long else again  # what computes more again may send less
+            part = group._replace(sized=sized.but(recompute=recompute), again=first)
+            self._put(max(bound_s, sent_s) if is_long else bound_s, part)
+            again = again[len(first) :]
+            if not again:
+                return
+        self._throw_out_large((group._replace(again=again),), sized, self.splits.least_bytes(steps, schedules, again))
+
+    def _unlike_first(self, steps: Sequence[StepSpec]) -> Sequence[StepSpec]:
+        """Return the steps that differ in chunks, without those whose first stage is that of another."""
+        if steps[0].layout.pp == 1:
+            return steps
+        # The head, which chunks of the loss cut, is in another stage.
+        return list({(step.layout.mlp_chunk, self.prices.cut(step).flops): step for step in steps}.values())
 
     def _price(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and this micro-batch by the seconds of their micro-batches."""
-        bound_s = max(bound_s, self.bounds.least_s(self._in_chunks(group.sized or group.degrees)))
-        self._put(bound_s, group._replace(is_priced=True))
+        """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
+        sized = group.sized or group.degrees
+        least_s = self.bounds.degrees_s(group.degrees.but(recompute=sized.recompute), self._in_chunks)
+        if least_s <= max(bound_s, self._least_left_s()):
+            least_s = self.bounds.least_s(self._in_chunks(sized))
+            group = group._replace(is_priced=True)
+        self._put(max(bound_s, least_s), group)
+
+    def _least_left_s(self) -> float:
+        """Return the least bound of what is left."""
+        return self._open[0][0] if self._open else float("inf")
 
     def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
         """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
         sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
-        splits = self.thinned.splits(group.degrees, sized.microbatch)
-        for (schedule, virtual_stages), words in itertools.groupby(self.thinned.variants(sized), _schedule_of):
+        splits, steps = self.thinned.splits(group.degrees, sized.microbatch), self._in_chunks(sized)
+        for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), schedule_of):
             family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
-            what = _Schedule(tuple(CandidateGroup(sized, one, splits) for one in words), family)
-            if family in legal:
-                self._open_schedule(what, sized, bound_s)
-            else:
+            what = ScheduleGroup(tuple(CandidateGroup(sized, one, splits) for one in words), family, sized)
+            if family not in legal:
                 self._allowed(what)
+            elif sized.pp == 1:  # without stages a family has one schedule, and its bound
+                self._put(bound_s, what._replace(is_bounded=True))
+            else:
+                self._put(max(bound_s, self.bounds.least_s(steps, family)), what)
 
-    def _allowed(self, what: _Schedule) -> tuple[CandidateGroup, ...]:
+    def _allowed(self, what: ScheduleGroup) -> tuple[CandidateGroup, ...]:
         """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
         of_reason = self.rules.by_reason(what.family, what.groups[0].splits)
         legal = of_reason.pop(None, ())
@@ -265,30 +249,38 @@ class _Search:
         """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _open_schedule(self, what: _Schedule, sized: Layout, bound_s: float) -> None:
+    def _open_schedule(self, what: ScheduleGroup, bound_s: float) -> None:
         """Bound the layouts of a schedule by the quickest recomputation that may leave room."""
-        if sized.pp > 1:  # without stages a family has one schedule, and its bound
-            family = what.family.but(microbatch=sized.microbatch)
-            steps = self._in_chunks(family)
-            slower = self._recomputations[self._recomputations.index(sized.recompute) :]
-            recompute, least_bytes = self.needs.quickest(self._under((family,), steps), slower, self._room_bytes)
-            if least_bytes > self._room_bytes:
-                self._throw_out_large(what.groups, sized, least_bytes)
-                return
-            steps = [step.but(layout=step.layout.but(recompute=recompute)) for step in steps]
-            bound_s = max(bound_s, self.bounds.schedule_s(steps))
-        self._put(bound_s, what)
+        sized, family = what.sized, what.family
+        steps = self._in_chunks(family.but(microbatch=sized.microbatch))
+        slower = self._recomputations[self._recomputations.index(sized.recompute) :]
+        schedules = [(family.schedule, family.virtual_stages)]
+        unlike = self._unlike_first(steps)
+        found = next(self.splits.with_room(unlike, schedules, slower, self._room_bytes, bound_s), None)
+        if found is None:
+            self._throw_out_large(what.groups, sized, self.splits.least_bytes(unlike, schedules, slower))
+            return
+        steps = [step.but(layout=step.layout.but(recompute=found[0])) for step in steps]
+        self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
-        """Bound the first group that fits; the later ones take longer."""
+        """Bound the first group that fits; the later ones take longer, unless the splits with room for it send longer than it computes."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
-            if not self._fits(self.needs.first_stage_bytes(step), group.sized, group):
+            words = step.layout
+            of_one = (step,), ((words.schedule, words.virtual_stages),), (words.recompute,)
+            found = next(self.splits.with_room(*of_one, self._room_bytes, bound_s), None)
+            if found is None:
+                self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
                 continue
             stages = self.needs.stages(step)
-            if self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
-                self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:], step, stages))
+            if not self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
+                continue
+            least_s = max(bound_s, self.bounds.group_s(step))
+            if found[1] <= least_s:
+                self._put(least_s, Chain(groups[number:], step, stages))
                 return
+            self._put(found[1], Chain(groups[number : number + 1], step, stages))
 
     def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
         if needed > self._room_bytes:
@@ -301,7 +293,7 @@ class _Search:
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
         self.fallen.append(Fallen(groups, "memory", f"{reason}{whole_batch(sized, self.job)}", needed))
 
-    def _open_splits(self, chain: _Chain, bound_s: float) -> None:
+    def _open_splits(self, chain: Chain, bound_s: float) -> None:
         """Bound each layout of a chain's first group whose states leave room."""
         group, too_large = chain.groups[0], list[tuple[Split, Need]]()
         for split, layout in zip(group.splits, group.layouts(), strict=True):
@@ -330,12 +322,12 @@ class _Search:
         reason = f"{at_least(need, needed, self.hardware)}{whole_batch(group.sized, self.job)}"
         self.fallen.append(Fallen((group,), "memory", reason, needed))
 
-    def _put(self, bound_s: float, what: _Open) -> None:
+    def _put(self, bound_s: float, what: OpenGroup) -> None:
         heapq.heappush(self._open, (bound_s, next(self._number), what))
 
-    def _look(self, bound_s: float, _: int, what: _Open) -> None:
+    def _look(self, bound_s: float, _: int, what: OpenGroup) -> None:
         """Bound the parts of what was bounded as a whole, or play a layout."""
-        if isinstance(what, _CutSequence):
+        if isinstance(what, CutSequence):
             self._open_cut(what, bound_s)
         elif isinstance(what, WholeGroup) and what.sized is None:
             self._open_sizes(what, bound_s)
@@ -343,16 +335,19 @@ class _Search:
             self._price(what, bound_s)
         elif isinstance(what, WholeGroup):
             self._open_schedules(what, bound_s)
-        elif isinstance(what, _Schedule):
-            for _chunk, groups in itertools.groupby(self._allowed(what), _chunk_of):
+        elif isinstance(what, ScheduleGroup) and not what.is_bounded:
+            self._open_schedule(what, bound_s)
+        elif isinstance(what, ScheduleGroup):
+            for _chunk, groups in itertools.groupby(self._allowed(what), chunk_of):
                 self._open_chain(tuple(groups), bound_s)
-        elif isinstance(what, _Chain):
+        elif isinstance(what, Chain):
             self._open_splits(what, bound_s)
             self._open_chain(what.groups[1:], bound_s)
         else:
-            self._play(what)
+            self._play(what, bound_s)
 
-    def _play(self, layout: Layout) -> None:
+    def _play(self, layout: Layout, bound_s: float) -> None:
+        """Play a layout, unless the pipeline's own clock finds that others come first."""
         step, without_chunks = self.builder.step(layout), layout.but(loss_chunk=None)
         whole = without_chunks, step.cuts_loss  # of which chunks only save memory
         if layout.loss_chunk and (whole_s := self._whole_losses.get(whole)) is not None:
@@ -362,6 +357,9 @@ class _Search:
         rest = (without_chunks, self.prices.runs(step).counts)
         if (known := self._too_large.get(rest)) is not None:
             self._throw_out(layout, "memory", *known)
+            return
+        if (least_s := self.bounds.step_s(step, plays=True)) > max(bound_s, self._least_left_s()):
+            self._put(least_s, layout)
             return
         self.played += 1
         try:
@@ -391,7 +389,7 @@ class _Search:
         for bound_s, _, what in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
-            self.fallen.append(Fallen(_groups_of(what), rule, reason))
+            self.fallen.append(Fallen(groups_of(what), rule, reason))
 
 
 def plan(

@@ -61,8 +61,12 @@ class Chunks(NamedTuple):
     """Kind of each layer."""
     tails: tuple[tuple[int, ...], ...]
     """Kinds of the last layers, from the end to the last block."""
+    before: tuple[tuple[int, int], ...]
+    """The number of layers of each kind in the first runs of the stages before each stage, added up over all stages."""
     unlike: tuple[int, ...]
     """The first of each set of equal stages, which holds most activations, and the last stage."""
+    latest: tuple[int, ...]
+    """The last of each such set of several stages, which defers most gradients of weights where a backward is split."""
 
 
 class _RankLayers(NamedTuple):
@@ -123,7 +127,7 @@ class Prices:
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._ideal = without_fixed_costs(hardware)
-        self._numbers = sorted(Counter(self.kind_of).items())
+        self.numbers = sorted(Counter(self.kind_of).items())
         self._known_cuts: dict[tuple[object, ...], _RankLayers] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Mapping[str, int], dict[int, _Uses]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
@@ -368,27 +372,33 @@ class Prices:
         key = step.layout.cuts
         if key not in self._known_trained:
             held, trained = self.cut(step).weights, Sizes._fields.index("trained") - Sizes._fields.index("weights")
-            self._known_trained[key] = sum(number * held[kind][trained] for kind, number in self._numbers)
+            self._known_trained[key] = sum(number * held[kind][trained] for kind, number in self.numbers)
         return self._known_trained[key]
 
     def _whole(self, kinds: Sequence[Parts]) -> Parts:
-        return total([multiple(kinds[kind], number) for kind, number in self._numbers])
+        return total([multiple(kinds[kind], number) for kind, number in self.numbers])
 
-    def runs(self, step: StepSpec) -> Chunks:
-        """Divide the layers into runs, balanced by the FLOPs that a rank computes of each layer."""
+    def runs(self, step: StepSpec, virtual_stages: int | None = None) -> Chunks:
+        """Divide the layers into runs, balanced by the FLOPs that a rank computes of each layer; of the step's virtual stages or others."""
         flops, layout = self.cut(step).flops, step.layout
-        key = (flops, layout.pp, layout.virtual_stages)
+        key = flops, layout.pp, (chunks := virtual_stages or layout.virtual_stages)
         if key not in self._known_runs:
             costs = tuple(flops[kind] + 1 for kind in self.kind_of)
-            where = layout.pp * layout.virtual_stages, layout.tp > 1
+            where = layout.pp * chunks, layout.tp > 1
             runs = balance_chunks(costs, starts(self.model, *where), where[0], elements_sent_before(self.model, *where))
             kinds = tuple(tuple(self.kind_of[layer] for layer in run) for run in runs)
             known = {run: tuple(sorted(Counter(run).items())) for run in set(kinds)}
             counts = tuple(known[run] for run in kinds)
             last = layout.pp - 1
             unlike = {(counts[stage :: layout.pp], stage == last): stage for stage in reversed(range(layout.pp))}
+            latest = {(counts[stage :: layout.pp], stage == last): stage for stage in range(layout.pp)}
             tails = {run: tuple(self._tail(run)) for run in known}
-            self._known_runs[key] = Chunks(counts, kinds, tuple(tails[run] for run in kinds), tuple(unlike.values()))
+            before = Counter[int]()
+            for stage, run in enumerate(counts[:last]):
+                before.update({kind: (last - stage) * number for kind, number in run})
+            later = tuple(stage for stage in latest.values() if stage not in unlike.values())
+            of_runs = counts, kinds, tuple(tails[run] for run in kinds)
+            self._known_runs[key] = Chunks(*of_runs, tuple(before.items()), tuple(unlike.values()), later)
         return self._known_runs[key]
 
     def _tail(self, run: Sequence[int]) -> Iterator[int]:

@@ -49,19 +49,6 @@ class StageHeld(NamedTuple):
     """Least bytes of activations at its peak."""
 
 
-class _FirstStage(NamedTuple):
-    """The first stage of a step, and what it holds whatever is computed again."""
-
-    step: StepSpec
-    in_flight: tuple[tuple[int, int], ...]
-    """Kinds of its layers, and the samples of which these keep activations, layer by layer, at its fullest."""
-    states: float
-    """Least bytes of states."""
-    other_states: float
-    """The part of them, in bytes, that is there before the backward, with what may be on the host."""
-    on_host: float
-
-
 class _AtBackward(NamedTuple):
     """Bytes of a layer's units while it goes backward."""
 
@@ -88,7 +75,7 @@ class Needs:
 
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
-        self._known_weights: dict[tuple[object, ...], Sizes] = {}
+        self._known_kept: dict[tuple[object, ...], float] = {}
 
     def _on_host(self, step: StepSpec) -> float:
         """Return at least the bytes of weights that may be on the host: no bound counts them."""
@@ -97,58 +84,27 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def first_stage_bytes(self, step: StepSpec) -> float:
-        """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage, by what the
-        first stage keeps of the samples in flight."""
-        return self.quickest((step,), (step.layout.recompute,), 0.0)[1]
+    def first_kept(self, step: StepSpec, virtual_stages: int, counts: tuple[int, ...], recompute: Recompute) -> float:
+        """Return the least bytes of activations that the first stage keeps of a sample of so many micro-batches in flight in each chunk."""
+        key = step.layout.cuts, step.layout.pp, virtual_stages, counts, recompute
+        if key not in self._known_kept:
+            runs = self.prices.runs(step, virtual_stages).counts[:: step.layout.pp]
+            kinds = self.prices.sizes(step, recompute)
+            self._known_kept[key] = sum(
+                count * number * kinds[kind].kept
+                for count, run in zip(counts, runs, strict=True)
+                for kind, number in run
+            )
+        return self._known_kept[key]
 
-    def quickest(
-        self, steps: Sequence[StepSpec], recomputations: Sequence[Recompute], room_bytes: float
-    ) -> tuple[Recompute, float]:
-        """Return the quickest recomputation with which the first stage of some step may have room, and its bytes; where none has, the last
-        and the least bytes of all.
-
-        Args:
-            steps: steps with an unsplit data axis.
-            recomputations: what each of them may compute again, the quickest first.
-            room_bytes: what a rank may hold.
-        """
-        firsts: list[_FirstStage] = []
-        recompute, least = recomputations[-1], float("inf")
-        for recompute, number in itertools.product(recomputations, range(len(steps))):
-            if number == len(firsts):
-                firsts.append(self._first_stage(smallest(steps[number])))
-            first = firsts[number]
-            sizes = self.prices.sizes(first.step, recompute)
-            kept = sum(samples * sizes[kind].kept for kind, samples in first.in_flight)
-            least = min(least, max(0.0, first.states, first.other_states + kept - first.on_host))
-            if least <= room_bytes:
-                break
-        return recompute, least
-
-    def _first_stage(self, step: StepSpec) -> _FirstStage:
-        layout, runs = step.layout, self.prices.runs(step).counts[:: step.layout.pp]
-        held = in_flight(layout.schedule, 0, layout.pp, step.num_microbatches, layout.virtual_stages)
-        samples = [
-            (kind, step.microbatch_samples * count * number)
-            for count, run in zip(held.counts, runs, strict=True)
-            for kind, number in run
-        ]
-        mine = self._first_weights(step, runs)
-        states, gradients = self._least_states(step, mine, least_updated(step, mine))
-        on_host = self._on_host(step)
-        return _FirstStage(step, tuple(samples), states - on_host, states - gradients, on_host)
-
-    def _first_weights(self, step: StepSpec, runs: Sequence[tuple[tuple[int, int], ...]]) -> Sizes:
+    def first_weights(self, step: StepSpec, virtual_stages: int) -> Sizes:
         """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
-        key = step.layout.cuts, step.layout.pp, step.layout.virtual_stages
-        if key not in self._known_weights:
-            held, sums = self.prices.cut(step).weights, [0.0] * len(Sizes._fields)
-            for kind, number in itertools.chain.from_iterable(runs):
-                for place, size in enumerate(held[kind], len(sums) - len(held[kind])):
-                    sums[place] += number * size
-            self._known_weights[key] = Sizes._make(sums)
-        return self._known_weights[key]
+        runs = self.prices.runs(step, virtual_stages).counts[:: step.layout.pp]
+        held, sums = self.prices.cut(step).weights, [0.0] * len(Sizes._fields)
+        for kind, number in itertools.chain.from_iterable(runs):
+            for place, size in enumerate(held[kind], len(sums) - len(held[kind])):
+                sums[place] += number * size
+        return Sizes._make(sums)
 
     def group_bytes(self, step: StepSpec) -> float:
         """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
@@ -159,8 +115,13 @@ class Needs:
         step = smallest(step)
         return tuple(
             StageHeld(self.prices.stage_sizes(step, stage), self._activations(step, stage, None)[0])
-            for stage in self.prices.runs(step).unlike
+            for stage in self._unlike(step)
         )
+
+    def _unlike(self, step: StepSpec) -> tuple[int, ...]:
+        """Return the stages of which one holds most."""
+        runs = self.prices.runs(step)
+        return (*runs.unlike, *runs.latest) if step.splits_backward else runs.unlike
 
     def stages_bytes(self, step: StepSpec, stages: Sequence[StageHeld]) -> float:
         """Bound the memory, in bytes, of all layouts whose stages have these sizes."""
@@ -178,23 +139,24 @@ class Needs:
             stages: the sizes of the group's stages.
             split: the layout.
         """
-        return max((self._split_need(step, stage, split) for stage in stages), key=lambda need: need.total)
+        every = (self.split_needs(step, stage.sizes, stage.kept, split) for stage in stages)
+        return max(itertools.chain.from_iterable(every), key=lambda need: need.total)
 
-    def _split_need(self, step: StepSpec, stage: StageHeld, split: Layout) -> Need:
-        mine, master, on_host = stage.sizes, BYTES_OF[step.master_dtype], self._on_host(step)
+    def split_needs(self, step: StepSpec, mine: Sizes, kept: float, split: Layout) -> tuple[Need, ...]:
+        """Bound the memory of a stage with these weights that keeps so many bytes of activations, at each moment that may be its fullest."""
+        master, on_host = BYTES_OF[step.master_dtype], self._on_host(step)
         shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
         if split.zero < 2:
             states = self._whole_states(step, mine, split.zero, shards, experts)
-            return Need(states - on_host, stage.kept, 0.0, mine.trained * master)
+            return (Need(states - on_host, kept, 0.0, mine.trained * master),)
         updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained / experts
         states, gradients = self._least_states(step, mine, updated)
         gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if split.zero == 2 else 0.0
-        need = Need(states - on_host, stage.kept, gathered, gradients)
+        need = Need(states - on_host, kept, gathered, gradients)
         if split.accumulate != "full" or step.num_microbatches == 1:
-            return need
+            return (need,)
         whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
-        added_up = Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
-        return max(need, added_up, key=lambda one: one.total)
+        return need, Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
 
     def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
         """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
@@ -209,7 +171,7 @@ class Needs:
     def need(self, step: StepSpec) -> Need:
         """Bound the memory of a layout, at the stage that needs most; among equal stages that is the first."""
         step = smallest(step)
-        return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
+        return max((self._need_of(step, stage) for stage in self._unlike(step)), key=lambda need: need.total)
 
     def _need_of(self, step: StepSpec, stage: int) -> Need:
         mine = self.prices.stage_sizes(step, stage)

@@ -41,7 +41,7 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
     found, most = InFlight((0,) * chunks, None, 0, 0, None), 0
     has_freed = False
     at: InFlight | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
-    for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
+    for kind, microbatch, chunk in order_of(schedule, stage, num_stages, microbatches, chunks):
         if kind is TaskKind.FORWARD:
             begun = max(begun, microbatch)
             counts[chunk] += 1
@@ -71,7 +71,7 @@ def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: 
     Counted from the moment at which every chunk has run a backward until the backward of the last micro-batch.
     """
     counts, most, gone_back = [0] * chunks, (0,) * chunks, set[int]()
-    for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
+    for kind, microbatch, chunk in order_of(schedule, stage, num_stages, microbatches, chunks):
         if kind is TaskKind.BACKWARD:
             if microbatch == microbatches - 1:
                 break
@@ -87,7 +87,7 @@ def after_last_backward(
     schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int
 ) -> tuple[Action, ...]:
     """Return the actions of a stage after its last backward: the weight-gradient tasks that the schedule defers."""
-    order = _order(schedule, stage, num_stages, microbatches, chunks)
+    order = order_of(schedule, stage, num_stages, microbatches, chunks)
     after = itertools.takewhile(lambda action: action.kind is not TaskKind.BACKWARD, reversed(order))
     return tuple(after)[::-1]
 
@@ -97,11 +97,12 @@ def forwards_after_backwards(schedule: str, stage: int, num_stages: int, microba
     """Return how many forwards of a stage follow a backward at once."""
     if num_stages == 1:
         return microbatches - 1
-    kinds = [action.kind for action in _order(schedule, stage, num_stages, microbatches, chunks)]
+    kinds = [action.kind for action in order_of(schedule, stage, num_stages, microbatches, chunks)]
     turn = TaskKind.BACKWARD, TaskKind.FORWARD
     return sum(pair == turn for pair in itertools.pairwise(kinds))
 
 
 @functools.lru_cache(maxsize=2**10)
-def _order(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> schedules.Order:
+def order_of(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> schedules.Order:
+    """Return the order of a stage."""
     return schedules.order(schedule, stage, num_stages, microbatches, chunks)

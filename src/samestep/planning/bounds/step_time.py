@@ -9,6 +9,7 @@ Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before 
     T >= n c / p, c the least seconds of a sample         for all layouts with these degrees, of n samples a rank
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    for all layouts with these degrees and this micro-batch
     T >= m c_i + c_1 + ... + c_(i-1)                      for one schedule; with several runs a stage, their first ones
+                                                          first on average over the stages, and then of each
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
@@ -24,14 +25,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from samestep.layout import Layout
-from samestep.planning.bounds.body_seconds import BodyBounds, least_reduced_bytes
+from samestep.planning.bounds import pipeline_clock
+from samestep.planning.bounds.body_seconds import BodyBounds, BodySeconds, least_reduced_bytes
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes
-from samestep.planning.bounds.pipeline_order import after_last_backward
+from samestep.planning.bounds.pipeline_clock import RunSeconds
+from samestep.planning.bounds.pipeline_order import after_last_backward, order_of
 from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
-from samestep.schedules import DEFAULT
+from samestep.schedules import DEFAULT, SCHEDULES
+from samestep.simulation.collectives import collective_s, group_of
 from samestep.simulation.cost import UPDATE_PASSES
 
 
@@ -82,6 +86,7 @@ class Bounds:
         self.prices, self.hardware = prices, prices.hardware
         self.bodies = BodyBounds(prices)
         self._known_times: dict[tuple[object, ...], _Times] = {}
+        self._known_plays: dict[tuple[object, ...], _Times] = {}
         self._known_samples: dict[tuple[object, ...], tuple[float, StepSpec]] = {}
 
     def degrees_s(
@@ -107,21 +112,28 @@ class Bounds:
         updated = self.prices.whole_trained(step.but(layout=priced)) / degrees.dp_cp_size / degrees.pp
         return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
-    def least_s(self, steps: Sequence[StepSpec]) -> float:
+    def least_s(self, steps: Sequence[StepSpec], family: Layout | None = None) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch that compute as much again, or more;
         `steps` as in `schedule_s`.
 
-        Computed for no split backward, since that saves no time.
+        Computed for no split backward, since that saves no time. With a family, of all those with its schedule, whose stages wait for the
+        first forwards of the stages before them and, where no backward is split, end before the last backwards of these.
         """
-        return min(map(self._least_s, _unlike(steps)))
+        return min(self._least_s(step, family) for step in _unlike(steps))
 
-    def _least_s(self, step: StepSpec) -> float:
+    def _least_s(self, step: StepSpec, family: Layout | None) -> float:
         step = smallest(step)
         if step.splits_backward:
             step = step.but(layout=step.layout.but(schedule=DEFAULT))
         pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
         sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
         busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
+        if family:
+            kinds, splits = self.prices.seconds(step), SCHEDULES[family.schedule].splits_backward
+            busy_s += sum(
+                number * (kinds[kind].forward_s + (0.0 if splits else kinds[kind].backward_s))
+                for kind, number in self.prices.runs(step, family.virtual_stages).before
+            )
         trained = self.prices.whole_trained(step)
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
 
@@ -152,10 +164,12 @@ class Bounds:
         updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
         return max(self._times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
-    def step_s(self, step: StepSpec) -> float:
-        """Bound the step time of one layout, in seconds."""
+    def step_s(self, step: StepSpec, *, plays: bool = False) -> float:
+        """Bound the step time of one layout, in seconds; with `plays` by the pipeline's own clock too."""
         step = smallest(step)
         times, runs, pp = self._times(step), self.prices.runs(step), step.layout.pp
+        if plays and pp > 1:
+            times = _later(times, self._played_times(step))
         traffic: dict[tuple[object, ...], _DataTraffic] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
@@ -242,6 +256,42 @@ class Bounds:
                 last_s[run] = forward_s
             last_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
         return _Times(tuple(last_s), tuple(ends_s))
+
+    def _played_times(self, step: StepSpec) -> _Times:
+        """Bound the times of a pipeline by its own clock, once for all ways to split the data axis where bodies wait for no gather."""
+        layout, (larger, rest) = step.layout, larger_twin(step)
+        key: tuple[object, ...] = (
+            *self.prices.key(step), step.num_microbatches, rest, layout.schedule, layout.pp, layout.virtual_stages,
+        )  # fmt: skip
+        if self.bodies.gathers(step):
+            key = *key, layout.dp_replicate, layout.zero, layout.accumulate
+        if key not in self._known_plays:
+            pp, m, chunks = layout.pp, step.num_microbatches, layout.virtual_stages
+            small = self.bodies.of_runs(step)
+            large = self.bodies.of_runs(larger) if rest else small
+            runs = [self._seconds_of(one, more, rest, m, step) for one, more in zip(small, large, strict=True)]
+            sends_s = [self._send_s(step, stage) for stage in range(pp)]
+            orders = [order_of(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
+            complete_s, ends_s = pipeline_clock.play(orders, runs, sends_s)
+            last_s = [ends[m - 1] - run.last_s for ends, run in zip(complete_s, small, strict=True)]
+            self._known_plays[key] = _Times(tuple(last_s), tuple(ends_s))
+        return self._known_plays[key]
+
+    @staticmethod
+    def _seconds_of(one: BodySeconds, more: BodySeconds, rest: int, m: int, step: StepSpec) -> RunSeconds:
+        """Return the seconds of each micro-batch of a run, of which the first ones may have one sample more."""
+        forward_s, backward_s, weight_s = (
+            [getattr(more, name)] * rest + [getattr(one, name)] * (m - rest)
+            for name in ("forward_s", "backward_s", "weight_s")
+        )
+        forward_s[0] = more.first_s
+        (weight_s if step.splits_backward else backward_s)[m - 1] = one.last_s
+        return RunSeconds(forward_s, backward_s, weight_s)
+
+    def _send_s(self, step: StepSpec, stage: int) -> float:
+        """Return the least seconds of a message from a stage to the next one."""
+        group = group_of("pp", step.layout.pp, step.but(stage=stage), self.hardware)
+        return collective_s(OpKind.SEND, self.prices.sent_bytes(step), group, self.hardware)
 
     def _waits(self, step: StepSpec) -> bool:
         """Return whether a forward may wait for an all_gather of weights that overlaps with it (zero >= 1)."""
@@ -399,6 +449,11 @@ class Bounds:
             return mine.trained
         whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_expert")
         return whole / step.layout.num_shards + mine.expert_trained / holders
+
+
+def _later(one: _Times, other: _Times) -> _Times:
+    """Return the later of two bounds of each time."""
+    return _Times(*(tuple(map(max, mine, others)) for mine, others in zip(one, other, strict=True)))
 
 
 def _reduced_s(begun_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:

@@ -1,0 +1,279 @@
+"""The ways to split the data axis as the first stage of a pipeline sees them: what room each leaves for activations, and how long it sends.
+
+A split that shards weights has room where others have none, and gathers them for every micro-batch. So the quickest step of some degrees
+is no quicker than the quickest split that has room with what is in flight:
+
+    T >= min over splits of (a + m b) / p    a seconds are sent once a step by all p stages, b for each of m micro-batches
+
+Bytes count alone here, on links without latencies: what stages send on average, one of them sends at least. Splits that the rules refuse are
+among the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from samestep.layout import Layout, Recompute
+from samestep.planning.bounds.body_seconds import least_reduced_bytes
+from samestep.planning.bounds.layer_costs import Prices, smallest, without_fixed_costs
+from samestep.planning.bounds.layer_kinds import Sizes
+from samestep.planning.bounds.least_memory import Needs
+from samestep.planning.bounds.pipeline_order import in_flight
+from samestep.program.ops import BYTES_OF, OpKind
+from samestep.program.step import StepSpec
+from samestep.simulation.collectives import collective_s, group_of
+
+_MANY = 2**50
+"""Bytes by which the rate of a link is found."""
+
+
+class _FirstStage(NamedTuple):
+    """The first stage of a pipeline, which keeps activations of most samples."""
+
+    step: StepSpec
+    virtual_stages: int
+    in_flight: tuple[int, ...]
+    """Micro-batches in flight at its fullest, in each virtual stage."""
+    samples: int
+    """Samples of the smallest micro-batch."""
+    held: _Held
+    seconds: Sequence[tuple[float, int]]
+    """Least seconds of communication of each split, the quickest first, with its number."""
+
+
+class _Held(NamedTuple):
+    """Least bytes of what a first stage holds in each split of the data axis."""
+
+    of_splits: list[tuple[float, float]]
+    """All states, and the part of them that is there beside all activations, with gathered weights."""
+    least_others: float
+    """The least of these parts."""
+
+
+class _Way(NamedTuple):
+    """A split of the data axis, with the seconds that a byte takes over its axes."""
+
+    split: Layout
+    element_bytes: int
+    """Least bytes of a gradient's element."""
+    shared_s: float
+    """A gather, or a reduction, over the ranks that share a weight."""
+    experts_s: float
+    """Over those that share an expert-sharded one."""
+    replicas_s: float
+
+
+class _Sent(NamedTuple):
+    """Elements and bytes of the weights of all layers, of which experts are the other part."""
+
+    trained: float
+    """Elements."""
+    master: float
+    """Bytes of masters that zero=1 gathers."""
+    gathered: float
+    """Bytes that zero=2 and 3 gather with their layers."""
+    again: float
+    """Those that zero=3 gathers again for the backward, where gradients are sent at all."""
+    scattered: float
+    """Elements of their gradients."""
+
+
+class _Streams(NamedTuple):
+    """Least seconds of communication over the data axes: of weights that every rank has once a step and in each micro-batch, of
+    expert-sharded ones likewise, and of what replicas add up."""
+
+    own_s: float
+    own_each_s: float
+    experts_s: float
+    experts_each_s: float
+    replicas_s: float
+
+    def of_one_in(self, stages: int) -> _Streams:
+        """Return what one of so many stages sends on average."""
+        return _Streams._make(one / stages for one in self)
+
+
+class DataSplits:
+    """Lower bounds of what layouts of one model, job and machine send over the data axes, by what their memory has room for."""
+
+    def __init__(self, prices: Prices, needs: Needs, splits: Callable[[Layout], Iterable[Layout]]) -> None:
+        self.prices, self.needs, self._splits = prices, needs, splits
+        self._ideal = without_fixed_costs(prices.hardware)
+        self._known_ways: dict[tuple[object, ...], list[_Way]] = {}
+        self._known_sent: dict[tuple[object, ...], tuple[_Sent, _Sent]] = {}
+        self._known_streams: dict[tuple[object, ...], list[_Streams]] = {}
+        self._known_seconds: dict[tuple[object, ...], list[tuple[float, int]]] = {}
+        self._known_held: dict[tuple[object, ...], _Held] = {}
+
+    def with_room(
+        self,
+        steps: Sequence[StepSpec],
+        schedules: Sequence[tuple[str, int]],
+        recomputations: Sequence[Recompute],
+        room_bytes: float,
+        enough_s: float = 0.0,
+    ) -> Iterator[tuple[Recompute, float]]:
+        """Yield each recomputation with which the first stage may have room in some split of the data axis, with the least seconds of
+        communication of such splits.
+
+        Args:
+            steps: steps with an unsplit data axis, which differ in chunks alone.
+            schedules: the schedules of each of them, with their virtual stages.
+            recomputations: what each of them may compute again.
+            room_bytes: what a rank may hold.
+            enough_s: seconds of communication below which it does not matter how few they are.
+        """
+        firsts = self._firsts(steps, schedules)
+        for recompute in recomputations:
+            sent_s = float("inf")
+            for first in firsts:
+                kept = self._kept(first, recompute)
+                if first.held.least_others + kept > room_bytes:
+                    continue
+                for took_s, number in first.seconds:
+                    states, others = first.held.of_splits[number]
+                    if states <= room_bytes and others + kept <= room_bytes:
+                        sent_s = min(sent_s, took_s)
+                        break
+                if sent_s <= enough_s:
+                    break
+            if sent_s < float("inf"):
+                yield recompute, sent_s
+
+    def least_bytes(
+        self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]], recomputations: Sequence[Recompute]
+    ) -> float:
+        """Return the least bytes of the first stage in any split of the data axis; arguments as in `with_room`."""
+        return min(
+            max(states, others + self._kept(first, recompute))
+            for first in self._firsts(steps, schedules)
+            for recompute in recomputations
+            for states, others in first.held.of_splits
+        )
+
+    def _firsts(self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]]) -> list[_FirstStage]:
+        firsts: list[_FirstStage] = []
+        for step in steps:
+            pp, m, samples, seconds = (
+                step.layout.pp,
+                step.num_microbatches,
+                smallest(step).microbatch_samples,
+                self._seconds(step),
+            )
+            for schedule, chunks in schedules:
+                counts = in_flight(schedule, 0, pp, m, chunks).counts
+                firsts.append(_FirstStage(step, chunks, counts, samples, self._held(step, chunks), seconds))
+        return firsts
+
+    def _kept(self, first: _FirstStage, recompute: Recompute) -> float:
+        """Return the least bytes of activations of a first stage at its fullest."""
+        return first.samples * self.needs.first_kept(first.step, first.virtual_stages, first.in_flight, recompute)
+
+    def _held(self, step: StepSpec, virtual_stages: int) -> _Held:
+        """Return what the first stage holds at least in each split."""
+        layout = step.layout
+        key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload
+        if key not in self._known_held:
+            held: list[tuple[float, float]] = []
+            weights = self.needs.first_weights(step, virtual_stages)
+            for way in self._ways(step):
+                need, *more = self.needs.split_needs(step, weights, 0.0, way.split)
+                states = max(need.states, *(one.total for one in more)) if more else need.states
+                held.append((states, need.states - need.gradients + need.gathered))
+            self._known_held[key] = _Held(held, min(others for _, others in held))
+        return self._known_held[key]
+
+    def _ways(self, step: StepSpec) -> list[_Way]:
+        layout = step.layout
+        key = layout.tp, layout.cp, layout.ep, layout.pp, layout.dp
+        if key not in self._known_ways:
+            every = self._splits(layout)
+            self._known_ways[key] = [self._way(step.but(layout=split), split) for split in every]
+        return self._known_ways[key]
+
+    def _way(self, step: StepSpec, split: Layout) -> _Way:
+        sent = least_reduced_bytes(step)
+
+        def rate(kind: OpKind, axis: str) -> float:
+            ranks = step.ranks.axes[axis].size if axis in step.ranks.axes else 1
+            if ranks == 1:
+                return 0.0
+            return collective_s(kind, _MANY, group_of(axis, ranks, step, self._ideal), self._ideal) / _MANY
+
+        if split.zero:
+            of_replicas_s = rate(OpKind.ALL_REDUCE, "dp_replicate")
+            return _Way(
+                split, sent, rate(OpKind.ALL_GATHER, "dp_shard"), rate(OpKind.ALL_GATHER, "dp_expert"), of_replicas_s
+            )
+        shared_s = rate(OpKind.ALL_REDUCE, "dp_replicate")
+        if split.reduce == "hierarchical":
+            inside = step.ranks.axes["dp_intra"].size if "dp_intra" in step.ranks.axes else 1
+            shared_s = max(2 * rate(OpKind.ALL_GATHER, "dp_intra"), rate(OpKind.ALL_REDUCE, "dp_inter") / inside)
+        experts_s = rate(OpKind.ALL_REDUCE, "dp_expert") if split.borrows_data_ranks else 0.0
+        return _Way(split, sent, shared_s, experts_s, 0.0)
+
+    def _seconds(self, step: StepSpec) -> list[tuple[float, int]]:
+        """Return the least seconds of communication of each split, the quickest first, with their numbers."""
+        layout, m = step.layout, step.num_microbatches
+        key = layout.cuts[:-2], layout.pp, layout.dp, m
+        if key not in self._known_seconds:
+            if key[:-1] not in self._known_streams:
+                sent, pp = self._sent(step), layout.pp
+                self._known_streams[key[:-1]] = [
+                    self._streams(way, *sent, step).of_one_in(pp) for way in self._ways(step)
+                ]
+            took_s = [
+                max(own_s + m * own_each_s, experts_s + m * experts_each_s, replicas_s)
+                for own_s, own_each_s, experts_s, experts_each_s, replicas_s in self._known_streams[key[:-1]]
+            ]
+            self._known_seconds[key] = sorted(zip(took_s, itertools.count(), strict=False))
+        return self._known_seconds[key]
+
+    def _streams(self, way: _Way, own: _Sent, experts: _Sent, step: StepSpec) -> _Streams:
+        """Return the least seconds of communication of all stages."""
+        split, size, overlaps = way.split, way.element_bytes, self.prices.hardware.overlap
+        parts = ((own, way.shared_s), (experts, way.experts_s))
+        if not split.zero:
+            first_s, second_s = (part.trained * size * rate_s for part, rate_s in parts)
+            return _Streams(first_s, 0.0, second_s, 0.0, 0.0)
+        holders = max(1, split.num_shards // split.ep)
+        replicas_s = (own.trained / split.num_shards + experts.trained / holders) * size * way.replicas_s
+        once_s, each_s = [0.0, 0.0], [0.0, 0.0]
+        for number, (part, rate_s) in enumerate(parts):
+            gathers_s, scatters_s = rate_s * part.gathered, rate_s * part.scattered * size
+            if split.zero == 1:
+                gathers_s, scatters_s = rate_s * part.master, rate_s * part.trained * size
+                together_s = gathers_s + scatters_s if overlaps and not step.sharing.trains_apart else 0.0
+                once_s[number] = max(together_s, gathers_s, scatters_s)
+                continue
+            if split.zero == 3:
+                each_s[number] = gathers_s + rate_s * part.again * bool(size)
+            else:
+                once_s[number] = gathers_s
+            (each_s if split.accumulate == "sharded" else once_s)[number] += scatters_s
+        return _Streams(once_s[0], each_s[0], once_s[1], each_s[1], replicas_s)
+
+    def _sent(self, step: StepSpec) -> tuple[_Sent, _Sent]:
+        """Return what is sent of the weights that every rank has, and of expert-sharded ones."""
+        key = step.layout.cuts[:-2]
+        if key not in self._known_sent:
+            first = Sizes._fields.index("weights")
+            sums = [[0.0] * 5, [0.0] * 5]
+            master, compute = BYTES_OF[step.master_dtype], BYTES_OF[step.compute_dtype]
+            for kind, number in self.prices.numbers:
+                layer = self.prices.few.layers[kind]
+                one = Sizes._make((*(0.0,) * first, *self.prices.cut(step).weights[kind]))
+                reads = layer.is_block and layer.backward_reads_weights and kind != self.prices.kind_of[-1]
+                parts = (
+                    (one.trained - one.expert_trained, one.apart - one.expert_apart, one.in_units, one.units_trained),
+                    (one.expert_trained, one.expert_apart, one.expert_in_units, one.expert_units_trained),
+                )
+                for total, (trained, apart, gathered, scattered) in zip(sums, parts, strict=True):
+                    masters = (trained - apart) * master + apart * compute
+                    again = gathered if reads and scattered else 0.0
+                    for place, size in enumerate((trained, masters, gathered, again, scattered)):
+                        total[place] += number * size
+            self._known_sent[key] = _Sent._make(sums[0]), _Sent._make(sums[1])
+        return self._known_sent[key]
