@@ -13,10 +13,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -142,11 +144,20 @@ def _items_of(leaf: Any, records: bool) -> list[tuple[Any, Any]]:
     if isinstance(leaf, type | nn.Module):
         return []
     if dataclasses.is_dataclass(leaf):
-        return [
-            (field.name, getattr(leaf, field.name)) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)
-        ]
+        return list(_stored_fields(leaf))
     held = getattr(leaf, "__dict__", {}) if records else {}
     return list(held.items()) if any(map(_holds_tensors, held.values())) else []
+
+
+def _stored_fields(record: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that a dataclass stores, with their values; to ask it by name would run its own code, which may raise anything."""
+    held = getattr(record, "__dict__", {})
+    for field in dataclasses.fields(record):
+        if field.name in held:
+            yield field.name, held[field.name]
+        elif isinstance(slot := getattr(type(record), field.name, None), MemberDescriptorType):
+            with contextlib.suppress(AttributeError):  # it has no value yet
+                yield field.name, slot.__get__(record)
 
 
 def _holds_tensors(attribute: Any) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.trees import fold, map_tensors, operands, tensors_in
+from samestep.trees import fold, map_tensors, operands, replace_tensors, tensors_in
 
 ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
 
@@ -65,6 +65,35 @@ def test_tensors_are_found_and_changed_in_one_order(name):
 def test_what_holds_no_tensor_stays_the_same_object(value):
     assert map_tensors(value, lambda tensor: tensor + 1) is value
     assert not tensors_in(value)
+
+
+@dataclasses.dataclass
+class Guarded:
+    """A record of which some fields may not be asked for, as a configuration of transformers with other sizes in each layer."""
+
+    table: Tensor
+    head_dim: int = 8
+    later: Any = dataclasses.field(init=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("head_dim", "later"):
+            raise RuntimeError(f"{name} is one for each layer")
+        return super().__getattribute__(name)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    table: Tensor
+    later: Any = dataclasses.field(init=False)
+
+
+@pytest.mark.parametrize("kind", [Guarded, Slotted])
+def test_what_a_record_stores_is_read_without_asking_it(kind: Any) -> None:
+    record = kind(ONE)
+    assert tensors_in([record]) == [ONE]
+    assert map_tensors(record, lambda tensor: tensor + 1).table == ONE + 1
+    assert replace_tensors("config", record, lambda _, tensor: tensor * 3, depth=3) is record
+    assert record.table == ONE * 3
 
 
 def test_objects_that_hold_a_tensor_are_records_where_that_is_asked_for():
