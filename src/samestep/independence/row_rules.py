@@ -132,7 +132,8 @@ def gather(call: Call) -> Iterator[Dependence]:
     found = map_dependence(call, [(x, dims), index])
     rows = call.known.of(x)
     if isinstance(rows, Along) and rows.dim != NO_DIM and dims[rows.dim] == MOVED:
-        yield Mixed(call.text, shown=True) if _picks_others(call, rows, arguments["index"]) else found
+        is_shown = _picks_others(call, rows, arguments["index"], [rows.dim])
+        yield Mixed(call.text, shown=True) if is_shown else found
         return
     yield found
 
@@ -154,18 +155,21 @@ def _numbers(call: Call, rows: Along, positions: Tensor) -> Tensor:
     return (positions // rows.inner + rows.start) % call.known.num_rows
 
 
-def _picks_others(call: Call, rows: Along, index: Tensor) -> bool:
-    """Return whether an index, whose values are known, picks positions of other rows than the one on which each element depends."""
+def _picks_others(call: Call, rows: Along, index: Tensor, dims: Sequence[int] | None = None) -> bool:
+    """Return whether an index, whose values are known, picks positions of other rows than the one on which each element depends;
+    with `dims`, its first elements along all other dimensions."""
     mine, values = _row_of_each(call, index), call.value_of(index)
     if mine is None or values is None or is_mask(index) or not isinstance(rows.start, int):
         return False
+    if dims is not None:
+        values, mine = _first_of_others(values, dims), _first_of_others(mine, dims)
     return bool((_numbers(call, rows, values) != mine).any())
 
 
 def _share_positions(call: Call, dims: Sequence[int], indices: Sequence[Tensor], source: Tensor | None) -> bool:
     """Return whether indices, whose values are known, lead elements that depend on different rows to one position of a target.
 
-    `dims` are the dimensions of an index along which it chooses positions; along others each element keeps its own.
+    `dims` are the dimensions of an index along which it chooses positions; along others each element keeps its own, so the first says it.
     """
     values = [call.value_of(index) for index in indices if not is_mask(index)]
     known = [one for one in values if one is not None]
@@ -176,14 +180,19 @@ def _share_positions(call: Call, dims: Sequence[int], indices: Sequence[Tensor],
     ]
     if len(known) < len(indices) or not owners:
         return False
-    *known, owner = torch.broadcast_tensors(*known, owners[0])
-    kept = [dim for dim in range(owner.dim()) if dim not in dims]
-    places = [
-        torch.arange(owner.shape[dim]).view([-1 if one == dim else 1 for one in range(owner.dim())]) for dim in kept
-    ]
-    positions = torch.stack([one.expand(owner.shape).flatten() for one in (*known, *places)])
-    with_owners = torch.cat([positions, owner.flatten()[None]])
-    return with_owners.unique(dim=1).shape[1] > positions.unique(dim=1).shape[1]
+    *known, owner = (_first_of_others(one, dims) for one in torch.broadcast_tensors(*known, owners[0]))
+    if not owner.numel():
+        return False
+    positions = torch.zeros_like(owner)
+    for one in known:
+        positions = positions * (one.max() - one.min() + 1) + one - one.min()
+    with_owners = positions * call.known.num_rows + owner
+    return with_owners.unique().numel() > positions.unique().numel()
+
+
+def _first_of_others(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return a tensor with the first position of all but some dimensions, where an index repeats itself as a rule."""
+    return tensor[tuple(slice(None) if dim in dims else slice(1) for dim in range(tensor.dim()))]
 
 
 def _index_coverage(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
