@@ -174,6 +174,8 @@ class Dependences:
 
     def __init__(self, num_rows: int, key_of: Callable[[Tensor], int]) -> None:
         self.num_rows = num_rows
+        self.are_placed = True
+        """Whether integers that are given name the same places as in a batch: a function that puts samples together may count them on."""
         self._key_of = key_of
         self._found: dict[int, Rows | Mixed] = {}
         self._empty: dict[int, tuple[tuple[int, ...], Dependence]] = {}

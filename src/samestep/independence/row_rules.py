@@ -141,7 +141,7 @@ def gather(call: Call) -> Iterator[Dependence]:
 def _row_of_each(call: Call, tensor: Tensor) -> Tensor | None:
     """Return the number of the row on which each element of a tensor depends; None where it is not one that is known."""
     found = call.known.of(tensor)
-    if not isinstance(found, Along) or not isinstance(found.start, int):
+    if not call.known.are_placed or not isinstance(found, Along) or not isinstance(found.start, int):
         return None
     if found.dim == NO_DIM:
         return torch.full(tensor.shape, found.start)

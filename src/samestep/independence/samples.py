@@ -178,11 +178,12 @@ class _SampleProver(Prover):
         self.decisions.outputs = [known.of(tensor) if known.knows(tensor) else None for tensor in floating]
 
     def given(self, batch: Any) -> Any:
-        """Return the batch of the forward; each of its tensors has a row for each sample."""
+        """Return the batch of the forward; each of its tensors has a row for each sample, or several as a graph has vertices."""
         with disable_current_modes():
             for leaf in tree_leaves(batch):
                 if isinstance(leaf, Tensor) and leaf.dim():
                     self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))
+                    self.known.are_placed &= leaf.shape[0] == NUM_SAMPLES
         self._batch = batch
         return batch
 
