@@ -470,6 +470,26 @@ def test_lists_of_numbers_in_an_index_keep_their_values(index: Any) -> None:
     assert spec.varies_at == ""
 
 
+class Placing(nn.Module):
+    """Reverses its rows by an index that is expanded along their elements, and looks at one that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(4).flip(0)[None, :, None].expand(len(x), -1, 3)
+        marks = torch.zeros(1, 4, 3, dtype=torch.int64).scatter(1, places, places)
+        found = torch.zeros_like(x).scatter(1, places, self.linear(x))
+        return found if marks[0, :, 2].tolist() == [0, 1, 2, 3] else x
+
+
+def test_an_expanded_index_keeps_its_values() -> None:
+    spec = spec_of(Placing, {"x": torch.zeros(1, 4, 3)})
+    assert spec.forward_flops == 2 * 4 * 3 * 3
+    assert spec.varies_at == ""
+
+
 class Splitting(nn.Module):
     """Sorts its rows by scores and splits them by counts that it reads, as lists of experts do."""
 

@@ -163,7 +163,11 @@ class KnownValues:
         """Store the value of a tensor that alone has its storage."""
         if self.follows(tensor):
             twin = torch.zeros(storage_elements(tensor), dtype=tensor.dtype)
-            twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
+            place = twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            once = tuple(
+                slice(None) if stride else slice(1) for stride in tensor.stride()
+            )  # an expanded one repeats itself
+            place[once].copy_(value.expand(tensor.shape)[once])
             self._twins[address(tensor)] = twin
 
     def forget(self, tensor: Tensor) -> None:
