@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import runpy
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import samestep
+from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.proof import verify
+from samestep.proof.observation import _hook
 from tests.covering import daily
 from tests.laboratory import job_of
 from tests.models import MODELS, Tokens
@@ -53,6 +59,23 @@ def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
 def test_logits_that_are_nowhere_whole_are_proven(model, layout):
     verdict = prove(model, layout)
     assert verdict.proven, verdict.to_text()
+
+
+def test_a_module_that_models_share_holds_no_run_by_its_hooks() -> None:
+    class Observer:
+        seen = ""
+
+        def note(self, path: str, *_: Any) -> None:
+            self.seen = path
+
+    observer, shared = Observer(), nn.GELU()
+    shared.register_forward_hook(_hook(observer.note, "act"))
+    shared(torch.ones(1))
+    assert observer.seen == "act"
+    gone = weakref.ref(observer)
+    del observer
+    assert gone() is None
+    assert copy_module(shared)(torch.ones(1)) > 0
 
 
 def test_experts_in_bf16_are_compared_by_the_choices_of_one_device():

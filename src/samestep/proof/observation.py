@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -192,6 +193,18 @@ def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
     return apart
 
 
+def _hook(method: Callable[..., None], path: str) -> Callable[..., None]:
+    """Return a hook that calls an observer's method while the observer lives: a module that several models share outlives it, and is
+    copied with its hooks."""
+    of_observer = weakref.WeakMethod(method)
+
+    def hook(*given: Any) -> None:
+        if (found := of_observer()) is not None:
+            found(path, *given)
+
+    return hook
+
+
 class ObservedRun(StepObserver):
     """A run that records the samples it reads and the output of every module for each of them."""
 
@@ -237,12 +250,11 @@ class ObservedRun(StepObserver):
             if module in in_graph or any(path.startswith(f"{holder}.") for holder in apart):
                 continue
             if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
-                module.register_forward_hook(functools.partial(self._note, path))
+                module.register_forward_hook(_hook(self._note, path))
         blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
         for path in blocks:
             if not program.chunks or path in mine:
-                hook = functools.partial(self._note_given, path)
-                model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+                model.get_submodule(path).register_forward_pre_hook(_hook(self._note_given, path), with_kwargs=True)
 
     def begin(self, batch: Batch) -> None:
         """Clear the records of the previous step; called before each step."""
