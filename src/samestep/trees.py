@@ -150,7 +150,7 @@ def _items_of(leaf: Any, records: bool) -> list[tuple[Any, Any]]:
 
 
 def _stored_fields(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that a dataclass stores, with their values; to ask it by name would run its own code, which may raise anything."""
+    """Yield the fields that a dataclass stores, with their values; an attribute access could run code of its class, which may raise anything."""
     held = getattr(record, "__dict__", {})
     for field in dataclasses.fields(record):
         if field.name in held:

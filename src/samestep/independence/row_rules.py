@@ -127,7 +127,7 @@ def pick_rows(call: Call) -> Iterator[Dependence]:
 
 
 def gather(call: Call) -> Iterator[Dependence]:
-    """Rule of gather: along the dimension of rows, the values of the index say whether it picks other rows than its own."""
+    """Rule of gather: along the dimension of rows, the values of the index say whether it picks the rows of others."""
     arguments, ((x, dims), index) = bind_arguments(call), *MAPS[call.func.overloadpacket](call)
     found = map_dependence(call, [(x, dims), index])
     rows = call.known.of(x)

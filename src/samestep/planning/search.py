@@ -347,7 +347,7 @@ class _Search:
             self._play(what, bound_s)
 
     def _play(self, layout: Layout, bound_s: float) -> None:
-        """Play a layout, unless the pipeline's own clock finds that others come first."""
+        """Play a layout, unless the pipeline's clock finds that others come first."""
         step, without_chunks = self.builder.step(layout), layout.but(loss_chunk=None)
         whole = without_chunks, step.cuts_loss  # of which chunks only save memory
         if layout.loss_chunk and (whole_s := self._whole_losses.get(whole)) is not None:

@@ -136,7 +136,7 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     # Weights with other holdings have buckets of their own, because the gradient norm counts replicated ones once and
     # because their gradients are summed over other ranks.
     def place_of(param: ParamSpec) -> tuple[object, ...]:
-        """Return a key by which weights come one after the other: of one layer in the module's own order, as on every stage that shares
+        """Return a key by which weights come one after the other: of one layer in the module's order, as on every stage that shares
         them, since the sort is stable."""
         one = kinds[id(param)]
         layer = -param.layer if one.chunk >= 0 else 0

@@ -1,4 +1,4 @@
-"""The pipeline's own clock: the order of all stages played with one time for each body, as a bound of what the clock finds op by op.
+"""The clock of a pipeline: the order of all stages played with one time for each body, as a bound of what the clock finds op by op.
 
 A stage runs one body after the other; a forward waits for that of the virtual stage before it, and a backward for that of the next one, each
 with the seconds in which its result is sent. So it knows what sums do not: that two neighbours wait for each other's messages in every turn.

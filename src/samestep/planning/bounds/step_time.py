@@ -165,7 +165,7 @@ class Bounds:
         return max(self._times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
     def step_s(self, step: StepSpec, *, plays: bool = False) -> float:
-        """Bound the step time of one layout, in seconds; with `plays` by the pipeline's own clock too."""
+        """Bound the step time of one layout, in seconds; with `plays` by the pipeline's clock too."""
         step = smallest(step)
         times, runs, pp = self._times(step), self.prices.runs(step), step.layout.pp
         if plays and pp > 1:
@@ -258,7 +258,7 @@ class Bounds:
         return _Times(tuple(last_s), tuple(ends_s))
 
     def _played_times(self, step: StepSpec) -> _Times:
-        """Bound the times of a pipeline by its own clock, once for all ways to split the data axis where bodies wait for no gather."""
+        """Bound the times of a pipeline by its clock, once for all ways to split the data axis where bodies wait for no gather."""
         layout, (larger, rest) = step.layout, larger_twin(step)
         key: tuple[object, ...] = (
             *self.prices.key(step), step.num_microbatches, rest, layout.schedule, layout.pp, layout.virtual_stages,
