@@ -129,13 +129,13 @@ def pick_rows(call: Call) -> Iterator[Dependence]:
 def gather(call: Call) -> Iterator[Dependence]:
     """Rule of gather: along the dimension of rows, the values of the index say whether it picks the rows of others."""
     arguments, ((x, dims), index) = bind_arguments(call), *MAPS[call.func.overloadpacket](call)
-    found = map_dependence(call, [(x, dims), index])
-    rows = call.known.of(x)
-    if isinstance(rows, Along) and rows.dim != NO_DIM and dims[rows.dim] == MOVED:
-        is_shown = _picks_others(call, rows, arguments["index"], [rows.dim])
-        yield Mixed(call.text, shown=True) if is_shown else found
-        return
-    yield found
+
+    def moved(at: int, rows: Along) -> Along | Mixed:
+        if rows.dim == NO_DIM:
+            return rows
+        return Mixed(call.text, shown=at == 0 and _picks_others(call, rows, arguments["index"], [rows.dim]))
+
+    yield map_dependence(call, [(x, dims), index], moved)
 
 
 def _row_of_each(call: Call, tensor: Tensor) -> Tensor | None:
@@ -171,16 +171,13 @@ def _share_positions(call: Call, dims: Sequence[int], indices: Sequence[Tensor],
 
     `dims` are the dimensions of an index along which it chooses positions; along others each element keeps its own, so the first says it.
     """
-    values = [call.value_of(index) for index in indices if not is_mask(index)]
+    values = [None if is_mask(index) else call.value_of(index) for index in indices]
     known = [one for one in values if one is not None]
-    owners = [
-        mine
-        for one in [*indices, *([] if source is None else [source])]
-        if (mine := _row_of_each(call, one)) is not None
-    ]
-    if len(known) < len(indices) or not owners:
+    given = indices if source is None else [*indices, source]
+    owner = next((mine for one in given if (mine := _row_of_each(call, one)) is not None), None)
+    if len(known) < len(indices) or owner is None:
         return False
-    *known, owner = (_first_of_others(one, dims) for one in torch.broadcast_tensors(*known, owners[0]))
+    *known, owner = (_first_of_others(one, dims) for one in torch.broadcast_tensors(*known, owner))
     if not owner.numel():
         return False
     positions = torch.zeros_like(owner)

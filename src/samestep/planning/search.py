@@ -7,7 +7,7 @@ Three tiers, so that millions of layouts take a few seconds:
                 then for each schedule, then for all ways to split the data axis, then for each by its states alone, then for each;
                 a time is that of the quickest recomputation of which the memory is not known to be too large, and no less than what the
                 splits that have room with it send (`planning/bounds/data_splits.py`);
-                at last that of the pipeline's own clock, body by body (`planning/bounds/pipeline_clock.py`)
+                at last that of the pipeline's clock, body by body (`planning/bounds/pipeline_clock.py`)
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
 

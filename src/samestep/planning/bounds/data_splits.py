@@ -156,14 +156,9 @@ class DataSplits:
     def _firsts(self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]]) -> list[_FirstStage]:
         firsts: list[_FirstStage] = []
         for step in steps:
-            pp, m, samples, seconds = (
-                step.layout.pp,
-                step.num_microbatches,
-                smallest(step).microbatch_samples,
-                self._seconds(step),
-            )
+            samples, seconds = smallest(step).microbatch_samples, self._seconds(step)
             for schedule, chunks in schedules:
-                counts = in_flight(schedule, 0, pp, m, chunks).counts
+                counts = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks).counts
                 firsts.append(_FirstStage(step, chunks, counts, samples, self._held(step, chunks), seconds))
         return firsts
 

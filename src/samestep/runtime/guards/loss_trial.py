@@ -88,11 +88,10 @@ def try_loss_on_halves(loss: Loss, outputs: Any, batch: Any, size: int, dim: int
     What the loss keeps between calls is as before afterwards. Every rank of a tensor cut calls it alike, since the loss may
     communicate over the cut.
     """
-    with preserve_function(loss):
-        try:
-            return _try_readings(loss, outputs, batch, size, dim)
-        except torch.OutOfMemoryError:
-            return LossTrial(judged=False)
+    try:
+        return _try_readings(loss, outputs, batch, size, dim)
+    except torch.OutOfMemoryError:
+        return LossTrial(judged=False)
 
 
 def samples_wanted(outputs: Any, batch: Any, size: int) -> int:
@@ -170,19 +169,14 @@ def _memory_of_others(loss: Loss, tree: Any, leaves: list[Tensor], others: Itera
 
     Of the other outputs those count first on which it is defined.
     """
-    for other, (raised, graph) in itertools.product(others, _WAYS):
-
-        def evaluate(one: list[Tensor], raised: bool = raised, graph: bool = graph) -> _LossValue:
-            with preserve_generators(), within(values := _ValuesOfWhole()):
-                return values.evaluate(loss, tree, one, raised, graph)
-
+    for other, way in itertools.product(others, _WAYS):
         try:
             with preserve_function(loss):
-                first = evaluate(leaves)
+                first = _evaluate_alone(loss, tree, leaves, way)
             with preserve_function(loss):
                 for _ in range(_OTHERS):
-                    evaluate(other)
-                again = evaluate(leaves)
+                    _evaluate_alone(loss, tree, other, way)
+                again = _evaluate_alone(loss, tree, leaves, way)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of the user's own code, which may not be defined for other outputs
@@ -193,6 +187,12 @@ def _memory_of_others(loss: Loss, tree: Any, leaves: list[Tensor], others: Itera
                 return _KEEPS.format(f"sum{_of(name)}", total, found, " after others")
         return ""
     return ""
+
+
+def _evaluate_alone(loss: Loss, tree: Any, leaves: list[Tensor], way: tuple[bool, bool]) -> _LossValue:
+    """Evaluate a loss on a whole, with the random numbers that every such call draws."""
+    with preserve_generators(), within(values := _ValuesOfWhole()):
+        return values.evaluate(loss, tree, leaves, *way)
 
 
 class _ValuesOfWhole:
