@@ -224,7 +224,7 @@ def on_ranks(
 ) -> list[Any]:
     """Return what `function(rank, world, model, layout, job, *args)` returns on each rank; all inherit the traced model."""
     where = Layout.parse(layout)
-    if device == "cuda" and (reason := real_gpu.shortage(where.world_size)):
+    if device == "cuda" and (reason := real_gpu.refusal(where.world_size)):
         pytest.skip(reason)
     source_of(model, where, job)
     if where.world_size == 1 and device == "cpu":

@@ -17,7 +17,6 @@ from samestep import Job
 from samestep.datasets import batches
 from samestep.errors import DataError
 from tests import small
-from tests.device import simulated_cuda
 from tests.laboratory import cuts_of, job_of, largest_error, make_run, on_ranks, whole
 from tests.models import MODELS, Tokens
 
@@ -76,7 +75,6 @@ def test_a_step_that_counts_nothing_makes_no_update_in_any_layout(layout: str) -
     assert_skipped(on_ranks(layout, take, "plain", job()), on_ranks(layout, cut, "plain", job()))
 
 
-@pytest.mark.skipif(bool(simulated_cuda.refusal()), reason=simulated_cuda.refusal())
 def test_a_device_that_runs_ahead_holds_the_update_back() -> None:
     ahead = job(train={"watch_every": 0})  # a watched step waits
     assert_skipped(on_ranks("dp=2 zero=1", take, "plain", ahead, device="cuda"))

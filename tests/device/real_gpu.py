@@ -22,16 +22,12 @@ def is_asked() -> bool:
     return bool(os.environ.get(ASKED))
 
 
-def refusal() -> str:
-    """Return why tests of a device cannot run here; empty where they can, on a real GPU or on the simulated one."""
+def refusal(ranks: int = 1) -> str:
+    """Return why so many ranks cannot run on a device here; empty where they can, on real GPUs or on the simulated one."""
     if not is_asked():
         return simulated_cuda.refusal()
-    return "" if torch.cuda.device_count() else f"{ASKED} is set, and torch {torch.__version__} sees no GPU"
-
-
-def shortage(ranks: int) -> str:
-    """Return why so many ranks cannot run on a device here; empty where they can."""
-    gpus = torch.cuda.device_count() if is_asked() else ranks
+    if not (gpus := torch.cuda.device_count()):
+        return f"{ASKED} is set, and torch {torch.__version__} sees no GPU"
     return "" if gpus >= ranks else f"{ranks} ranks need as many GPUs, and there {'is' if gpus == 1 else 'are'} {gpus}"
 
 

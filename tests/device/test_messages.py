@@ -20,7 +20,6 @@ from samestep.program.ranks import Ranks
 from samestep.runtime.axes.pipeline.stage_messages import Messages
 from samestep.runtime.processes import mesh, plain_data, process_groups
 from samestep.runtime.processes.messages import broadcast_from, broadcast_value, gather_values
-from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, make_run, on_ranks
 from tests.models import Tokens
 from tests.pool import pool
@@ -202,7 +201,6 @@ def ways_of_making_groups(rank: int, world: int, model: str, layout: str, job: J
     return asked
 
 
-@pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_groups_on_a_device_are_splits() -> None:
     asked = on_ranks("pp=2 microbatch=2", ways_of_making_groups, "llama", clipped(), device="cuda")
     assert asked == [["link of 0,1", "link of 0,1"]] * 2
