@@ -121,7 +121,9 @@ def _seen(event: str, args: tuple[Any, ...], folders: str) -> str:
         path = args[0].co_filename
     elif event == "import" and isinstance(args[1], str):
         path = args[1]
-    is_ours = path.startswith((f"{ROOT}/", f"{sys.prefix}/"))  # a clone and its environment may be in a temporary folder themselves
+    is_ours = path.startswith(
+        (f"{ROOT}/", f"{sys.prefix}/")
+    )  # a clone and its environment may be in a temporary folder themselves
     return f"{event} {path}" if (path.startswith(f"{folders}/") and not is_ours) or COPIES in path else ""
 
 
