@@ -96,8 +96,13 @@ def _drop_in_graph() -> Contexts:
     return create_selective_checkpoint_contexts(_KEPT_IN_GRAPHS)
 
 
-def _keep_products(kept: KeptProducts, others: frozenset[Any]) -> Contexts:
-    """Return contexts of a forward and its recomputation, of which it takes the results of `others` and of `kept` products."""
+def _keep_products(others: frozenset[Any], every: int, repeated: int, total: int, keeps_last: bool) -> Contexts:
+    """Return contexts of a forward and its recomputation, of which it takes the results of `others` and of products that are kept.
+
+    A compiler reads arguments of a context as constants. They are the numbers of `KeptProducts`, not the record, which torch 2.11
+    makes anew of what stands for its fields in the compiler.
+    """
+    kept = KeptProducts(every, repeated, total, keeps_last)
     runs: dict[bool, Iterator[int]] = {False: itertools.count(), True: itertools.count()}
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -111,7 +116,7 @@ def _keep_products(kept: KeptProducts, others: frozenset[Any]) -> Contexts:
 @functools.cache
 def _keeping(kept: KeptProducts, others: frozenset[Any]) -> ContextFn:
     """Return what makes the contexts of blocks that keep the same: one function, so that equal blocks share a compiler's graph."""
-    return functools.partial(_keep_products, kept, others)
+    return functools.partial(_keep_products, others, *kept)
 
 
 def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
