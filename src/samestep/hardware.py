@@ -4,7 +4,7 @@ Profiles are in `profiles/NAME.toml`, one machine each; `[sources]` gives the or
 own key. A profile of your own is a file of the same form:
 
 ```toml
-memory_bytes = 80_000_000_000
+memory_bytes = 84_970_000_000     # all that torch has of a device, not the data sheet's 80 GB
 memory_bytes_per_s = 3.35e12
 devices_per_node = 8
 overlap = true                    # communication overlaps with compute
@@ -121,7 +121,7 @@ class Hardware:
     flops_per_s: Mapping[str, Positive]
     """Peak FLOP/s of one device by dtype."""
     memory_bytes: Annotated[int, Field(gt=0)]
-    """Memory of one device."""
+    """Memory of one device, all that torch has of it."""
     memory_bytes_per_s: Positive
     devices_per_node: Annotated[int, Field(ge=1)]
     intra: Link

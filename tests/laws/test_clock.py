@@ -382,7 +382,7 @@ def test_a_profile_of_your_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (("memory_bytes = 80", "memry_bytes = 80"), "memory_bytes: field required; memry_bytes"),
+        (("memory_bytes = 8", "memry_bytes = 8"), "memory_bytes: field required; memry_bytes"),
         (("latency_s = 3.4e-6", "latency_s = -1"), "intra.latency_s: .*greater than or equal to 0"),
         (("overlap = true", "overlap = "), "is not TOML"),
     ],
