@@ -203,8 +203,8 @@ class _Search:
         """Return the steps that differ in chunks, without those whose first stage is that of another."""
         if steps[0].layout.pp == 1:
             return steps
-        # The head, which chunks of the loss cut, is in another stage.
-        return list({(step.layout.mlp_chunk, self.prices.cut(step).flops): step for step in steps}.values())
+        # The head, which chunks of the loss cut, is in another stage; its forward computes as much, so stages begin where they did.
+        return list({step.layout.mlp_chunk: step for step in reversed(steps)}.values())
 
     def _price(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""

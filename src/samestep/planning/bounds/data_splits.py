@@ -184,12 +184,19 @@ class DataSplits:
         layout = step.layout
         key = layout.tp, layout.cp, layout.ep, layout.pp, layout.dp
         if key not in self._known_ways:
-            every = self._splits(layout)
-            self._known_ways[key] = [self._way(step.but(layout=split), split) for split in every]
+            ways: list[_Way] = []
+            known: dict[tuple[object, ...], tuple[float, float, float]] = {}
+            for split in self._splits(layout):
+                alike = split.dp_replicate, split.dp_shard, split.zero > 0, split.reduce
+                mine = step.but(layout=split)
+                if alike not in known:
+                    known[alike] = self._rates(mine, split)
+                ways.append(_Way(split, least_reduced_bytes(mine), *known[alike]))
+            self._known_ways[key] = ways
         return self._known_ways[key]
 
-    def _way(self, step: StepSpec, split: Layout) -> _Way:
-        sent = least_reduced_bytes(step)
+    def _rates(self, step: StepSpec, split: Layout) -> tuple[float, float, float]:
+        """Return the seconds of a byte over the ranks that share a weight, over those that share an expert-sharded one, and over replicas."""
 
         def rate(kind: OpKind, axis: str) -> float:
             ranks = step.ranks.axes[axis].size if axis in step.ranks.axes else 1
@@ -198,16 +205,14 @@ class DataSplits:
             return collective_s(kind, _MANY, group_of(axis, ranks, step, self._ideal), self._ideal) / _MANY
 
         if split.zero:
-            of_replicas_s = rate(OpKind.ALL_REDUCE, "dp_replicate")
-            return _Way(
-                split, sent, rate(OpKind.ALL_GATHER, "dp_shard"), rate(OpKind.ALL_GATHER, "dp_expert"), of_replicas_s
-            )
+            gathers_s, of_experts_s = rate(OpKind.ALL_GATHER, "dp_shard"), rate(OpKind.ALL_GATHER, "dp_expert")
+            return gathers_s, of_experts_s, rate(OpKind.ALL_REDUCE, "dp_replicate")
         shared_s = rate(OpKind.ALL_REDUCE, "dp_replicate")
         if split.reduce == "hierarchical":
             inside = step.ranks.axes["dp_intra"].size if "dp_intra" in step.ranks.axes else 1
             shared_s = max(2 * rate(OpKind.ALL_GATHER, "dp_intra"), rate(OpKind.ALL_REDUCE, "dp_inter") / inside)
         experts_s = rate(OpKind.ALL_REDUCE, "dp_expert") if split.borrows_data_ranks else 0.0
-        return _Way(split, sent, shared_s, experts_s, 0.0)
+        return shared_s, experts_s, 0.0
 
     def _seconds(self, step: StepSpec) -> list[tuple[float, int]]:
         """Return the least seconds of communication of each split, the quickest first, with their numbers."""

@@ -249,13 +249,14 @@ class Prices:
         more, count = step.microbatch_samples - 1, len(self.few.layers)
         sums = [0.0] * (len(_Sum) * count)
         groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
-        alike = more, step.splits_backward, step.layout.recompute
+        alike = more, step.splits_backward
         for like, uses in parts.items():
             op = self._alike[like].op
-            key = (like, None if op.axis is None else groups[op.axis], alike)
+            group = None if op.axis is None else groups[op.axis]
+            key = like, group, alike, step.layout.recompute if op.kind is OpKind.RECOMPUTE else None
             op_s = self._known_ops.get(key)
             if op_s is None:
-                op_s = self._known_ops[key] = self._op_s(like, key[1], more, step)
+                op_s = self._known_ops[key] = self._op_s(like, group, more, step)
             for place, number in uses.items():
                 sums[place] += number * op_s
         fields = (sums[one * count : (one + 1) * count] for one in _Sum)
