@@ -129,7 +129,10 @@ def test_a_bound_is_never_above_what_it_bounds(
     of_one = (group,), ((layout.schedule, layout.virtual_stages),), (layout.recompute,)
     ((_, sent_s),) = splits.with_room(*of_one, float("inf"))
     assert not list(splits.with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1))
-    group_bytes, split_need = needs.group_bytes(group), needs.split_need(group, needs.stages(group), layout).total
+    group_bytes, split_need = (
+        needs.stages_bytes(group, needs.stages(group)),
+        needs.split_need(group, needs.stages(group), layout).total,
+    )
     chunked = in_chunks(model, given_job, base, hardware)
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]

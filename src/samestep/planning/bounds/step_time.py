@@ -87,7 +87,7 @@ class Bounds:
         self.bodies = BodyBounds(prices)
         self._known_times: dict[tuple[object, ...], _Times] = {}
         self._known_plays: dict[tuple[object, ...], _Times] = {}
-        self._known_samples: dict[tuple[object, ...], tuple[float, StepSpec]] = {}
+        self._known_samples: dict[tuple[object, ...], tuple[float, float, StepSpec]] = {}
 
     def degrees_s(
         self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], less_cut: Layout | None = None
@@ -101,16 +101,15 @@ class Bounds:
                 a sample, and each also sends more of it, or around a longer ring as much, so together they take no less for it.
         """
         priced = less_cut or degrees
-        key = priced.cuts, priced.recompute
+        key = priced.cuts, priced.recompute, priced.offload
         if key not in self._known_samples:
             some = _unlike(steps(priced))
-            self._known_samples[key] = min(map(self.prices.sample_s, some)), some[0]
-        sample_s, step = self._known_samples[key]
+            sample_s = min(map(self.prices.sample_s, some))
+            self._known_samples[key] = sample_s, self.prices.whole_trained(some[0]), some[0]
+        sample_s, trained, step = self._known_samples[key]
         sample_s *= priced.cp / degrees.cp
-        samples = -(-step.global_batch // degrees.dp)
-        step = step.but(layout=degrees)
-        updated = self.prices.whole_trained(step.but(layout=priced)) / degrees.dp_cp_size / degrees.pp
-        return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
+        updated = trained / degrees.dp_cp_size / degrees.pp
+        return -(-step.global_batch // degrees.dp) * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
     def least_s(self, steps: Sequence[StepSpec], family: Layout | None = None) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch that compute as much again, or more;
