@@ -23,7 +23,7 @@ from samestep.models.spec import ModelSpec
 from samestep.optimizer_tables import OptimizerTable
 from samestep.planning import candidates, ranking, search
 from samestep.planning.bounds.data_splits import DataSplits
-from samestep.planning.bounds.layer_costs import Prices
+from samestep.planning.bounds.layer_costs import Prices, smallest
 from samestep.planning.bounds.least_memory import Needs
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import ThinnedList, split_of
@@ -141,7 +141,10 @@ def test_a_bound_is_never_above_what_it_bounds(
         degrees_s, least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step, plays=True)
     ) <= played.step_s * (1 + 1e-9)
     waits_s = bounds.least_s(chunked, base)
-    assert max(degrees_s, sent_s, waits_s) <= played.step_s * (1 + 1e-9)
+    least_wait_s = bounds.least_wait_s(in_chunks(model, given_job, degrees, hardware), [layout])
+    own_s = bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware))
+    of_size_s = own_s + smallest(step).microbatch_samples * least_wait_s
+    assert max(degrees_s, sent_s, waits_s, of_size_s) <= played.step_s * (1 + 1e-9)
     assert max(splits.least_bytes(*of_one), group_bytes, split_need, needs.need(step).total) <= played.peak.total * (
         1 + 1e-9
     )

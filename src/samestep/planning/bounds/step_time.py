@@ -128,13 +128,25 @@ class Bounds:
         sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
         busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
         if family:
-            kinds, splits = self.prices.seconds(step), SCHEDULES[family.schedule].splits_backward
-            busy_s += sum(
-                number * (kinds[kind].forward_s + (0.0 if splits else kinds[kind].backward_s))
-                for kind, number in self.prices.runs(step, family.virtual_stages).before
-            )
+            busy_s += self._waits_s(step, family, self.prices.seconds(step))
         trained = self.prices.whole_trained(step)
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
+
+    def least_wait_s(self, steps: Sequence[StepSpec], families: Sequence[Layout]) -> float:
+        """Return the least seconds for each sample of a micro-batch, besides those of `degrees_s`, of all layouts with these degrees that
+        have one of these schedules: what a stage waits on average."""
+        if steps[0].layout.pp == 1:
+            return 0.0
+        every = itertools.product(steps, families)
+        return min(self._waits_s(step, one, self.prices.sample_seconds(step)) / one.pp for step, one in every)
+
+    def _waits_s(self, step: StepSpec, family: Layout, kinds: Sequence[Seconds]) -> float:
+        """Return the seconds that all stages together wait at the ends of a schedule, given those of one layer of each kind."""
+        splits = SCHEDULES[family.schedule].splits_backward
+        return sum(
+            number * (kinds[kind].forward_s + (0.0 if splits else kinds[kind].backward_s))
+            for kind, number in self.prices.runs(step, family.virtual_stages).before
+        )
 
     def _least_microbatch_s(self, step: StepSpec) -> float:
         """Return the least seconds of a micro-batch, with chunks of the loss or without."""
