@@ -277,18 +277,14 @@ class _Search:
                 self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
                 continue
             stages = self.needs.stages(step)
-            if not self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
+            if (needed := self.needs.stages_bytes(step, stages)) > self._room_bytes:
+                self._throw_out_large((group,), group.sized, needed)
                 continue
             least_s = max(bound_s, self.bounds.group_s(step))
             if found[1] <= least_s:
                 self._put(least_s, Chain(groups[number:], step, stages))
                 return
             self._put(found[1], Chain(groups[number : number + 1], step, stages))
-
-    def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
-        if needed > self._room_bytes:
-            self._throw_out_large((group,), sized, needed)
-        return needed <= self._room_bytes
 
     def _throw_out_large(self, groups: tuple[CandidateGroup | WholeGroup, ...], sized: Layout, needed: float) -> None:
         """Throw out layouts of which each needs so many bytes or more, without those of the hardware."""

@@ -180,7 +180,8 @@ class Bounds:
         step = smallest(step)
         times, runs, pp = self._times(step), self.prices.runs(step), step.layout.pp
         if plays and pp > 1:
-            times = _later(times, self._played_times(step))
+            both = zip(times, self._played_times(step), strict=True)
+            times = _Times(*(tuple(map(max, mine, played)) for mine, played in both))
         traffic: dict[tuple[object, ...], _DataTraffic] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
@@ -224,13 +225,20 @@ class Bounds:
         """Bound the times of a pipeline; once for all ways to split the data axis where forwards wait for no gather."""
         if self._waits(step):
             return self._new_times(step)
-        layout, larger = step.layout, larger_twin(step)[1]
-        key = (
-            *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp, layout.virtual_stages,
-        )  # fmt: skip
-        if key not in self._known_times:
+        if (key := self._key(step)) not in self._known_times:
             self._known_times[key] = self._new_times(step)
         return self._known_times[key]
+
+    def _key(self, step: StepSpec) -> tuple[object, ...]:
+        layout, larger = step.layout, larger_twin(step)[1]
+        return (
+            *self.prices.key(step),
+            step.num_microbatches,
+            larger,
+            layout.schedule,
+            layout.pp,
+            layout.virtual_stages,
+        )
 
     def _new_times(self, step: StepSpec) -> _Times:
         layout = step.layout
@@ -271,11 +279,8 @@ class Bounds:
     def _played_times(self, step: StepSpec) -> _Times:
         """Bound the times of a pipeline by its clock, once for all ways to split the data axis where bodies wait for no gather."""
         layout, (larger, rest) = step.layout, larger_twin(step)
-        key: tuple[object, ...] = (
-            *self.prices.key(step), step.num_microbatches, rest, layout.schedule, layout.pp, layout.virtual_stages,
-        )  # fmt: skip
-        if self.bodies.gathers(step):
-            key = *key, layout.dp_replicate, layout.zero, layout.accumulate
+        split = (layout.dp_replicate, layout.zero, layout.accumulate) if self.bodies.gathers(step) else ()
+        key = *self._key(step), *split
         if key not in self._known_plays:
             pp, m, chunks = layout.pp, step.num_microbatches, layout.virtual_stages
             small = self.bodies.of_runs(step)
@@ -460,11 +465,6 @@ class Bounds:
             return mine.trained
         whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_expert")
         return whole / step.layout.num_shards + mine.expert_trained / holders
-
-
-def _later(one: _Times, other: _Times) -> _Times:
-    """Return the later of two bounds of each time."""
-    return _Times(*(tuple(map(max, mine, others)) for mine, others in zip(one, other, strict=True)))
 
 
 def _reduced_s(begun_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:
