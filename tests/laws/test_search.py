@@ -198,6 +198,33 @@ _LEGAL = [
 ]
 
 
+@pytest.mark.parametrize("words", ["pp=8", "pp=4 tp=2", "pp=4 tp=2 sequence_parallel", "pp=4 cp=2"])
+@pytest.mark.parametrize("cuts_loss", [True, False])
+def test_chunks_of_the_loss_leave_stages_where_they_are(words: str, cuts_loss: bool) -> None:
+    model, layout, hardware = preset("llama3-8b", 8192), Layout.parse(words), load("h100x8")
+    given_job = Job(data={"sequence_length": 8192}, train={"global_batch": 64})
+    prices = Prices(model, given_job, hardware)
+    steps = [
+        StepSpec.of(model, given_job, layout.but(loss_chunk=chunk), 8).but(cuts_loss=cuts_loss)
+        for chunk in candidates.loss_chunks(layout, model)
+    ]
+    assert len(steps) > 1
+    assert len({prices.cut(step).flops for step in steps}) == 1
+    assert len({prices.runs(step).counts for step in steps}) == 1
+
+
+def test_many_samples_at_once_are_bounded_by_what_stages_wait_for_them() -> None:
+    model, hardware = preset("llama3-8b", 8192), load("h100x8")
+    given_job = Job(data={"sequence_length": 8192}, train={"global_batch": 64}, numerics={"precision": "bf16"})
+    bounds = Bounds(Prices(model, given_job, hardware))
+    degrees = Layout(dp_replicate=2, pp=8)
+    steps = in_chunks(model, given_job, degrees, hardware)
+    wait_s = bounds.least_wait_s(steps, list(candidates.vary_schedules(degrees, model)))
+    own_s = bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware))
+    assert 1.2 * own_s < own_s + 8 * wait_s < 2 * own_s  # of 32 samples a rank
+    assert bounds.least_wait_s(steps[:1], [degrees]) > wait_s  # 1f1b waits longest
+
+
 def test_every_model_and_every_axis_is_tried() -> None:
     assert {what for what, _ in _LEGAL} == set(MODELS)
     assert {words for _, words in _LEGAL} == set(_AXES)
