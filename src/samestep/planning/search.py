@@ -3,8 +3,9 @@
 Three tiers, so that millions of layouts take a few seconds:
 
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
-                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then both for each micro-batch,
-                then for each schedule, then for all ways to split the data axis, then for each by its states alone, then for each;
+                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then for each micro-batch
+                by what stages wait for it, then both for it, then for each schedule, then for all ways to split the data axis, then
+                for each by its states alone, then for each;
                 a time is that of the quickest recomputation of which the memory is not known to be too large, and no less than what the
                 splits that have room with it send (`planning/bounds/data_splits.py`);
                 at last that of the pipeline's clock, body by body (`planning/bounds/pipeline_clock.py`)

@@ -185,12 +185,10 @@ class Prices:
         return self._known_seconds[key]
 
     def sample_seconds(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Seconds, ...]:
-        """Return the least seconds of one layer of each kind that a sample takes in a micro-batch of any size of this job, under the
-        recomputation of the step or another one.
+        """Return the least seconds of one layer of each kind that a sample takes in a micro-batch of any size of this job.
 
         It is what one takes in the largest micro-batch on a machine without fixed costs: there the seconds of a sample never rise with
-        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone,
-        with what is computed again.
+        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone.
         """
         key = step.layout.cuts, recompute or step.layout.recompute
         if key not in self._known_samples:

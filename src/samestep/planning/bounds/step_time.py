@@ -133,8 +133,7 @@ class Bounds:
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
 
     def least_wait_s(self, steps: Sequence[StepSpec], families: Sequence[Layout]) -> float:
-        """Return the least seconds for each sample of a micro-batch, besides those of `degrees_s`, of all layouts with these degrees that
-        have one of these schedules: what a stage waits on average."""
+        """Return the least seconds for each sample of a micro-batch that come on top of `degrees_s` under one of these schedules."""
         if steps[0].layout.pp == 1:
             return 0.0
         every = itertools.product(steps, families)
@@ -142,11 +141,11 @@ class Bounds:
 
     def _waits_s(self, step: StepSpec, family: Layout, kinds: Sequence[Seconds]) -> float:
         """Return the seconds that all stages together wait at the ends of a schedule, given those of one layer of each kind."""
-        splits = SCHEDULES[family.schedule].splits_backward
-        return sum(
-            number * (kinds[kind].forward_s + (0.0 if splits else kinds[kind].backward_s))
-            for kind, number in self.prices.runs(step, family.virtual_stages).before
+        before, splits = (
+            self.prices.runs(step, family.virtual_stages).before,
+            SCHEDULES[family.schedule].splits_backward,
         )
+        return sum(number * (kinds[kind].forward_s + (not splits) * kinds[kind].backward_s) for kind, number in before)
 
     def _least_microbatch_s(self, step: StepSpec) -> float:
         """Return the least seconds of a micro-batch, with chunks of the loss or without."""
@@ -280,15 +279,13 @@ class Bounds:
         """Bound the times of a pipeline by its clock, once for all ways to split the data axis where bodies wait for no gather."""
         layout, (larger, rest) = step.layout, larger_twin(step)
         split = (layout.dp_replicate, layout.zero, layout.accumulate) if self.bodies.gathers(step) else ()
-        key = *self._key(step), *split
-        if key not in self._known_plays:
+        if (key := (*self._key(step), *split)) not in self._known_plays:
             pp, m, chunks = layout.pp, step.num_microbatches, layout.virtual_stages
             small = self.bodies.of_runs(step)
             large = self.bodies.of_runs(larger) if rest else small
             runs = [self._seconds_of(one, more, rest, m, step) for one, more in zip(small, large, strict=True)]
-            sends_s = [self._send_s(step, stage) for stage in range(pp)]
             orders = [order_of(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
-            complete_s, ends_s = pipeline_clock.play(orders, runs, sends_s)
+            complete_s, ends_s = pipeline_clock.play(orders, runs, [self._send_s(step, stage) for stage in range(pp)])
             last_s = [ends[m - 1] - run.last_s for ends, run in zip(complete_s, small, strict=True)]
             self._known_plays[key] = _Times(tuple(last_s), tuple(ends_s))
         return self._known_plays[key]
