@@ -54,6 +54,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from samestep.errors import LayoutError
@@ -128,14 +129,12 @@ def taking_chunks() -> str:
 
 def gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """Return all forwards, then all backwards."""
-    forwards = tuple(Action(TaskKind.FORWARD, index) for index in range(num_microbatches))
-    return (*forwards, *(Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)))
+    return (*_all(TaskKind.FORWARD, num_microbatches), *_all(TaskKind.BACKWARD, num_microbatches))
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """Return a forward for each later stage, then a forward and a backward in turn, then the other backwards."""
-    forwards = [Action(TaskKind.FORWARD, index) for index in range(num_microbatches)]
-    backwards = [Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)]
+    forwards, backwards = _all(TaskKind.FORWARD, num_microbatches), _all(TaskKind.BACKWARD, num_microbatches)
     return _in_turn(forwards, backwards, num_stages - stage - 1)
 
 
@@ -147,24 +146,22 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     """
     if num_chunks == 1:
         return one_f_one_b(stage, num_stages, num_microbatches)
-    rounds = tuple(_rounds(num_microbatches, num_stages))
-    chunks = range(num_chunks)
-    forwards = [Action(TaskKind.FORWARD, index, chunk) for part in rounds for chunk in chunks for index in part]
-    backwards = [
-        Action(TaskKind.BACKWARD, index, chunk) for part in rounds for chunk in reversed(chunks) for index in part
-    ]
-    return _in_turn(forwards, backwards, 2 * (num_stages - stage - 1) + (num_chunks - 1) * len(rounds[0]))
+    forwards, backwards = (
+        _all(kind, num_microbatches, num_stages, num_chunks) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+    )
+    round_length = len(next(_rounds(num_microbatches, num_stages)))
+    return _in_turn(forwards, backwards, 2 * (num_stages - stage - 1) + (num_chunks - 1) * round_length)
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """Return the order of ZB-H1: that of 1F1B, with weight gradients `stage` micro-batches late, which fill the end."""
     written: list[Action] = []
+    weights = _all(TaskKind.WEIGHT, num_microbatches)
     for action in one_f_one_b(stage, num_stages, num_microbatches):
         written.append(action)
         if action.kind is TaskKind.BACKWARD and action.microbatch >= stage:
-            written.append(Action(TaskKind.WEIGHT, action.microbatch - stage))
-    rest = range(max(num_microbatches - stage, 0), num_microbatches)
-    return (*written, *(Action(TaskKind.WEIGHT, index) for index in rest))
+            written.append(weights[action.microbatch - stage])
+    return (*written, *weights[max(num_microbatches - stage, 0) :])
 
 
 DEFAULT: Final = "1f1b"
@@ -179,6 +176,14 @@ SCHEDULES: Final[Mapping[str, ScheduleSpec]] = {
     )
 }
 """All schedules by name, in the order in which they are listed to the user."""
+
+
+@lru_cache(maxsize=2**7)
+def _all(kind: TaskKind, num_microbatches: int, num_stages: int = 1, num_chunks: int = 1) -> Order:
+    """Return all actions of a kind in the order of every stage: rounds of micro-batches go through the chunks, or back."""
+    rounds, chunks = _rounds(num_microbatches, num_stages), range(num_chunks)
+    in_order = chunks if kind is TaskKind.FORWARD else chunks[::-1]
+    return tuple(Action(kind, index, chunk) for part in rounds for chunk in in_order for index in part)
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> Order:

@@ -103,7 +103,7 @@ def test_it_costs_time_and_saves_memory_and_bounds_hold(words: str) -> None:
     prices = Prices(of, job(), hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
     assert max(bounds.least_s([step]), bounds.step_s(step)) <= chunked.step_s * (1 + 1e-9)
-    assert max(needs.group_bytes(step), needs.need(step).total) <= chunked.peak.total * (1 + 1e-9)
+    assert max(needs.stages_bytes(step, needs.stages(step)), needs.need(step).total) <= chunked.peak.total * (1 + 1e-9)
 
 
 def test_long_samples_alone_have_the_word_in_a_plan() -> None:

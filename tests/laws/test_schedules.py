@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
+from samestep.planning.bounds.pipeline_order import after_last_backward
 from samestep.schedules import (
     SCHEDULES,
     Action,
@@ -249,6 +250,17 @@ def test_activations_in_flight(shape: Shape) -> None:
             "zero-bubble": min(p, m),  # not above the worst stage of 1F1B
         }[schedule]
         assert in_flight(actions) == expected
+
+
+@LAW
+@given(st.integers(1, 8), st.integers(1, 40))
+def test_what_stages_defer_is_read_from_the_order_of_few_micro_batches(p: int, m: int) -> None:
+    splitting = [name for name, spec in SCHEDULES.items() if spec.splits_backward]
+    assert splitting
+    for schedule, stage in product(splitting, range(p)):
+        whole = order(schedule, stage, p, m)
+        last = max(place for place, action in enumerate(whole) if action.kind is TaskKind.BACKWARD)
+        assert after_last_backward(schedule, stage, p, m, 1) == whole[last + 1 :]
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

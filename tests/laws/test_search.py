@@ -23,7 +23,7 @@ from samestep.models.spec import ModelSpec
 from samestep.optimizer_tables import OptimizerTable
 from samestep.planning import candidates, ranking, search
 from samestep.planning.bounds.data_splits import DataSplits
-from samestep.planning.bounds.layer_costs import Prices
+from samestep.planning.bounds.layer_costs import Prices, smallest
 from samestep.planning.bounds.least_memory import Needs
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import ThinnedList, split_of
@@ -129,7 +129,10 @@ def test_a_bound_is_never_above_what_it_bounds(
     of_one = (group,), ((layout.schedule, layout.virtual_stages),), (layout.recompute,)
     ((_, sent_s),) = splits.with_room(*of_one, float("inf"))
     assert not list(splits.with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1))
-    group_bytes, split_need = needs.group_bytes(group), needs.split_need(group, needs.stages(group), layout).total
+    group_bytes, split_need = (
+        needs.stages_bytes(group, needs.stages(group)),
+        needs.split_need(group, needs.stages(group), layout).total,
+    )
     chunked = in_chunks(model, given_job, base, hardware)
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]
@@ -138,7 +141,10 @@ def test_a_bound_is_never_above_what_it_bounds(
         degrees_s, least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step, plays=True)
     ) <= played.step_s * (1 + 1e-9)
     waits_s = bounds.least_s(chunked, base)
-    assert max(degrees_s, sent_s, waits_s) <= played.step_s * (1 + 1e-9)
+    least_wait_s = bounds.least_wait_s(in_chunks(model, given_job, degrees, hardware), [layout])
+    own_s = bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware))
+    of_size_s = own_s + smallest(step).microbatch_samples * least_wait_s
+    assert max(degrees_s, sent_s, waits_s, of_size_s) <= played.step_s * (1 + 1e-9)
     assert max(splits.least_bytes(*of_one), group_bytes, split_need, needs.need(step).total) <= played.peak.total * (
         1 + 1e-9
     )
@@ -190,6 +196,33 @@ _LEGAL = [
     for what, words in itertools.product(sorted(MODELS), _AXES)
     if refusal_of(StepSpec.of(MODELS[what], job_of(64), Layout.parse(words), 4)) is None
 ]
+
+
+@pytest.mark.parametrize("words", ["pp=8", "pp=4 tp=2", "pp=4 tp=2 sequence_parallel", "pp=4 cp=2"])
+@pytest.mark.parametrize("cuts_loss", [True, False])
+def test_chunks_of_the_loss_leave_stages_where_they_are(words: str, cuts_loss: bool) -> None:
+    model, layout, hardware = preset("llama3-8b", 8192), Layout.parse(words), load("h100x8")
+    given_job = Job(data={"sequence_length": 8192}, train={"global_batch": 64})
+    prices = Prices(model, given_job, hardware)
+    steps = [
+        StepSpec.of(model, given_job, layout.but(loss_chunk=chunk), 8).but(cuts_loss=cuts_loss)
+        for chunk in candidates.loss_chunks(layout, model)
+    ]
+    assert len(steps) > 1
+    assert len({prices.cut(step).flops for step in steps}) == 1
+    assert len({prices.runs(step).counts for step in steps}) == 1
+
+
+def test_many_samples_at_once_are_bounded_by_what_stages_wait_for_them() -> None:
+    model, hardware = preset("llama3-8b", 8192), load("h100x8")
+    given_job = Job(data={"sequence_length": 8192}, train={"global_batch": 64}, numerics={"precision": "bf16"})
+    bounds = Bounds(Prices(model, given_job, hardware))
+    degrees = Layout(dp_replicate=2, pp=8)
+    steps = in_chunks(model, given_job, degrees, hardware)
+    wait_s = bounds.least_wait_s(steps, list(candidates.vary_schedules(degrees, model)))
+    own_s = bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware))
+    assert 1.2 * own_s < own_s + 8 * wait_s < 2 * own_s  # of 32 samples a rank
+    assert bounds.least_wait_s(steps[:1], [degrees]) > wait_s  # 1f1b waits longest
 
 
 def test_every_model_and_every_axis_is_tried() -> None:

@@ -3,8 +3,9 @@
 Three tiers, so that millions of layouts take a few seconds:
 
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
-                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then both for each micro-batch,
-                then for each schedule, then for all ways to split the data axis, then for each by its states alone, then for each;
+                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then for each micro-batch
+                by what stages wait for it, then both for it, then for each schedule, then for all ways to split the data axis, then
+                for each by its states alone, then for each;
                 a time is that of the quickest recomputation of which the memory is not known to be too large, and no less than what the
                 splits that have room with it send (`planning/bounds/data_splits.py`);
                 at last that of the pipeline's clock, body by body (`planning/bounds/pipeline_clock.py`)
@@ -28,7 +29,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -43,7 +44,7 @@ from samestep.output.byte_sizes import gib
 from samestep.output.page.page import in_notebook
 from samestep.planning import candidates
 from samestep.planning.bounds.data_splits import DataSplits
-from samestep.planning.bounds.layer_costs import Prices
+from samestep.planning.bounds.layer_costs import Prices, smallest
 from samestep.planning.bounds.least_memory import Need, Needs
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
@@ -177,16 +178,26 @@ class _Search:
         """Return the step with each choice of chunks, the first with none."""
         return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
 
+    def _unlike_first(self, sized: Layout) -> list[StepSpec]:
+        """Return the steps with each choice of chunks of which the first stages differ: not in those of the loss where another stage
+        has the head, whose forward computes as much in any."""
+        every = candidates.chunk_words(sized, self.model)
+        return [self.builder.step(sized.but(**one)) for one in every if sized.pp == 1 or one["loss_chunk"] is None]
+
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and each micro-batch."""
+        """Bound all layouts with these degrees and each micro-batch by what stages wait for it, however quick it is."""
+        own_s = self.bounds.degrees_s(group.degrees, self._in_chunks)
+        steps, schedules = self._unlike_first(group.degrees), self.rules.schedules(group.degrees)
+        sample_s = self.bounds.least_wait_s(steps, schedules)
         for sized in self.thinned.sizes(group.degrees):
-            self._open_recomputations(group._replace(sized=sized, again=self._recomputations), bound_s)
+            samples = smallest(self.builder.step(sized)).microbatch_samples
+            self._put(max(bound_s, own_s + samples * sample_s), group._replace(sized=sized))
 
     def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room, or first those that
         compute no more again, where the splits with room for these send longer."""
-        sized, again = group.sized or group.degrees, group.again
-        steps = self._unlike_first(self._in_chunks(sized))
+        sized, again = group.sized or group.degrees, group.again or self._recomputations
+        steps = self._unlike_first(sized)
         schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
         enough_s = MUCH_LONGER * bound_s
         for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, enough_s):
@@ -198,13 +209,6 @@ class _Search:
             if not again:
                 return
         self._throw_out_large((group._replace(again=again),), sized, self.splits.least_bytes(steps, schedules, again))
-
-    def _unlike_first(self, steps: Sequence[StepSpec]) -> Sequence[StepSpec]:
-        """Return the steps that differ in chunks, without those whose first stage is that of another."""
-        if steps[0].layout.pp == 1:
-            return steps
-        # The head, which chunks of the loss cut, is in another stage.
-        return list({(step.layout.mlp_chunk, self.prices.cut(step).flops): step for step in steps}.values())
 
     def _price(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
@@ -252,15 +256,15 @@ class _Search:
     def _open_schedule(self, what: ScheduleGroup, bound_s: float) -> None:
         """Bound the layouts of a schedule by the quickest recomputation that may leave room."""
         sized, family = what.sized, what.family
-        steps = self._in_chunks(family.but(microbatch=sized.microbatch))
+        family = family.but(microbatch=sized.microbatch)
         slower = self._recomputations[self._recomputations.index(sized.recompute) :]
         schedules = [(family.schedule, family.virtual_stages)]
-        unlike = self._unlike_first(steps)
+        unlike = self._unlike_first(family)
         found = next(self.splits.with_room(unlike, schedules, slower, self._room_bytes, bound_s), None)
         if found is None:
             self._throw_out_large(what.groups, sized, self.splits.least_bytes(unlike, schedules, slower))
             return
-        steps = [step.but(layout=step.layout.but(recompute=found[0])) for step in steps]
+        steps = self._in_chunks(family.but(recompute=found[0]))
         self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
@@ -274,18 +278,14 @@ class _Search:
                 self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
                 continue
             stages = self.needs.stages(step)
-            if not self._fits(self.needs.stages_bytes(step, stages), group.sized, group):
+            if (needed := self.needs.stages_bytes(step, stages)) > self._room_bytes:
+                self._throw_out_large((group,), group.sized, needed)
                 continue
             least_s = max(bound_s, self.bounds.group_s(step))
             if found[1] <= least_s:
                 self._put(least_s, Chain(groups[number:], step, stages))
                 return
             self._put(found[1], Chain(groups[number : number + 1], step, stages))
-
-    def _fits(self, needed: float, sized: Layout, group: CandidateGroup | WholeGroup) -> bool:
-        if needed > self._room_bytes:
-            self._throw_out_large((group,), sized, needed)
-        return needed <= self._room_bytes
 
     def _throw_out_large(self, groups: tuple[CandidateGroup | WholeGroup, ...], sized: Layout, needed: float) -> None:
         """Throw out layouts of which each needs so many bytes or more, without those of the hardware."""
@@ -331,6 +331,8 @@ class _Search:
             self._open_cut(what, bound_s)
         elif isinstance(what, WholeGroup) and what.sized is None:
             self._open_sizes(what, bound_s)
+        elif isinstance(what, WholeGroup) and not what.again:
+            self._open_recomputations(what, bound_s)
         elif isinstance(what, WholeGroup) and not what.is_priced:
             self._price(what, bound_s)
         elif isinstance(what, WholeGroup):

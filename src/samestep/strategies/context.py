@@ -343,7 +343,9 @@ def _sent(ranks: AttentionRanks, layer: LayerSpec, step: StepSpec, after: Op, *,
     """Yield what the attentions of a layer send: two all_to_alls each among ranks that exchange heads, and shifts around a ring."""
     sent = layer.sliced_exchanges
     calls = [sent[at : at + 4] for at in range(0, len(sent), 4)]
-    attentions = [one for one in layer.products if one.is_attention and not layer.is_gathered(one.owner)]
+    attentions = [one for one in layer.products if one.is_attention and not layer.is_gathered(one.owner)] * (
+        ranks.ring > 1
+    )
     blocks = [replace(one.cut_by(step.layout.tp), columns=-(-one.columns // ranks.ring)) for one in attentions]
     per_call: list[tuple[Product, ...]] = [(one,) for one in blocks] if len(blocks) == len(calls) else [()] * len(calls)
     pairs = [*zip(calls, per_call, strict=True)]

@@ -292,21 +292,30 @@ def balance_chunks(
     before = (0, *itertools.accumulate(costs))
     blocks = [index for index, may_begin in enumerate(begins) if may_begin]
 
-    def fewest(limit: int) -> list[int]:
-        """Return, for each block, the fewest chunks within `limit` for all layers before it; count + 1: too many."""
+    begun = [0, *(before[block] for block in blocks[1:])]
+    ended = [*begun[1:], before[-1]]
+
+    def fewest(limit: int) -> tuple[list[int], int, int]:
+        """Return, for each block, the fewest chunks within `limit` for all layers before it; count + 1: too many. Then the cost of the
+        costliest of the longest chunks within the limit, and that of the cheapest chunk beyond it."""
         needed, start = [0], 0  # first block of the longest chunk that ends before the next block
-        for number in range(1, len(blocks) + 1):
-            end = blocks[number] if number < len(blocks) else len(costs)
-            while start < number and before[end] - before[blocks[start] if start else 0] > limit:
+        within, beyond = 0, before[-1]
+        for number, end in enumerate(ended, 1):
+            least = end - limit
+            while start < number and begun[start] < least:
                 start += 1
             needed.append(needed[start] + 1 if start < number else count + 1)
-        return needed
+            if start < number and end - begun[start] > within:
+                within = end - begun[start]
+            if start and end - begun[start - 1] < beyond:
+                beyond = end - begun[start - 1]
+        return needed, within, beyond
 
-    low, high = max(costs), before[-1]
+    low, high = max(max(costs), -(-before[-1] // count)), before[-1]
     while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fewest(middle)[-1] <= count else (middle + 1, high)
-    needed = fewest(high)
+        needed, within, beyond = fewest((low + high) // 2)
+        low, high = (low, max(low, within)) if needed[-1] <= count else (beyond, high)
+    needed, _, _ = fewest(high)
     boundaries, end, last = [len(costs)], len(costs), len(blocks)
     for left in range(count - 1, 0, -1):
         may = (

@@ -11,6 +11,7 @@ among the others.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -25,31 +26,10 @@ from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.step import StepSpec
 from samestep.simulation.collectives import collective_s, group_of
 
+_Held = tuple[list[tuple[float, float]], float]
+_FirstStage = tuple[Callable[[Recompute], float], _Held, list[tuple[float, int]]]
 _MANY = 2**50
 """Bytes by which the rate of a link is found."""
-
-
-class _FirstStage(NamedTuple):
-    """The first stage of a pipeline, which keeps activations of most samples."""
-
-    step: StepSpec
-    virtual_stages: int
-    in_flight: tuple[int, ...]
-    """Micro-batches in flight at its fullest, in each virtual stage."""
-    samples: int
-    """Samples of the smallest micro-batch."""
-    held: _Held
-    seconds: Sequence[tuple[float, int]]
-    """Least seconds of communication of each split, the quickest first, with its number."""
-
-
-class _Held(NamedTuple):
-    """Least bytes of what a first stage holds in each split of the data axis."""
-
-    of_splits: list[tuple[float, float]]
-    """All states, and the part of them that is there beside all activations, with gathered weights."""
-    least_others: float
-    """The least of these parts."""
 
 
 class _Way(NamedTuple):
@@ -90,10 +70,6 @@ class _Streams(NamedTuple):
     experts_each_s: float
     replicas_s: float
 
-    def of_one_in(self, stages: int) -> _Streams:
-        """Return what one of so many stages sends on average."""
-        return _Streams._make(one / stages for one in self)
-
 
 class DataSplits:
     """Lower bounds of what layouts of one model, job and machine send over the data axes, by what their memory has room for."""
@@ -128,12 +104,12 @@ class DataSplits:
         firsts = self._firsts(steps, schedules)
         for recompute in recomputations:
             sent_s = float("inf")
-            for first in firsts:
-                kept = self._kept(first, recompute)
-                if first.held.least_others + kept > room_bytes:
+            for kept_of, (held, least_others), seconds in firsts:
+                kept = kept_of(recompute)
+                if least_others + kept > room_bytes:
                     continue
-                for took_s, number in first.seconds:
-                    states, others = first.held.of_splits[number]
+                for took_s, number in seconds:
+                    states, others = held[number]
                     if states <= room_bytes and others + kept <= room_bytes:
                         sent_s = min(sent_s, took_s)
                         break
@@ -147,27 +123,29 @@ class DataSplits:
     ) -> float:
         """Return the least bytes of the first stage in any split of the data axis; arguments as in `with_room`."""
         return min(
-            max(states, others + self._kept(first, recompute))
-            for first in self._firsts(steps, schedules)
+            max(states, others + kept_of(recompute))
+            for kept_of, (held, _), _ in self._firsts(steps, schedules)
             for recompute in recomputations
-            for states, others in first.held.of_splits
+            for states, others in held
         )
 
     def _firsts(self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]]) -> list[_FirstStage]:
-        firsts: list[_FirstStage] = []
-        for step in steps:
-            samples, seconds = smallest(step).microbatch_samples, self._seconds(step)
-            for schedule, chunks in schedules:
-                counts = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks).counts
-                firsts.append(_FirstStage(step, chunks, counts, samples, self._held(step, chunks), seconds))
-        return firsts
+        """Return first stages, which keep activations of most samples: the least bytes of these for what is computed again, those of the
+        rest, and the seconds of communication."""
+        return [
+            (functools.partial(self._kept, step, schedule, chunks), self._held(step, chunks), self._seconds(step))
+            for step in steps
+            for schedule, chunks in schedules
+        ]
 
-    def _kept(self, first: _FirstStage, recompute: Recompute) -> float:
+    def _kept(self, step: StepSpec, schedule: str, chunks: int, recompute: Recompute) -> float:
         """Return the least bytes of activations of a first stage at its fullest."""
-        return first.samples * self.needs.first_kept(first.step, first.virtual_stages, first.in_flight, recompute)
+        counts = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks).counts
+        return smallest(step).microbatch_samples * self.needs.first_kept(step, chunks, counts, recompute)
 
     def _held(self, step: StepSpec, virtual_stages: int) -> _Held:
-        """Return what the first stage holds at least in each split."""
+        """Return the least bytes of what the first stage holds in each split: all states, and the part of them that is there beside all
+        activations, with gathered weights. Then the least of these parts."""
         layout = step.layout
         key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload
         if key not in self._known_held:
@@ -177,19 +155,26 @@ class DataSplits:
                 need, *more = self.needs.split_needs(step, weights, 0.0, way.split)
                 states = max(need.states, *(one.total for one in more)) if more else need.states
                 held.append((states, need.states - need.gradients + need.gathered))
-            self._known_held[key] = _Held(held, min(others for _, others in held))
+            self._known_held[key] = held, min(others for _, others in held)
         return self._known_held[key]
 
     def _ways(self, step: StepSpec) -> list[_Way]:
         layout = step.layout
         key = layout.tp, layout.cp, layout.ep, layout.pp, layout.dp
         if key not in self._known_ways:
-            every = self._splits(layout)
-            self._known_ways[key] = [self._way(step.but(layout=split), split) for split in every]
+            ways: list[_Way] = []
+            known: dict[tuple[object, ...], tuple[float, float, float]] = {}
+            for split in self._splits(layout):
+                alike = split.dp_replicate, split.dp_shard, split.zero > 0, split.reduce
+                mine = step.but(layout=split)
+                if alike not in known:
+                    known[alike] = self._rates(mine, split)
+                ways.append(_Way(split, least_reduced_bytes(mine), *known[alike]))
+            self._known_ways[key] = ways
         return self._known_ways[key]
 
-    def _way(self, step: StepSpec, split: Layout) -> _Way:
-        sent = least_reduced_bytes(step)
+    def _rates(self, step: StepSpec, split: Layout) -> tuple[float, float, float]:
+        """Return the seconds of a byte over the ranks that share a weight, over those that share an expert-sharded one, and over replicas."""
 
         def rate(kind: OpKind, axis: str) -> float:
             ranks = step.ranks.axes[axis].size if axis in step.ranks.axes else 1
@@ -198,16 +183,14 @@ class DataSplits:
             return collective_s(kind, _MANY, group_of(axis, ranks, step, self._ideal), self._ideal) / _MANY
 
         if split.zero:
-            of_replicas_s = rate(OpKind.ALL_REDUCE, "dp_replicate")
-            return _Way(
-                split, sent, rate(OpKind.ALL_GATHER, "dp_shard"), rate(OpKind.ALL_GATHER, "dp_expert"), of_replicas_s
-            )
+            gathers_s, of_experts_s = rate(OpKind.ALL_GATHER, "dp_shard"), rate(OpKind.ALL_GATHER, "dp_expert")
+            return gathers_s, of_experts_s, rate(OpKind.ALL_REDUCE, "dp_replicate")
         shared_s = rate(OpKind.ALL_REDUCE, "dp_replicate")
         if split.reduce == "hierarchical":
             inside = step.ranks.axes["dp_intra"].size if "dp_intra" in step.ranks.axes else 1
             shared_s = max(2 * rate(OpKind.ALL_GATHER, "dp_intra"), rate(OpKind.ALL_REDUCE, "dp_inter") / inside)
         experts_s = rate(OpKind.ALL_REDUCE, "dp_expert") if split.borrows_data_ranks else 0.0
-        return _Way(split, sent, shared_s, experts_s, 0.0)
+        return shared_s, experts_s, 0.0
 
     def _seconds(self, step: StepSpec) -> list[tuple[float, int]]:
         """Return the least seconds of communication of each split, the quickest first, with their numbers."""
@@ -215,12 +198,10 @@ class DataSplits:
         key = layout.cuts[:-2], layout.pp, layout.dp, m
         if key not in self._known_seconds:
             if key[:-1] not in self._known_streams:
-                sent, pp = self._sent(step), layout.pp
-                self._known_streams[key[:-1]] = [
-                    self._streams(way, *sent, step).of_one_in(pp) for way in self._ways(step)
-                ]
+                sent = self._sent(step)
+                self._known_streams[key[:-1]] = [self._streams(way, *sent, step) for way in self._ways(step)]
             took_s = [
-                max(own_s + m * own_each_s, experts_s + m * experts_each_s, replicas_s)
+                max(own_s + m * own_each_s, experts_s + m * experts_each_s, replicas_s) / layout.pp
                 for own_s, own_each_s, experts_s, experts_each_s, replicas_s in self._known_streams[key[:-1]]
             ]
             self._known_seconds[key] = sorted(zip(took_s, itertools.count(), strict=False))

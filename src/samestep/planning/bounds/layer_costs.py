@@ -184,17 +184,16 @@ class Prices:
             self._known_seconds[key] = found
         return self._known_seconds[key]
 
-    def sample_seconds(self, step: StepSpec) -> tuple[Seconds, ...]:
+    def sample_seconds(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Seconds, ...]:
         """Return the least seconds of one layer of each kind that a sample takes in a micro-batch of any size of this job.
 
         It is what one takes in the largest micro-batch on a machine without fixed costs: there the seconds of a sample never rise with
-        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone,
-        with what the step computes again.
+        the size of its micro-batch, and no op takes longer than on the machine itself (`without_fixed_costs`). Forward and backward alone.
         """
-        key = step.layout.cuts, step.layout.recompute
+        key = step.layout.cuts, recompute or step.layout.recompute
         if key not in self._known_samples:
             count, many = len(self.few.layers), self._many(step)
-            step = step.but(samples=many, layout=step.layout.but(schedule=DEFAULT))
+            step = step.but(samples=many, layout=step.layout.but(schedule=DEFAULT, recompute=key[1]))
             axes, parts = self._of_compute(step)
             groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
             sums = [0.0] * (len(_Sum) * count)
@@ -239,8 +238,7 @@ class Prices:
 
     def saved_by_chunks_s(self, step: StepSpec) -> float:
         """Return the most seconds by which chunks of the loss can make a micro-batch quicker, in which the head has other tiles."""
-        plain = step.but(layout=step.layout.but(recompute="none"))
-        head, least = self.seconds(step)[-1], self.sample_seconds(plain)[-1]
+        head, least = self.seconds(step)[-1], self.sample_seconds(step, "none")[-1]
         took_s = head.forward_s + head.backward_s + head.weight_s
         return max(0.0, took_s - step.microbatch_samples * (least.forward_s + least.backward_s))
 
@@ -249,13 +247,14 @@ class Prices:
         more, count = step.microbatch_samples - 1, len(self.few.layers)
         sums = [0.0] * (len(_Sum) * count)
         groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in axes.items()}
-        alike = more, step.splits_backward, step.layout.recompute
+        alike = more, step.splits_backward
         for like, uses in parts.items():
             op = self._alike[like].op
-            key = (like, None if op.axis is None else groups[op.axis], alike)
+            group = None if op.axis is None else groups[op.axis]
+            key = like, group, alike, step.layout.recompute if op.kind is OpKind.RECOMPUTE else None
             op_s = self._known_ops.get(key)
             if op_s is None:
-                op_s = self._known_ops[key] = self._op_s(like, key[1], more, step)
+                op_s = self._known_ops[key] = self._op_s(like, group, more, step)
             for place, number in uses.items():
                 sums[place] += number * op_s
         fields = (sums[one * count : (one + 1) * count] for one in _Sum)

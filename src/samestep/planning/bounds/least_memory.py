@@ -106,10 +106,6 @@ class Needs:
                 sums[place] += number * size
         return Sizes._make(sums)
 
-    def group_bytes(self, step: StepSpec) -> float:
-        """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
-        return self.stages_bytes(step, self.stages(step))
-
     def stages(self, step: StepSpec) -> tuple[StageHeld, ...]:
         """Return the sizes of each stage that is unlike the others, in any split of the data axis."""
         step = smallest(step)

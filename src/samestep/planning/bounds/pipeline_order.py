@@ -40,22 +40,24 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
     counts, num_held, begun, deferred = [0] * chunks, 0, 0, 0
     found, most = InFlight((0,) * chunks, None, 0, 0, None), 0
     has_freed = False
-    at: InFlight | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
+    is_fullest = is_as_full = (
+        False  # whether the last action is a forward after which more are in flight than ever, or as many
+    )
     for kind, microbatch, chunk in order_of(schedule, stage, num_stages, microbatches, chunks):
         if kind is TaskKind.FORWARD:
             begun = max(begun, microbatch)
             counts[chunk] += 1
             num_held += 1
-            at = InFlight(tuple(counts), None, begun, deferred, None) if num_held >= most else None
-            if at and num_held > most:
-                found, most = at, num_held
+            is_fullest, is_as_full = num_held > most, num_held == most
+            if is_fullest:
+                found, most = InFlight(tuple(counts), None, begun, deferred, None), num_held
             continue
         goes_back = chunk if kind is TaskKind.BACKWARD else None
-        if at is found:
+        if is_fullest:
             found = found._replace(next_chunk=goes_back)
-        elif at and has_freed and chunks == 1 and found.again is None and found.next_chunk in (None, goes_back):
-            found = found._replace(again=at.latest)
-        at = None
+        elif is_as_full and has_freed and chunks == 1 and found.again is None and found.next_chunk in (None, goes_back):
+            found = found._replace(again=begun)
+        is_fullest = is_as_full = False
         deferred += (kind is TaskKind.BACKWARD and splits) - (kind is TaskKind.WEIGHT)
         if kind is frees:
             counts[chunk] -= 1
@@ -86,10 +88,12 @@ def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: 
 def after_last_backward(
     schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int
 ) -> tuple[Action, ...]:
-    """Return the actions of a stage after its last backward: the weight-gradient tasks that the schedule defers."""
-    order = order_of(schedule, stage, num_stages, microbatches, chunks)
+    """Return the actions of a stage after its last backward: the weight-gradient tasks that the schedule defers, as many after some
+    micro-batches for each stage as after more."""
+    fewer = min(microbatches, 2 * num_stages)
+    order = order_of(schedule, stage, num_stages, fewer, chunks)
     after = itertools.takewhile(lambda action: action.kind is not TaskKind.BACKWARD, reversed(order))
-    return tuple(after)[::-1]
+    return tuple(one._replace(microbatch=one.microbatch + microbatches - fewer) for one in after)[::-1]
 
 
 @functools.lru_cache(maxsize=2**12)

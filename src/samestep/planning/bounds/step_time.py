@@ -87,7 +87,7 @@ class Bounds:
         self.bodies = BodyBounds(prices)
         self._known_times: dict[tuple[object, ...], _Times] = {}
         self._known_plays: dict[tuple[object, ...], _Times] = {}
-        self._known_samples: dict[tuple[object, ...], tuple[float, StepSpec]] = {}
+        self._known_samples: dict[tuple[object, ...], tuple[float, float, StepSpec]] = {}
 
     def degrees_s(
         self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], less_cut: Layout | None = None
@@ -101,16 +101,15 @@ class Bounds:
                 a sample, and each also sends more of it, or around a longer ring as much, so together they take no less for it.
         """
         priced = less_cut or degrees
-        key = priced.cuts, priced.recompute
+        key = priced.cuts, priced.recompute, priced.offload
         if key not in self._known_samples:
             some = _unlike(steps(priced))
-            self._known_samples[key] = min(map(self.prices.sample_s, some)), some[0]
-        sample_s, step = self._known_samples[key]
+            sample_s = min(map(self.prices.sample_s, some))
+            self._known_samples[key] = sample_s, self.prices.whole_trained(some[0]), some[0]
+        sample_s, trained, step = self._known_samples[key]
         sample_s *= priced.cp / degrees.cp
-        samples = -(-step.global_batch // degrees.dp)
-        step = step.but(layout=degrees)
-        updated = self.prices.whole_trained(step.but(layout=priced)) / degrees.dp_cp_size / degrees.pp
-        return samples * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
+        updated = trained / degrees.dp_cp_size / degrees.pp
+        return -(-step.global_batch // degrees.dp) * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
     def least_s(self, steps: Sequence[StepSpec], family: Layout | None = None) -> float:
         """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch that compute as much again, or more;
@@ -129,13 +128,24 @@ class Bounds:
         sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
         busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
         if family:
-            kinds, splits = self.prices.seconds(step), SCHEDULES[family.schedule].splits_backward
-            busy_s += sum(
-                number * (kinds[kind].forward_s + (0.0 if splits else kinds[kind].backward_s))
-                for kind, number in self.prices.runs(step, family.virtual_stages).before
-            )
+            busy_s += self._waits_s(step, family, self.prices.seconds(step))
         trained = self.prices.whole_trained(step)
         return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
+
+    def least_wait_s(self, steps: Sequence[StepSpec], families: Sequence[Layout]) -> float:
+        """Return the least seconds for each sample of a micro-batch that come on top of `degrees_s` under one of these schedules."""
+        if steps[0].layout.pp == 1:
+            return 0.0
+        every = itertools.product(steps, families)
+        return min(self._waits_s(step, one, self.prices.sample_seconds(step)) / one.pp for step, one in every)
+
+    def _waits_s(self, step: StepSpec, family: Layout, kinds: Sequence[Seconds]) -> float:
+        """Return the seconds that all stages together wait at the ends of a schedule, given those of one layer of each kind."""
+        before, splits = (
+            self.prices.runs(step, family.virtual_stages).before,
+            SCHEDULES[family.schedule].splits_backward,
+        )
+        return sum(number * (kinds[kind].forward_s + (not splits) * kinds[kind].backward_s) for kind, number in before)
 
     def _least_microbatch_s(self, step: StepSpec) -> float:
         """Return the least seconds of a micro-batch, with chunks of the loss or without."""
@@ -169,7 +179,8 @@ class Bounds:
         step = smallest(step)
         times, runs, pp = self._times(step), self.prices.runs(step), step.layout.pp
         if plays and pp > 1:
-            times = _later(times, self._played_times(step))
+            both = zip(times, self._played_times(step), strict=True)
+            times = _Times(*(tuple(map(max, mine, played)) for mine, played in both))
         traffic: dict[tuple[object, ...], _DataTraffic] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
@@ -213,13 +224,20 @@ class Bounds:
         """Bound the times of a pipeline; once for all ways to split the data axis where forwards wait for no gather."""
         if self._waits(step):
             return self._new_times(step)
-        layout, larger = step.layout, larger_twin(step)[1]
-        key = (
-            *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp, layout.virtual_stages,
-        )  # fmt: skip
-        if key not in self._known_times:
+        if (key := self._key(step)) not in self._known_times:
             self._known_times[key] = self._new_times(step)
         return self._known_times[key]
+
+    def _key(self, step: StepSpec) -> tuple[object, ...]:
+        layout, larger = step.layout, larger_twin(step)[1]
+        return (
+            *self.prices.key(step),
+            step.num_microbatches,
+            larger,
+            layout.schedule,
+            layout.pp,
+            layout.virtual_stages,
+        )
 
     def _new_times(self, step: StepSpec) -> _Times:
         layout = step.layout
@@ -260,19 +278,14 @@ class Bounds:
     def _played_times(self, step: StepSpec) -> _Times:
         """Bound the times of a pipeline by its clock, once for all ways to split the data axis where bodies wait for no gather."""
         layout, (larger, rest) = step.layout, larger_twin(step)
-        key: tuple[object, ...] = (
-            *self.prices.key(step), step.num_microbatches, rest, layout.schedule, layout.pp, layout.virtual_stages,
-        )  # fmt: skip
-        if self.bodies.gathers(step):
-            key = *key, layout.dp_replicate, layout.zero, layout.accumulate
-        if key not in self._known_plays:
+        split = (layout.dp_replicate, layout.zero, layout.accumulate) if self.bodies.gathers(step) else ()
+        if (key := (*self._key(step), *split)) not in self._known_plays:
             pp, m, chunks = layout.pp, step.num_microbatches, layout.virtual_stages
             small = self.bodies.of_runs(step)
             large = self.bodies.of_runs(larger) if rest else small
             runs = [self._seconds_of(one, more, rest, m, step) for one, more in zip(small, large, strict=True)]
-            sends_s = [self._send_s(step, stage) for stage in range(pp)]
             orders = [order_of(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
-            complete_s, ends_s = pipeline_clock.play(orders, runs, sends_s)
+            complete_s, ends_s = pipeline_clock.play(orders, runs, [self._send_s(step, stage) for stage in range(pp)])
             last_s = [ends[m - 1] - run.last_s for ends, run in zip(complete_s, small, strict=True)]
             self._known_plays[key] = _Times(tuple(last_s), tuple(ends_s))
         return self._known_plays[key]
@@ -449,11 +462,6 @@ class Bounds:
             return mine.trained
         whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_expert")
         return whole / step.layout.num_shards + mine.expert_trained / holders
-
-
-def _later(one: _Times, other: _Times) -> _Times:
-    """Return the later of two bounds of each time."""
-    return _Times(*(tuple(map(max, mine, others)) for mine, others in zip(one, other, strict=True)))
 
 
 def _reduced_s(begun_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:
