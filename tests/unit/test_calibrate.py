@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def _row(layout: str, **more: Any) -> dict[str, Any]:
     return {"model": "preset:gpt3-1.3b", "global_batch": _BATCH, "precision": "bf16", "layout": layout, **more}
 
 
-def _written(path: Path, rows: list[Mapping[str, Any]]) -> Path:
+def _written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
