@@ -77,7 +77,7 @@ class Link:
     ll128_latency_s: NonNegative | None = None
     """Latency of one hop in NCCL's protocol LL128, which moves fewer bytes; None where it is not used."""
     all_reduce_bytes_per_s: Positive | None = None
-    """Rate of an all_reduce over most of a node where the switch itself sums; None where a ring does."""
+    """Rate of an all_reduce where switches sum, over most of a node (NVLS) or between nodes (SHARP); None where a ring does."""
     by_ranks: Mapping[Annotated[int, Field(ge=2)], Positive] = field(default_factory=dict)
     """bytes_per_s by the number of ranks of a group, up to the next number, for devices without a switch."""
 

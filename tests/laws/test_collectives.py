@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,6 +161,18 @@ def test_the_weights_of_175_billion_are_not_best_cut_over_4096_devices(global_ba
         )
     )
     assert hybrid_s < rings_s
+
+
+@given(st.sampled_from([16, 64, 512, 4096]), st.integers(20, 33), st.sampled_from([1.0, 1.5, 2.0, 4.0]))
+def test_switches_that_sum_between_nodes_hasten_all_reduces_alone(ranks: int, log_bytes: int, factor: float) -> None:
+    """SHARP is a word of the link between nodes: an all_reduce is no slower, up to the rate inside a node, and others are the same."""
+    plain, group = hardware.load("h100x8"), GroupShape(ranks, ranks // 8, 8)
+    sharp = replace(plain, inter=replace(plain.inter, all_reduce_bytes_per_s=factor * plain.inter.bytes_per_s))
+    for kind in (OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL):
+        before_s, after_s = (collective_s(kind, 2**log_bytes, group, one) for one in (plain, sharp))
+        assert after_s < before_s if kind is OpKind.ALL_REDUCE and factor > 1 else after_s == before_s
+        inside_s = collective_s(kind, 2**log_bytes, GroupShape(8, 1, 8), plain)
+        assert after_s > inside_s or kind is not OpKind.ALL_REDUCE
 
 
 MEASURED = {

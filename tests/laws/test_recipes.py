@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import job_files as jobs
 from samestep.hardware import resolve_hardware
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.planning.recipes import frameworks
 from samestep.planning.recipes.recipe import Recipe, recipe_of
+from samestep.strategies import pipeline
 
 _NAMES = sorted(frameworks.FRAMEWORKS)
 _MEGATRON = {
@@ -23,6 +27,8 @@ _MEGATRON = {
     "--pipeline-model-parallel-size": int,
     "--context-parallel-size": int,
     "--cp-comm-type": str,
+    "--hierarchical-context-parallel-sizes": int,
+    "--pipeline-model-parallel-layout": str,
     "--expert-model-parallel-size": int,
     "--moe-token-dispatcher-type": str,
     "--num-virtual-stages-per-pipeline-rank": int,
@@ -47,6 +53,7 @@ _MEGATRON = {
         "--no-gradient-accumulation-fusion",
         "--optimizer-cpu-offload",
         "--use-precision-aware-optimizer",
+        "--accumulate-allreduce-grads-in-fp32",
         "--bf16",
         "--fp16",
     ),
@@ -79,8 +86,14 @@ def _layouts() -> st.SearchStrategy[Layout]:
     return words.filter(lambda one: one["zero"] > 0 or one["dp_shard"] == 1).map(lambda one: Layout(**one))
 
 
-def _recipe(name: str, layout: Layout, batch: int = 512) -> Recipe:
-    job = jobs.default(["model.source=preset:llama3-8b", f"train.global_batch={batch}", "numerics.precision=bf16"])
+def _recipe(name: str, layout: Layout, batch: int = 512, *more: str) -> Recipe:
+    given_settings = [
+        "model.source=preset:llama3-8b",
+        f"train.global_batch={batch}",
+        "numerics.precision=bf16",
+        *more,
+    ]
+    job = jobs.default(given_settings)
     return frameworks.emit(name, job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
 
 
@@ -125,6 +138,120 @@ def test_megatron_reads_every_flag(layout: Layout) -> None:
         if word.startswith("--"):
             kind = _MEGATRON[word]
             assert (value.startswith(("--", '"$'))) if kind is bool else kind(value) is not None
+
+
+def _option(recipe: Recipe, name: str) -> str:
+    """Return the value of a flag; empty if it is not given."""
+    found = re.search(rf"{re.escape(name)} (\S+)", recipe.text)
+    return found[1].strip("'") if found else ""
+
+
+@settings(max_examples=15)
+@given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 3]), st.integers(24, 41))
+def test_stages_in_the_words_of_megatron_hold_the_blocks_of_the_prediction(pp: int, virtual: int, blocks: int) -> None:
+    """Megatron divides layers evenly or stops: where our stages are uneven, they are written out, and none is lost."""
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    layout = Layout(pp=pp, virtual_stages=virtual, schedule=schedule, microbatch=1)
+    config = f"model.config.layers={blocks}"
+    model = catalog.model_spec(jobs.default(["model.source=preset:llama3-8b", config]))
+    chunks = pipeline.chunks_of(model, pp * virtual)
+    found = _recipe("megatron", layout, 512, config)
+    if not (written := _option(found, "--pipeline-model-parallel-layout")):
+        assert blocks % (pp * virtual) == 0
+        assert _option(found, "--num-virtual-stages-per-pipeline-rank") == (str(virtual) if virtual > 1 else "")
+        return
+    assert "--num-virtual-stages-per-pipeline-rank" not in found.text  # Megatron takes one of the two
+    long = re.sub(r"t\*(\d+)", lambda times: "t" * int(times[1]), written.replace(",", ""))
+    stages = long.split("|")
+    assert [one.count("t") for one in stages] == [sum(model.layers[i].is_block for i in one) for one in chunks]
+    assert stages[0].startswith("E")
+    assert stages[-1].endswith("L")
+    assert sum(one.count("t") for one in stages) == blocks
+
+
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("precision", ["float64", "float32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["dp=8", "dp=8 zero=3", "dp=8 zero=1"])
+def test_a_precision_is_written_or_refused(name: str, precision: str, layout: str) -> None:
+    """No framework trains in its own default precision without a word: the file, a part in code, or a refusal names it."""
+    found = _recipe(name, Layout.parse(layout), 512, f"numerics.precision={precision}")
+    plain = _recipe(name, Layout.parse(layout), 512, "numerics.precision=float32")
+    said = [*found.in_code, *found.lacks, *found.differs]
+    assert (
+        precision == "float32"
+        or found.text != plain.text
+        or set(said) != {*plain.in_code, *plain.lacks, *plain.differs}
+    )
+    assert precision != "float64" or not found.is_whole
+
+
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("layout", ["dp=8", "dp=8 zero=3", "dp=8 zero=1"])
+def test_a_clipping_is_written_and_so_is_none(name: str, layout: str) -> None:
+    """Megatron and torchtitan clip to 1 where nothing is said, so that a job without clipping says so."""
+    clipped = _recipe(name, Layout.parse(layout), 512, "optimizer.clip_norm=0.375")
+    assert "0.375" in clipped.text + " ".join(clipped.in_code)
+    job = Job(model={"source": "preset:llama3-8b"}, train={"global_batch": 512}, numerics={"precision": "bf16"})
+    free = frameworks.emit(name, job, Layout.parse(layout), catalog.model_spec(job), resolve_hardware("h100x8"))
+    assert job.optimizer.clip_norm is None
+    assert _option(free, "--clip-grad") == ("0.0" if name == "megatron" else "")
+    assert _option(free, "--training.max_norm") == ("inf" if name == "torchtitan" else "")
+    assert "clip" not in " ".join([free.text, *free.in_code]).replace("--clip-grad 0.0", "")
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_what_no_file_says_of_a_job_is_named(name: str) -> None:
+    """States in 8 bits and adapters change bytes and seconds, and no file has them."""
+    found = _recipe(name, Layout.parse("dp=8 zero=1"), 512, "numerics.optimizer_states=8bit")
+    assert any("optimizer_states" in line for line in found.differs)
+    found = _recipe(name, Layout.parse("dp=8 zero=1"), 512, 'model.lora={targets=["q_proj"]}')
+    assert any("adapters" in line for line in found.differs)
+    assert not any("numerics" in line for line in found.differs)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "given_settings", "text"),
+    [
+        ("megatron", "mixtral-8x7b", "dp=8 ep=8 microbatch=1", ["numerics.precision=fp16"], "in fp16"),
+        ("megatron", "llama3-8b", "dp=2 pp=4 schedule=interleaved virtual_stages=2 microbatch=1", ["train.global_batch=18"], "9 micro-batches"),
+        ("torchtitan", "llama3-8b", "dp=2 pp=4 schedule=interleaved virtual_stages=2 microbatch=1 zero=3", ["train.global_batch=18"], "9 micro-batches"),
+        ("torchtitan", "mixtral-8x7b", "dp=8 cp=2 ep=1 microbatch=1", [], "weights are sharded over the ranks of cp"),
+        ("torchtitan", "mixtral-8x7b", "dp=4 cp=4 ep=2 zero=3 microbatch=1", [], "ep is a multiple of cp"),
+        ("torchtitan", "llama3-8b", "dp=1 tp=4 sequence_parallel microbatch=1", [], "computes in float32"),
+        ("torchtitan", "llama3-8b", "dp=8 zero=3", ["numerics.precision=fp16"], "scales no losses"),
+        ("torchtitan", "llama3-8b", "dp=1 cp=8 zero=3", ["data.sequence_length=8200"], "a multiple of 16"),
+        ("deepspeed", "mixtral-8x7b", "dp=8 ep=8 zero=3", [], "stages 0 to 2"),
+        ("accelerate", "llama3-8b", "dp=4 cp=2", [], "weights are sharded over the ranks of cp"),
+    ],
+)  # fmt: skip
+def test_what_the_parser_of_a_framework_would_refuse_is_said(
+    name: str, model: str, layout: str, given_settings: list[str], text: str
+) -> None:
+    found = _recipe(name, Layout.parse(layout), 512, f"model.source=preset:{model}", *given_settings)
+    assert any(text in line for line in found.lacks), found.lacks
+
+
+@pytest.mark.parametrize("cp", [16, 64])
+def test_hybrid_context_parallelism_says_the_sizes_of_its_groups(cp: int) -> None:
+    """Megatron stops without them, and where they do not multiply to `cp`."""
+    found = _recipe("megatron", Layout(cp=cp, exchange="hybrid", zero=2), 512, "data.sequence_length=524288")
+    sizes = re.search(r"--hierarchical-context-parallel-sizes (\d+) (\d+)", found.text)
+    assert sizes
+    assert int(sizes[1]) * int(sizes[2]) == cp
+
+
+@settings(max_examples=15)
+@given(st.sampled_from([2, 4, 8]), st.integers(24, 41))
+def test_stages_in_the_words_of_torchtitan_are_compared(pp: int, blocks: int) -> None:
+    """torchtitan counts embedding and head as a block each; where its stages are others than ours, both are said."""
+    found = _recipe("torchtitan", Layout(pp=pp, dp_shard=2, zero=3, microbatch=1), 512, f"model.config.layers={blocks}")
+    line = next((one for one in found.differs if one.startswith("stages have")), "")
+    for part in (
+        line.removeprefix("stages have ").removesuffix(" in the prediction").split(" blocks, and ") if line else ()
+    ):
+        runs = [word.split(" x ") for word in part.split(", ")]
+        assert sum(math.prod(map(int, run)) for run in runs) == blocks
+        assert sum(int(run[0]) if len(run) > 1 else 1 for run in runs) == pp
 
 
 @pytest.mark.parametrize("name", _NAMES)

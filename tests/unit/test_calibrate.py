@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def _row(layout: str, **more: Any) -> dict[str, Any]:
     return {"model": "preset:gpt3-1.3b", "global_batch": _BATCH, "precision": "bf16", "layout": layout, **more}
 
 
-def _written(path: Path, rows: list[Mapping[str, Any]]) -> Path:
+def _written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -117,6 +117,77 @@ def test_what_cannot_be_a_step_is_named(row: Mapping[str, Any], text: str, tmp_p
     with pytest.raises(InputError) as caught:
         samestep.calibrate(_written(tmp_path / "rows.csv", [row, row]), "h100x8")
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model": ""}, "no model: a column `model` works"),
+        ({"global_batch": ""}, "no global_batch: a column"),
+        ({"precision": ""}, "no precision: a column"),
+        ({"step_s": 150.0}, "milliseconds"),
+        ({"step_s": 9.0}, "no profile is that far off"),
+        ({"layout": "dp=8 zero=2", "model": "preset:llama3-405b", "step_s": 200.0}, "states alone are"),
+        ({"hardware": "a100-80x8"}, "was measured on a100-80x8"),
+    ],
+)
+def test_a_line_that_no_machine_explains_is_named_alone(change: Mapping[str, Any], text: str, tmp_path: Path) -> None:
+    """What a default would fill in, a unit, a layout that does not fit, another machine: the line is named, and the others are not."""
+    rows = _measured_on(hardware.load("h100x8"))
+    wrong = {**rows[0], "layout": "dp=8 zero=3", "step_s": 2 * rows[0]["step_s"], **change}
+    whole = [{**dict.fromkeys(wrong, ""), **row} for row in (*rows, wrong)]
+    with pytest.raises(InputError) as caught:
+        samestep.calibrate(_written(tmp_path / "rows.csv", whole), "h100x8")
+    assert text in str(caught.value)
+    assert [line.partition(" ")[0].rstrip(":") for line in str(caught.value).splitlines()] == [f"{tmp_path}/rows.csv:5"]
+
+
+def test_what_a_line_leaves_out_is_given_by_settings_and_by_no_default_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{name: row[name] for name in ("layout", "step_s")} for row in _measured_on(hardware.load("h100x8"))]
+    path = str(_written(tmp_path / "rows.csv", rows))
+    given = ["--set", "model.source=preset:gpt3-1.3b", "--set", f"train.global_batch={_BATCH}"]
+    assert main(["calibrate", path, "--hardware", "h100x8", *given]) == 2
+    assert "no precision" in capsys.readouterr().err
+    assert main(["calibrate", path, "--hardware", "h100x8", *given, "--set", "numerics.precision=bf16"]) == 1
+    assert "no sequence_length is given for preset:gpt3-1.3b: 2,048 tokens" in capsys.readouterr().out
+
+
+def test_measurements_of_one_step_are_one_step(tmp_path: Path) -> None:
+    """Repeated lines weigh as one, none is fitted and tested at once, and two that disagree are named."""
+    rows = [_row(layout, step_s=1.0) for layout in _LAYOUTS]
+    noisy = [{**rows[0], "step_s": seconds} for seconds in (0.97, 1.01, 1.04)]
+    steps, said = read_steps([_written(tmp_path / "repeated.csv", [*noisy, *rows[1:]])], None)
+    assert [step.step_s for step in steps] == [1.01, 1.0, 1.0]
+    assert [step.origin.endswith(":2 and 2 more") for step in steps] == [True, False, False]
+    assert any("5 measurements are 3 steps" in line for line in said)
+    other = {**rows[1], "step_s": 1.6}
+    with pytest.raises(InputError, match=r"rows\.csv:3 and .*rows\.csv:5 are the same job and layout"):
+        samestep.calibrate(_written(tmp_path / "rows.csv", [*rows, other]), "h100x8")
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("head", ["", "\ufeff", "# of my cluster\n\n", "\n"])
+def test_a_table_is_read_as_spreadsheets_write_it(separator: str, head: str, tmp_path: Path) -> None:
+    """Separators, a mark of the byte order, comments and empty lines change nothing, and lines keep their numbers."""
+    lines = ["model,global_batch,precision,layout,step_s", "", "# the first day"]
+    lines += [f"preset:gpt2,8,bf16,dp=8 zero={zero},0.5" for zero in (1, 3)]
+    path = tmp_path / "rows.csv"
+    path.write_text(head + "\n".join(lines).replace(",", separator) + "\n", encoding="utf-8")
+    steps, _ = read_steps([path], None)
+    skipped = head.count("\n")
+    assert [(str(one.layout), one.step_s) for one in steps] == [("dp=8 zero=1", 0.5), ("dp=8 zero=3", 0.5)]
+    assert [one.origin for one in steps] == [f"{path}:{skipped + 4}", f"{path}:{skipped + 5}"]
+
+
+def test_steps_of_several_machines_are_no_steps_of_one(tmp_path: Path) -> None:
+    rows = [
+        {**row, "hardware": name}
+        for row, name in zip(_measured_on(hardware.load("h100x8")), ("mine", "mine", "yours"), strict=True)
+    ]
+    with pytest.raises(InputError, match="several machines: "):
+        samestep.calibrate(_written(tmp_path / "rows.csv", rows), "h100x8")
 
 
 def test_speeds_say_the_same(tmp_path: Path) -> None:

@@ -22,20 +22,27 @@ from samestep.job_paths import model_folder
 from samestep.job_tables import PRESET
 from samestep.models import presets
 from samestep.models.adapted_spec import add_adapters
+from samestep.models.kept_scores import with_kept_scores
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import FORMAT_VERSION, from_json
 from samestep.models.weight_files import digest_of
 
 
 def model_spec(job: Job) -> ModelSpec:
-    """Return the shape of a job's model; if no cache has it, a subprocess with torch traces it.
+    """Return the shape of a job's model, with the scores of its attentions where `run.attention` is math.
 
-    `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and the sequence length is the
+    If no cache has it, a subprocess with torch traces it. `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and the sequence length is the
     job's, or the preset's if the job does not give one.
 
     Raises:
         InputError: the model cannot be built or traced; the text is the one `train` would give.
     """
+    model = _own_spec(job)
+    return with_kept_scores(model, job.numerics.precision in ("bf16", "fp16")) if job.run.attention == "math" else model
+
+
+def _own_spec(job: Job) -> ModelSpec:
+    """Return the shape of a job's model, of a preset, from a cache, or traced."""
     if job.model.preset is not None:
         length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
         found = presets.preset(job.model.preset, length, job.model.config)

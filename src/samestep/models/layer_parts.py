@@ -63,6 +63,8 @@ class Product:
     """Whether it runs between the tensor-cut parts of a block, under sequence parallelism on a rank's tokens."""
     is_batched: bool = False
     """Whether one operation multiplies several pairs of matrices, as scores of an attention are made without a fused kernel."""
+    keeps_scores: bool = False
+    """Whether it is an attention that keeps all its scores for the backward, in float32 at least, as torch's math does."""
     is_hidden: bool = False
     """Whether it is computed within a function of its own backward, as by a ring, so that recompute cannot keep its result."""
     is_repeated: bool = True

@@ -14,7 +14,7 @@ from samestep.planning.rejections import Fallen
 from samestep.planning.search import MOST_PLAYED, Plan
 from samestep.simulation.bound_by import binds
 from samestep.simulation.memory import allocator_summary, memory_summary
-from samestep.simulation.prediction import Prediction, intervals, predict
+from samestep.simulation.prediction import Prediction, intervals, predict, unpriced
 
 _HEAD = ("layout", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s", "")
 _OUTCOMES = {
@@ -37,6 +37,7 @@ def as_text(found: Plan) -> str:
         lines.append(_fits(found))
         lines += allocator_summary(found.best[0].peak, found.best[0].reserved_bytes, found.hardware)
         lines.append(f"the best is bound by {binds(found.best[0])}")
+        lines += unpriced(found.best[0].job)
         lines += cautions(found.best)
         if found.best[0].layout.offload:
             rate = f"{found.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s a device"

@@ -58,6 +58,8 @@ class StepSpec:
     """The part of a model that runs as a graph of `torch.compile`."""
     captures: bool = False
     """Whether the compiler captures CUDA graphs, which write what they return into the same memory in each run."""
+    attention: Literal["auto", "flash", "cudnn", "math", "efficient"] = "auto"
+    """The kernel of attention that the job chooses; `auto` leaves it to the hardware profile."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
@@ -98,6 +100,7 @@ class StepSpec:
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compile=job.run.compile,
             captures=job.run.compile != "none" and job.run.captures,
+            attention=job.run.attention,
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             states=HeldStates.of(model, job, BYTES_OF[_master_dtype(job.numerics.precision)]),

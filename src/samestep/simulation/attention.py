@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 
 Family = Literal["sdpa", "flash-1", "flash-2", "flash-3", "cudnn"]
 """Kernels of a fused attention; `sdpa` is what torch chooses by itself: FlashAttention-2."""
+CHOSEN: dict[str, Family] = {"flash": "flash-2", "cudnn": "cudnn", "efficient": "flash-1"}
+"""The family of a kernel that a job chooses by `run.attention`; torch's memory-efficient one is taken to be as fast as FlashAttention-1."""
 TILE = 128
 """Queries of a tile, and keys of a block."""
 LARGE_HEAD = 128

@@ -34,8 +34,9 @@ def binds(found: Prediction) -> str:
         "exposed communication": found.exposed_comm_s,
     }
     name = max(parts, key=lambda part: parts[part])
-    free = 1 - found.peak.total / found.hardware.memory_bytes
-    return f"{name} ({parts[name] / found.step_s:.0%} of the step); {free:.0%} of the memory is free"
+    needed = found.peak.total / found.hardware.memory_bytes
+    memory = f"{1 - needed:.0%} of the memory is free" if needed <= 1 else f"{needed - 1:.0%} of the memory is missing"
+    return f"{name} ({parts[name] / found.step_s:.0%} of the step); {memory}"
 
 
 def reasons(found: Prediction) -> list[str]:

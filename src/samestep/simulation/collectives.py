@@ -105,14 +105,16 @@ def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float
 
 def _link(group: GroupShape, kind: OpKind, hardware: Hardware) -> Link:
     """Return the link of a ring over the group, in which every rank of a node adds one port to the network."""
-    near = hardware.intra.among(group.inside)
-    if kind is OpKind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
-        near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)
+    near, far_bytes_per_s = hardware.intra.among(group.inside), hardware.inter.bytes_per_s
+    if kind is OpKind.ALL_REDUCE:
+        if near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
+            near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)
+        far_bytes_per_s = hardware.inter.all_reduce_bytes_per_s or far_bytes_per_s
     if group.nodes == 1:
         return near
     return Link(
         latency_s=hardware.inter.latency_s,
-        bytes_per_s=min(near.bytes_per_s, hardware.inter.bytes_per_s * group.inside * _network_efficiency(hardware)),
+        bytes_per_s=min(near.bytes_per_s, far_bytes_per_s * group.inside * _network_efficiency(hardware)),
         collective_s=hardware.inter.collective_s,
     )
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -105,12 +106,20 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     work = _work_of(layer)
     if op.kind is OpKind.RECOMPUTE:
         work = work.repeating(repeated_products(step, layer))
+    if step.attention in attention.CHOSEN:
+        hardware = _with_attention(hardware, step.attention)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
     unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if part != "weights" else 0
     unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)
     return unpacking_s + _layer_s(work, op.kind, part, step.microbatch_samples, dtypes, hardware)
+
+
+@lru_cache(maxsize=64)
+def _with_attention(hardware: Hardware, word: str) -> Hardware:
+    """Return a machine whose attention runs by the kernel that a job chooses."""
+    return replace(hardware, attention_kernel=attention.CHOSEN[word])
 
 
 PriceKey = tuple[object, ...]
@@ -218,6 +227,8 @@ def _product_s(
     product: Product, samples: int, backward: bool, part: BackwardPart, work: _Work, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
     """Return the seconds of a product's forward, or of its backward or a part of it."""
+    if product.keeps_scores:
+        return _kept_scores_s(product, samples, backward, dtypes, hardware)
     if product.factors in ("attention", "causal"):
         return _attention_s(product, samples, backward, dtypes, hardware)
     if product.factors == "pair":
@@ -258,6 +269,22 @@ def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes
         product.attended_part, rate, peak, hardware.num_units,
     )  # fmt: skip
     return hardware.kernel_s + max(scores_s, moved_s)
+
+
+def _kept_scores_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes, hardware: Hardware) -> float:
+    """Return the seconds of an attention by torch's math: two products and a softmax over all scores, in float32 at least.
+
+    A forward casts the factors, adds the mask, takes the softmax and casts its result, and a backward reads two and writes one of them.
+    """
+    wide = dtypes.values if BYTES_OF[dtypes.values] >= BYTES_OF["float32"] else "float32"
+    size, count = product.inner // 2, product.count * samples
+    kept = dtypes._replace(values=wide)
+    sides = ((product.rows, size, product.columns), (product.rows, product.columns, size))
+    products_s = sum(_matrix_s(m, k, n, count, wide, kept, hardware) for m, k, n in sides) * (2 if backward else 1)
+    passes = 3 if backward else 5.5 if wide != dtypes.values else 4
+    scores_s = passes * count * product.rows * product.columns * BYTES_OF[wide] / _bandwidth(hardware)
+    factors_s = 3 * count * product.rows * size * (BYTES_OF[wide] + BYTES_OF[dtypes.values]) / _bandwidth(hardware)
+    return products_s + scores_s + factors_s
 
 
 @lru_cache(maxsize=2**16)

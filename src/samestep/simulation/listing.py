@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from samestep.program.ops import COPIES, Op
 from samestep.program.program import Program
+from samestep.simulation.bound_by import binds
 from samestep.simulation.memory import allocator_summary, memory_summary
-from samestep.simulation.prediction import Prediction
+from samestep.simulation.prediction import Prediction, unpriced
 
 MOST_LINES = 60
 """Number of lines above which a program is only summarised by default, so that the rest stays on the screen."""
@@ -27,6 +28,8 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
         [
             *lines,
             found.timeline.to_text(100),
+            f"bound by {binds(found)}",
+            *unpriced(found.job),
             *allocator_summary(found.peak, found.reserved_bytes, found.hardware),
             f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}{chance}',
             _compact(found.to_record()),

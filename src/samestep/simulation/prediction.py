@@ -32,9 +32,18 @@ def labels(job: Job, hardware: Hardware) -> dict[str, str]:
     return {
         "model": "analytical: counted from hyperparameters" if job.model.preset is not None else "traced",
         "hardware": of_each or "given without sources",
-        "time": "analytical: played on a clock",
+        "time": "; ".join(["analytical: played on a clock", *unpriced(job)]),
         "memory": "analytical: added up over the program",
     }
+
+
+def unpriced(job: Job) -> list[str]:
+    """Return a line for each word of a job that changes the seconds of a step, and that no price knows."""
+    words = {
+        "run.compile": (job.run.compile, "none", "seconds and bytes are those of code that is not compiled"),
+        "numerics.deterministic": (job.numerics.deterministic, False, "seconds are those of the usual kernels"),
+    }
+    return [f"{name} is not priced: {text}" for name, (value, plain, text) in words.items() if value != plain]
 
 
 _TENTH = statistics.NormalDist().inv_cdf(0.9)

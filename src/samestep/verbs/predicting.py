@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import hardware
+from samestep import job_files as jobs
 from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -211,11 +213,19 @@ def layouts(words: Namespace) -> Result:
     return Result(lambda: [legality.as_record(row) for row in rows], text)
 
 
+def _of_settings(settings: Sequence[str]) -> Job | None:
+    """Return a job of some settings alone, without those of the default job, which nobody has measured; None without settings."""
+    tables: dict[str, Any] = {}
+    for setting in settings:
+        jobs.set_key(tables, setting)
+    return Job(**tables) if tables else None
+
+
 def calibrate(words: Namespace) -> Result:
     """Refit a hardware profile to measured steps."""
     from samestep.planning.calibration.calibrate import calibrate
 
-    job = job_of(words) if words.job is not None or words.set else None
+    job = _of_settings(words.set) if words.job is None else job_of(words)
     found = calibrate(words.rows, words.hardware, words.out, job=job)
     return Result(found.to_record, found.to_text(), 1 if found.kept else 0)
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from samestep import calls
 from samestep.errors import InputError, LayoutError
-from samestep.hardware import Hardware, resolve_hardware
+from samestep.hardware import Hardware, profiles, resolve_hardware
 from samestep.job import Job
+from samestep.output.byte_sizes import readable
 from samestep.output.output_file import check_writable, write_whole
 from samestep.output.text_table import align_columns
 from samestep.planning.calibration.factors import FACTORS, Factors, as_toml, limits, scaled
@@ -29,6 +30,7 @@ from samestep.planning.calibration.measured_steps import TimedStep, read_steps
 from samestep.program.ops import COMPUTE_DTYPE
 from samestep.program.program import Program
 from samestep.simulation import clock
+from samestep.simulation.memory import at_rest
 from samestep.strategies import programs_of
 
 STEP_ERROR = 0.1
@@ -136,6 +138,7 @@ def calibrate(
     if file is not None:
         check_writable(file)
     read, said = read_steps(paths, job)
+    _refuse_other_machine(read, machine)
     _refuse_impossible(read, machine)
     steps, programs = [], []
     for one in read:
@@ -159,7 +162,9 @@ def _calibrated(
     said: Sequence[str],
 ) -> Calibration:
     measured_s = [one.step_s for one in steps]
+    _refuse_too_large(steps, programs, machine)
     fit = Fit([machine] * len(steps), [functools.partial(_played_s, one) for one in programs], measured_s)
+    _refuse_far(steps, fit.seconds({}), machine)
     factors = fit.best(range(len(steps)))
     left_out_s = fit.left_out(factors)
     fitted = scaled(machine, factors)
@@ -203,6 +208,45 @@ def _refuse_impossible(steps: Sequence[TimedStep], machine: Hardware) -> None:
             mistakes.append(
                 f"{one.origin}: {one.step_s:.4g} s a step would need {share:.0%} of the peak of {machine.name} in {dtype}: another "
                 f"batch ({one.job.train.global_batch} samples), precision, number of devices or --hardware may be right"
+            )
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+
+
+def _refuse_other_machine(steps: Sequence[TimedStep], machine: Hardware) -> None:
+    """Refuse steps of a machine that has a profile of its own, and it is not this one."""
+    for one in steps:
+        if one.hardware in profiles() and machine.name in profiles() and one.hardware != machine.name:
+            raise InputError(
+                f"{one.origin} was measured on {one.hardware}: --hardware {one.hardware} works, not {machine.name}"
+            )
+
+
+def _refuse_too_large(steps: Sequence[TimedStep], programs: Sequence[tuple[Program, ...]], machine: Hardware) -> None:
+    """Refuse steps whose weights, gradients and states alone do not fit, held in half the bytes: no such run was measured."""
+    mistakes = []
+    for one, stages in zip(steps, programs, strict=True):
+        held = max(at_rest(stage).total for stage in stages)
+        if held > 2 * machine.memory_bytes:
+            mistakes.append(
+                f"{one.origin}: weights, gradients and optimizer states alone are {readable(held)} of a device that has "
+                f"{readable(machine.memory_bytes)}: another layout, such as a ZeRO stage that is missing, or --hardware may be right"
+            )
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+
+
+def _refuse_far(steps: Sequence[TimedStep], predicted_s: Sequence[float], machine: Hardware) -> None:
+    """Refuse steps that no factors explain: a unit, a batch or a machine is another one."""
+    mistakes = []
+    for one, before_s in zip(steps, predicted_s, strict=True):
+        ratio = one.step_s / before_s
+        if not 1 / _MOST < ratio < _MOST:
+            unit = "milliseconds, " if 300 < ratio < 5000 else ""
+            mistakes.append(
+                f"{one.origin}: {one.step_s:.4g} s a step are {ratio:.3g} times the {before_s:.4g} s that {machine.name} is predicted to "
+                f"take, and no profile is that far off: {unit}tokens of one device given as those of all {one.layout.world_size}, "
+                "another batch, precision or --hardware may be the reason"
             )
     if mistakes:
         raise InputError("\n".join(mistakes))

@@ -1,13 +1,15 @@
 """Measured steps, read from a CSV file of any framework's results, or from the folders of runs.
 
-A line of a CSV file is one step: what was computed, in which layout, and how long it took.
+A line of a CSV file is one step: what was computed, in which layout, and how long it took. Values are between commas, semicolons or
+tabs, as the head has them; empty lines, and those that begin with `#`, are passed over. Lines of one job and layout are one step.
 
 | column | meaning |
 | --- | --- |
 | `layout` | layout words, such as `dp=8 zero=3 microbatch=2`; or a column for each word (`dp`, `tp`, `zero`, ...) |
 | `step_s` | seconds of a step; or one of `tokens_per_s`, `tokens_per_s_per_device`, `tflops_per_device` |
 | `devices` | the number of devices, which must be that of the layout's ranks |
-| `model`, `global_batch`, `sequence_length`, `precision` | short for `model.source`, `train.global_batch`, ... |
+| `model`, `global_batch`, `precision`, `sequence_length` | short for `model.source`, `train.global_batch`, ...; the first three are needed |
+| `hardware` | the machine, which is the same in all lines |
 | any key of a job, such as `model.source` | its value in this line; what is missing is the job's |
 | anything else | ignored, and said |
 """
@@ -20,7 +22,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,16 @@ _SHORT = {
     "sequence_length": "data.sequence_length",
     "precision": "numerics.precision",
 }
+_NEEDED = ("model", "global_batch", "precision")
+"""Columns without which a line says nothing: no default of a job is what was measured elsewhere."""
 _SPEEDS = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device")
 _WORDS = ("dp", *(one.name for one in fields(Layout)))
-_KNOWN = ("layout", "devices", *_SPEEDS, *_SHORT, *_WORDS)
+_KNOWN = ("layout", "devices", "hardware", *_SPEEDS, *_SHORT, *_WORDS)
 _FIRST_STEPS = 2
 """Steps of a run that are left out: they build graphs and buffers."""
 MOST_ROWS = 1000
+_AGREE = 1.5
+"""Ratio of the slowest to the fastest of several measurements of one step above which they are not the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,14 @@ class TimedStep:
     model: ModelSpec
     layout: Layout
     step_s: float
+    hardware: str = ""
+    """The name of the machine, if the line says it."""
+
+    @property
+    def configuration(self) -> str:
+        """All that a prediction reads of it, as text: steps with the same text are predicted alike."""
+        own = self.job.model_dump_json(include={"model", "numerics", "optimizer"})
+        return f"{self.layout} of {self.job.train.global_batch} samples of {self.model.length}: {own}"
 
 
 def read_steps(paths: Sequence[Path], job: Job | None) -> tuple[list[TimedStep], list[str]]:
@@ -81,20 +95,69 @@ def read_steps(paths: Sequence[Path], job: Job | None) -> tuple[list[TimedStep],
                 mistakes.append(f"{origin}: {error}")
     if mistakes:
         raise InputError("\n".join(mistakes))
-    return steps, said
+    _refuse_machines(steps)
+    merged = _merged(steps)
+    if len(merged) < len(steps):
+        said.append(
+            f"{len(steps)} measurements are {len(merged)} steps: of those of one job and layout the median is taken"
+        )
+    return merged, [*said, *_assumed_lengths(merged)]
+
+
+def _refuse_machines(steps: Sequence[TimedStep]) -> None:
+    """Refuse steps of several machines: one profile is refitted."""
+    first = {one.hardware: one.origin for one in reversed(steps) if one.hardware}
+    if len(first) > 1:
+        found = ", ".join(f"{name} ({origin})" for name, origin in first.items())
+        raise InputError(f"the steps are of several machines: {found}; a file for each of them works")
+
+
+def _merged(steps: Sequence[TimedStep]) -> list[TimedStep]:
+    """Return the steps with the median of those that are predicted alike, so that none is fitted and tested at once.
+
+    Raises:
+        InputError: two of these are too far apart to be the same step.
+    """
+    alike: dict[str, list[TimedStep]] = {}
+    for one in steps:
+        alike.setdefault(one.configuration, []).append(one)
+    found, mistakes = list[TimedStep](), list[str]()
+    for same in alike.values():
+        fast, slow = min(same, key=lambda one: one.step_s), max(same, key=lambda one: one.step_s)
+        if slow.step_s > _AGREE * fast.step_s:
+            mistakes.append(
+                f"{fast.origin} and {slow.origin} are the same job and layout, and take {fast.step_s:.4g} and {slow.step_s:.4g} s: "
+                "without the one that is wrong, or with what they differ in, they work"
+            )
+        others = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        middle, machine = statistics.median(one.step_s for one in same), max(one.hardware for one in same)
+        found.append(replace(same[0], origin=f"{same[0].origin}{others}", step_s=middle, hardware=machine))
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+    return found
+
+
+def _assumed_lengths(steps: Sequence[TimedStep]) -> list[str]:
+    """Return a line for each model whose steps do not say how long a sample is."""
+    silent = [one for one in steps if one.model.length and "sequence_length" not in one.job.data.model_fields_set]
+    lengths = dict.fromkeys((one.job.model.source, one.model.length) for one in silent)
+    return [f"no sequence_length is given for {source}: {length:,} tokens are taken" for source, length in lengths]
 
 
 def _rows_of(path: Path) -> tuple[list[tuple[int, dict[str, str]]], list[str]]:
     """Return the lines of a CSV file with their numbers, and what is said of columns that mean nothing here."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as text: {error}") from None
-    reader = csv.DictReader(io.StringIO(text), strict=True)
+    text = "\n".join("" if one.startswith("#") else one for one in lines)
+    table = text.lstrip("\n")
+    delimiter = max(",;\t", key=table.partition("\n")[0].count)
+    reader = csv.DictReader(io.StringIO(table), strict=True, delimiter=delimiter)
     try:
         head = [name.strip() for name in reader.fieldnames or []]
         reader.fieldnames = head
-        rows = [(reader.line_num, row) for row in reader]
+        rows = [(reader.line_num + len(text) - len(table), row) for row in reader]
     except csv.Error as error:
         raise InputError(f"{path} is no CSV file: {error}") from None
     if not any(name in head for name in _SPEEDS):
@@ -115,6 +178,7 @@ def _step_of(origin: str, row: Mapping[Any, Any], job: Job | None) -> TimedStep:
     if None in row or any(value is None for value in row.values()):
         raise InputError("it has more or fewer values than the file has columns")
     given = {str(name): str(value).strip() for name, value in row.items() if str(value).strip()}
+    _refuse_unsaid(given, job)
     settings = [f"{_SHORT.get(name, name)}={value}" for name, value in given.items() if name in _SHORT or "." in name]
     if job is None:
         own, _ = as_published(jobs.default(settings))
@@ -128,7 +192,19 @@ def _step_of(origin: str, row: Mapping[Any, Any], job: Job | None) -> TimedStep:
         raise InputError(f"devices = {given['devices']}, and layout {str(layout)!r} has {layout.world_size} ranks")
     model = catalog.model_spec(own)
     step_s = _seconds_of(given, own, model, layout)
-    return TimedStep(origin=origin, job=own, model=model, layout=layout, step_s=step_s)
+    hardware = given.get("hardware", "")
+    return TimedStep(origin=origin, job=own, model=model, layout=layout, step_s=step_s, hardware=hardware)
+
+
+def _refuse_unsaid(given: Mapping[str, str], job: Job | None) -> None:
+    """Refuse a line that leaves to a default what nobody but its author knows."""
+    names = {_SHORT.get(name, name) for name in given}
+    for column in _NEEDED:
+        table, _, key = _SHORT[column].partition(".")
+        if _SHORT[column] not in names and (job is None or key not in getattr(job, table).model_fields_set):
+            raise InputError(
+                f"no {column}: a column `{column}` works, and so does a job (--job, --set) that says {_SHORT[column]}"
+            )
 
 
 def _layout_of(given: Mapping[str, str]) -> Layout:
@@ -149,13 +225,13 @@ def _seconds_of(given: Mapping[str, str], job: Job, model: ModelSpec, layout: La
     speeds = [name for name in _SPEEDS if name in given]
     if len(speeds) != 1:
         raise InputError(
-            f"{' and '.join(speeds) or 'nothing'} says how long a step took: one of {', '.join(_SPEEDS)} works"
+            f"{' and '.join(speeds) + ' say' if speeds else 'nothing says'} how long a step took: one of {', '.join(_SPEEDS)} works"
         )
     name = speeds[0]
     try:
         value = float(given[name])
     except ValueError:
-        raise InputError(f"{name} = {given[name]!r} is no number") from None
+        raise InputError(f"{name} = {given[name]!r} is no number: digits and a point, such as 1234.5, work") from None
     if not 0 < value < math.inf:
         raise InputError(f"{name} = {given[name]} is no speed: a number above 0 is")
     if name == "step_s":

@@ -12,7 +12,7 @@ from samestep.planning.recipes.deepspeed import nested
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
 from samestep.program.repeated_products import KEEPS_PRODUCTS
 
-_PRECISION = {"float32": "no"}
+_PRECISION = {"float32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def _uses_deepspeed(facts: RecipeFacts) -> bool:
@@ -44,6 +44,9 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "sequence_parallel": Said(lacks="sequence_parallel: activations between cut products stay whole"),
         "cp": Said(
             {"parallelism_config.parallelism_config_cp_size": layout.cp},
+            lacks=""
+            if layout.zero
+            else f"zero=0 with cp={layout.cp}: weights are sharded over the ranks of cp; zero=3 works",
             differs="context parallelism gathers keys and values, where samestep exchanges heads or passes keys and values around a "
             "ring: other bytes, other memory",
         ),
@@ -52,6 +55,8 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "ep": Said(lacks=f"ep={layout.ep}: Accelerate has no expert parallelism"),
         "schedule": Said(),
         "virtual_stages": Said(),
+        "precision": _precision(facts),
+        "clip_norm": _clipping(facts),
         "microbatch": _batch(facts),
         "recompute": _recompute(facts),
         "loss_chunk": Said(lacks="loss_chunk: logits of a micro-batch exist whole"),
@@ -60,6 +65,26 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         if _uses_deepspeed(facts)
         else Said(lacks="offload: FSDP2 would move the weights to the host too; it is left out"),
     }
+
+
+def _precision(facts: RecipeFacts) -> Said:
+    precision = facts.job.numerics.precision
+    if precision not in _PRECISION:
+        return Said(lacks=f"{precision}: Accelerate computes in float32, bf16 or fp16")
+    is_reduced = precision != "float32" and (_uses_deepspeed(facts) or _uses_fsdp(facts))
+    return Said(
+        {"mixed_precision": _PRECISION[precision]},
+        differs=f"gradients are sent in {precision}, and in float32 in the prediction" if is_reduced else "",
+    )
+
+
+def _clipping(facts: RecipeFacts) -> Said:
+    norm = facts.job.optimizer.clip_norm
+    if norm is None:
+        return Said()
+    if _uses_deepspeed(facts):
+        return Said({"deepspeed_config.gradient_clipping": norm})
+    return Said(in_code=f"accelerator.clip_grad_norm_(model.parameters(), {norm}) before each update")
 
 
 def _zero(facts: RecipeFacts) -> Said:
@@ -84,11 +109,12 @@ def _zero(facts: RecipeFacts) -> Said:
 
 
 def _batch(facts: RecipeFacts) -> Said:
-    steps = facts.num_microbatches
+    steps, nodes = facts.num_microbatches, facts.nodes
     settings = {"deepspeed_config.gradient_accumulation_steps": steps} if _uses_deepspeed(facts) else {}
     return Said(
         settings,
-        in_code=f"DataLoader(..., batch_size={facts.microbatch}) and Accelerator(gradient_accumulation_steps={steps})",
+        in_code=f"DataLoader(..., batch_size={facts.microbatch}) and Accelerator(gradient_accumulation_steps={steps})"
+        + (f"; on node k of {nodes} start with --machine_rank k --main_process_ip HEAD" if nodes > 1 else ""),
     )
 
 
@@ -103,13 +129,9 @@ def _recompute(facts: RecipeFacts) -> Said:
 
 
 def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
-    precision = facts.job.numerics.precision
-    if _uses_deepspeed(facts) and facts.job.optimizer.clip_norm is not None:
-        settings["deepspeed_config.gradient_clipping"] = facts.job.optimizer.clip_norm
     tables = nested(
         {
             "compute_environment": "LOCAL_MACHINE",
-            "mixed_precision": _PRECISION.get(precision, precision),
             "num_machines": facts.nodes,
             "num_processes": facts.layout.world_size,
             "machine_rank": 0,

@@ -15,7 +15,7 @@ from samestep.strategies.context import exchange_of
 
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
-    layout = facts.layout
+    layout, clip_norm = facts.layout, facts.job.optimizer.clip_norm
     return {
         "dp_replicate": _replicas(facts),
         "dp_shard": Said(),
@@ -34,9 +34,14 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         ),
         "exchange": Said(),
         "pp": _pipeline(facts),
-        "ep": Said(in_code=f"deepspeed.moe.layer.MoE(..., ep_size={layout.ep}) in place of each mixture of experts"),
+        "ep": Said(
+            in_code=f"deepspeed.moe.layer.MoE(..., ep_size={layout.ep}) in place of each mixture of experts",
+            lacks=f"ep={layout.ep} with zero=3: its experts work with ZeRO stages 0 to 2" if layout.zero == 3 else "",
+        ),
         "schedule": Said(lacks=f"schedule={layout.schedule}: PipelineModule runs 1f1b alone"),
         "virtual_stages": Said(lacks=f"virtual_stages={layout.virtual_stages}: PipelineModule has one stage a rank"),
+        "precision": _precision(facts),
+        "clip_norm": Said(None if clip_norm is None else {"gradient_clipping": clip_norm}),
         "microbatch": Said(
             {
                 "train_batch_size": facts.global_batch,
@@ -51,6 +56,19 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "accumulate": Said(lacks="accumulate=full: ZeRO-2 and ZeRO-3 reduce gradients in each micro-batch"),
         "offload": _offload(facts),
     }
+
+
+def _precision(facts: RecipeFacts) -> Said:
+    """Return the precision, with gradients that are accumulated and sent in float32, as they are here."""
+    precision, stage = facts.job.numerics.precision, facts.layout.zero
+    if precision == "float32":
+        return Said()
+    if precision not in ("bf16", "fp16"):
+        return Said(lacks=f"{precision}: DeepSpeed computes in float32, bf16 or fp16")
+    settings = {f"{precision}.enabled": True, "communication_data_type": "fp32"}
+    if stage or precision == "bf16":
+        return Said({**settings, "data_types.grad_accum_dtype": "fp32"})
+    return Said(settings, differs="fp16 without ZeRO accumulates gradients in fp16")
 
 
 def _replicas(facts: RecipeFacts) -> Said:
@@ -104,11 +122,6 @@ def _offload(facts: RecipeFacts) -> Said:
 
 
 def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
-    job = facts.job
-    if job.numerics.precision != "float32":
-        settings[f"{job.numerics.precision}.enabled"] = True
-    if job.optimizer.clip_norm is not None:
-        settings["gradient_clipping"] = job.optimizer.clip_norm
     return json.dumps(nested(settings), indent=2) + "\n"
 
 

@@ -22,7 +22,7 @@ _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
-    layout = facts.layout
+    layout, clip_norm = facts.layout, facts.job.optimizer.clip_norm
     return {
         "dp_replicate": Said(
             lacks="replicas that shard nothing, with another axis: zero=3 works"
@@ -44,6 +44,12 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "microbatch": Said(
             in_code=f"{facts.num_microbatches} micro-batches of {facts.microbatch} samples a rank in `accumulate`"
         ),
+        "precision": _precision(facts),
+        "clip_norm": Said(
+            in_code=""
+            if clip_norm is None
+            else f"torch.nn.utils.clip_grad_norm_(model.parameters(), {clip_norm}) before each update"
+        ),
         "recompute": Said(
             {"recompute": True},
             lacks=_not_repeated(layout.recompute),
@@ -60,6 +66,22 @@ def _not_repeated(recompute: str) -> str:
         "offload": "recompute=offload: this file leaves the inputs of blocks on the device",
     }
     return reasons.get(recompute, "")
+
+
+def _precision(facts: RecipeFacts) -> Said:
+    """Return what a precision needs in code: DDP casts nothing, and no part of this file scales a loss."""
+    precision = facts.job.numerics.precision
+    if precision == "float32":
+        return Said()
+    if precision not in _DTYPES:
+        return Said(lacks=f"{precision}: this file casts and reduces in float32")
+    words = [
+        f"with torch.autocast(device, dtype={_DTYPES[precision]}) around forward and loss"
+        if facts.layout.zero == 0
+        else "",
+        "torch.amp.GradScaler around loss and update" if precision == "fp16" else "",
+    ]
+    return Said(in_code="; ".join(filter(None, words)))
 
 
 def _zero(facts: RecipeFacts) -> Said:

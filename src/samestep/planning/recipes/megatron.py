@@ -12,14 +12,18 @@ from typing import Any
 
 from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said, flags
 from samestep.program.repeated_products import KEEPS_PRODUCTS
-from samestep.strategies.context import exchange_of
+from samestep.strategies.context import attention_ranks, exchange_of
 
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
-_PRECISION = {"bf16": "--bf16", "fp16": "--fp16"}
+_PRECISION: Mapping[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"--bf16": True},
+    "fp16": {"--fp16": True, "--accumulate-allreduce-grads-in-fp32": True},  # which is the default with bf16 alone
+}
 
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
-    layout = facts.layout
+    layout, precision = facts.layout, facts.job.numerics.precision
     by_ring, is_hybrid = (exchange_of(facts.model, layout) == one for one in ("ring", "hybrid"))
     offloads = layout.recompute == "offload"
     in_parts = layout.recompute in KEEPS_PRODUCTS
@@ -37,16 +41,24 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
             {
                 "--context-parallel-size": layout.cp,
                 "--cp-comm-type": "a2a+p2p" if is_hybrid else "p2p" if by_ring else "a2a",
+                **(_hierarchy(facts) if is_hybrid else {}),
             },
             lacks=f"cp={layout.cp} on {facts.model.length} tokens: Megatron's sequences are a multiple of {2 * layout.cp}"
             if facts.model.length % (2 * layout.cp)
             else "",
         ),
         "exchange": Said(),
-        "pp": Said({"--pipeline-model-parallel-size": layout.pp}),
+        "pp": _stages(facts),
         "ep": _experts(facts),
         "schedule": _schedule(facts),
-        "virtual_stages": Said({"--num-virtual-stages-per-pipeline-rank": layout.virtual_stages}),
+        "virtual_stages": Said(),  # its flags are those of the stages
+        "precision": Said(
+            _PRECISION.get(precision),
+            lacks="" if precision in _PRECISION else f"{precision}: Megatron computes in float32, bf16 or fp16",
+        ),
+        "clip_norm": Said(
+            {"--clip-grad": facts.job.optimizer.clip_norm or 0.0}
+        ),  # where nothing is said, it clips to 1
         "microbatch": Said({"--micro-batch-size": facts.microbatch, "--global-batch-size": facts.global_batch}),
         "recompute": Said(
             recompute,
@@ -62,6 +74,25 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "accumulate": Said(lacks="accumulate=full: Megatron-FSDP reduces gradients in each micro-batch"),
         "offload": _offload(facts),
     }
+
+
+def _hierarchy(facts: RecipeFacts) -> dict[str, Any]:
+    """Return the sizes of the groups that exchange heads, and of the rings between them."""
+    ranks = attention_ranks(facts.model, facts.layout, facts.devices_per_node)
+    return {"--hierarchical-context-parallel-sizes": [ranks.heads, ranks.ring]}
+
+
+def _stages(facts: RecipeFacts) -> Said:
+    """Return the stages: equal ones by their number, and others by their blocks, since Megatron refuses a rest."""
+    layout, blocks = facts.layout, facts.chunk_blocks
+    settings: dict[str, Any] = {"--pipeline-model-parallel-size": layout.pp}
+    if len(set(blocks)) > 1:
+        stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in blocks]
+        stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]},L".removeprefix(",")
+        settings["--pipeline-model-parallel-layout"] = "|".join(stages)
+    elif layout.virtual_stages > 1:
+        settings["--num-virtual-stages-per-pipeline-rank"] = layout.virtual_stages
+    return Said(settings)
 
 
 def _replicas(facts: RecipeFacts) -> Said:
@@ -95,13 +126,16 @@ def _experts(facts: RecipeFacts) -> Said:
     lacks = ""
     if layout.tp > 1 and not layout.sequence_parallel:
         lacks = f"ep={layout.ep} with tp={layout.tp} needs sequence_parallel in Megatron"
+    elif facts.job.numerics.precision == "fp16":
+        lacks = f"ep={layout.ep} in fp16: Megatron's experts are trained in bf16 or float32"
     return Said({"--expert-model-parallel-size": layout.ep, "--moe-token-dispatcher-type": "alltoall"}, lacks=lacks)
 
 
 def _schedule(facts: RecipeFacts) -> Said:
-    schedule = facts.layout.schedule
+    schedule, count, pp = facts.layout.schedule, facts.num_microbatches, facts.layout.pp
     if schedule == "interleaved":
-        return Said()  # its flag is that of the virtual stages
+        rest = f"schedule=interleaved with {count} micro-batches: Megatron's are a multiple of the {pp} stages"
+        return Said(lacks=rest if count % pp else "")
     return Said(lacks=f"schedule={schedule}: Megatron's schedules are 1f1b and interleaved; this file runs 1f1b")
 
 
@@ -113,12 +147,7 @@ def _offload(facts: RecipeFacts) -> Said:
 
 
 def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
-    job = facts.job
     always: dict[str, Any] = {"--seq-length": facts.model.length, "--max-position-embeddings": facts.model.length}
-    if job.numerics.precision in _PRECISION:
-        always[_PRECISION[job.numerics.precision]] = True
-    if job.optimizer.clip_norm is not None:
-        always["--clip-grad"] = job.optimizer.clip_norm
     words = [*flags({**settings, **always}), '"${MODEL_AND_DATA_FLAGS[@]}"']
     layout = facts.layout
     needs_one = layout.zero < 2 and (layout.tp > 1 or layout.cp > 1)  # which Megatron asserts before Blackwell

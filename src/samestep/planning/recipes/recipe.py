@@ -15,6 +15,7 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
+from samestep.strategies import pipeline
 
 Settings = Mapping[str, Any]
 """Settings of a framework by name, in the order in which they are written."""
@@ -53,6 +54,15 @@ class RecipeFacts:
     def num_blocks(self) -> int:
         """Number of the model's blocks, without what comes before and after them."""
         return sum(layer.is_block for layer in self.model.layers)
+
+    @property
+    def chunk_blocks(self) -> tuple[int, ...]:
+        """Blocks of each stage, or with virtual stages of each of its chunks, in the order of the model."""
+        count = self.layout.pp * self.layout.virtual_stages
+        if count == 1:
+            return (self.num_blocks,)
+        chunks = pipeline.chunks_of(self.model, count, self.layout.tp > 1)
+        return tuple(sum(self.model.layers[index].is_block for index in chunk) for chunk in chunks)
 
     @property
     def nodes(self) -> int:
@@ -147,10 +157,8 @@ class Recipe:
 def recipe_of(framework: Framework, job: Job, layout: Layout, model: ModelSpec, hardware: Hardware) -> Recipe:
     """Return a layout in the words of a framework."""
     facts = RecipeFacts(job=job, layout=layout, model=model, devices_per_node=hardware.devices_per_node)
-    known, said = framework.words(facts), []
-    for name in _words_given(layout):
-        word = f"{name}={getattr(layout, name)}" if getattr(layout, name) is not True else name
-        said.append(known.get(name, Said(lacks=f"{word} has no word here")))
+    known = framework.words(facts)
+    said = [known.get(name, Said(lacks=f"{_word_of(name, facts)} has no word here")) for name in _words_given(layout)]
     settings: dict[str, Any] = {}
     for one in said:
         settings.update(one.settings or {})
@@ -163,9 +171,20 @@ def recipe_of(framework: Framework, job: Job, layout: Layout, model: ModelSpec, 
         text="",
         in_code=_without_empty(one.in_code for one in said),
         lacks=_without_empty(lacks),
-        differs=_without_empty([*(one.differs for one in said), *framework.differs]),
+        differs=_without_empty([*(one.differs for one in said), *_not_written(job), *framework.differs]),
     )
     return _with_text(notes, framework, framework.write(facts, settings))
+
+
+def _not_written(job: Job) -> Iterable[str]:
+    """Yield a line for each word of the job that changes seconds or bytes, and that no file has: it is neither layout nor precision."""
+    numerics = job.numerics
+    for name in type(numerics).model_fields:
+        value = getattr(numerics, name)
+        if name != "precision" and value != getattr(type(numerics)(), name):
+            yield f"numerics.{name} = {value!r} is not written, and the prediction counts it"
+    if job.model.lora is not None or job.model.freeze:
+        yield "adapters and frozen weights are not written, and the prediction counts gradients of the trained weights alone"
 
 
 def _with_text(recipe: Recipe, framework: Framework, body: str) -> Recipe:
@@ -176,11 +195,18 @@ def _with_text(recipe: Recipe, framework: Framework, body: str) -> Recipe:
     return replace(recipe, text=comments + body)
 
 
+def _word_of(name: str, facts: RecipeFacts) -> str:
+    """Return a word of the layout, the precision or the clipping as it was given."""
+    of_job = {"precision": facts.job.numerics.precision, "clip_norm": facts.job.optimizer.clip_norm}
+    value = of_job[name] if name in of_job else getattr(facts.layout, name)
+    return name if value is True else f"{name}={value}"
+
+
 def _words_given(layout: Layout) -> list[str]:
     """Return the names of the layout's words that say something, and those of the batch and the precision in front of them."""
     default = Layout()
     given = [one.name for one in fields(Layout) if getattr(layout, one.name) != getattr(default, one.name)]
-    return list(dict.fromkeys(["dp_replicate", "dp_shard", "zero", "microbatch", *given]))
+    return list(dict.fromkeys(["dp_replicate", "dp_shard", "zero", "microbatch", "precision", "clip_norm", *given]))
 
 
 def _without_empty(lines: Iterable[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Layouts as flags of torchtitan (names as in its 0.2; `parallelism.*` is the same in newer versions).
+"""Layouts as flags of torchtitan (names as in its 0.2).
 
 All data ranks but the replicated ones shard (`fully_shard`), so ZeRO-1 has no word. Micro-batches are gradient accumulation
 (`training.global_batch_size`), and under a pipeline those of its schedule.
@@ -6,6 +6,7 @@ All data ranks but the replicated ones shard (`fully_shard`), so ZeRO-1 has no w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ _PRECISION = {"bf16": "bfloat16", "float32": "float32"}
 
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:
-    layout = facts.layout
+    layout, clip_norm = facts.layout, facts.job.optimizer.clip_norm
     offloads = layout.recompute == "offload"
     in_parts = layout.recompute in KEEPS_PRODUCTS
     mode = "selective" if in_parts else "full" if offloads else layout.recompute
@@ -37,15 +38,19 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
         "sequence_parallel": Said(),
         "cp": Said(
             {"--parallelism.context_parallel_degree": layout.cp},
+            lacks=_not_sliced(facts),
             differs="context parallelism gathers keys and values, where samestep exchanges heads or passes keys and values around a "
             "ring: other bytes, other memory",
         ),
         "exchange": Said(),
         "pp": _pipeline(facts),
-        "ep": Said({"--parallelism.expert_parallel_degree": layout.ep}),
+        "ep": _experts(facts),
         "schedule": _schedule(facts),
         "virtual_stages": Said(),
         "microbatch": _batch(facts),
+        "precision": _precision(facts),
+        # where nothing is said, it clips to 1
+        "clip_norm": Said({"--training.max_norm": "inf" if clip_norm is None else clip_norm}),
         "recompute": Said(
             recompute,
             lacks="recompute=offload: inputs of blocks stay on the device; full works" if offloads else "",
@@ -61,6 +66,28 @@ def _words(facts: RecipeFacts) -> Mapping[str, Said]:
     }
 
 
+def _not_sliced(facts: RecipeFacts) -> str:
+    """Return what torchtitan cannot do of `cp`: other lengths, and weights that all ranks of `cp` hold whole."""
+    layout, parts = facts.layout, 2 * facts.layout.cp * facts.layout.tp
+    if facts.model.length % parts:
+        return f"cp={layout.cp} on {facts.model.length} tokens: its sequences are a multiple of {parts}"
+    return (
+        f"zero=0 with cp={layout.cp}: weights are sharded over the ranks of cp; zero=3 works" if not layout.zero else ""
+    )
+
+
+def _experts(facts: RecipeFacts) -> Said:
+    layout = facts.layout
+    settings = {"--parallelism.expert_parallel_degree": layout.ep}
+    if layout.tp > 1:
+        settings["--parallelism.expert_tensor_parallel_degree"] = layout.tp
+    return Said(
+        settings,
+        lacks=f"ep={layout.ep} with cp={layout.cp}: ep is a multiple of cp here" if layout.ep % layout.cp else "",
+        differs="newer versions than 0.2 cut experts by ep alone, with tp among its ranks" if layout.tp > 1 else "",
+    )
+
+
 def _replicas(facts: RecipeFacts) -> Said:
     layout = facts.layout
     others = layout.world_size > layout.dp
@@ -74,8 +101,13 @@ def _replicas(facts: RecipeFacts) -> Said:
 
 def _zero(facts: RecipeFacts) -> Said:
     layout = facts.layout
-    if layout.dp_shard == 1:
-        return Said()
+    if layout.dp_shard * layout.cp == 1:
+        is_mixed = facts.job.numerics.precision != "float32" and layout.world_size > layout.dp
+        return Said(
+            lacks=f"{facts.job.numerics.precision} with tp or pp, and nothing sharded: torchtitan then computes in float32; zero=3 works"
+            if is_mixed
+            else ""
+        )
     settings = {"--parallelism.fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never"}
     if layout.zero == 3:
         return Said(settings)
@@ -97,8 +129,16 @@ def _batch(facts: RecipeFacts) -> Said:
             "--training.local_batch_size": facts.rank_batch,
             **settings,
             "--parallelism.pipeline_parallel_microbatch_size": facts.microbatch,
-        }
+        },
+        differs=f"newer versions than 0.2 take --parallelism.num_pp_microbatches {facts.num_microbatches} in place of the size of one",
     )
+
+
+def _precision(facts: RecipeFacts) -> Said:
+    precision = facts.job.numerics.precision
+    if precision in _PRECISION:
+        return Said({"--training.mixed_precision_param": _PRECISION[precision]})
+    return Said(lacks=f"{precision}: torchtitan computes in bf16 or float32, and scales no losses; this file runs bf16")
 
 
 def _pipeline(facts: RecipeFacts) -> Said:
@@ -109,31 +149,50 @@ def _pipeline(facts: RecipeFacts) -> Said:
     settings = {"--parallelism.pipeline_parallel_degree": layout.pp}
     if layout.virtual_stages > 1:
         settings["--parallelism.pipeline_parallel_layers_per_stage"] = per_stage
-    lacks = (
-        ""
-        if -(-num_layers // per_stage) == stages
-        else f"{facts.num_blocks} blocks in {stages} equal stages: name the modules of each stage"
+    theirs = _chunk_blocks(num_layers, stages)
+    is_refused = stages > num_layers or (layout.virtual_stages > 1 and -(-num_layers // per_stage) != stages)
+    return Said(
+        settings,
+        lacks=f"{facts.num_blocks} blocks in {stages} equal stages: name the modules of each stage"
+        if is_refused
+        else "",
+        differs=f"stages have {_listed(theirs)} blocks, and {_listed(facts.chunk_blocks)} in the prediction"
+        if theirs != facts.chunk_blocks
+        else "",
     )
-    return Said(settings, lacks=lacks if layout.virtual_stages > 1 else "")
+
+
+def _chunk_blocks(num_layers: int, stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage as torchtitan cuts them: the first ones take the rest of the layers."""
+    each, rest = divmod(num_layers, stages)
+    blocks = [each + (index < rest) for index in range(stages)]
+    blocks[0], blocks[-1] = blocks[0] - 1, blocks[-1] - 1
+    return tuple(blocks)
+
+
+def _listed(blocks: tuple[int, ...]) -> str:
+    """Return numbers of blocks as text, with a count for each run of equal ones."""
+    runs = [(count, len(list(same))) for count, same in itertools.groupby(blocks)]
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
 
 
 def _schedule(facts: RecipeFacts) -> Said:
-    schedule = facts.layout.schedule
+    schedule, count = facts.layout.schedule, facts.num_microbatches
     if schedule in _SCHEDULES:
-        return Said({"--parallelism.pipeline_parallel_schedule": _SCHEDULES[schedule]})
+        rounds = max(1, count // facts.layout.pp)
+        rest = f"schedule=interleaved with {count} micro-batches: torch runs rounds of equally many, of {facts.layout.pp} at least"
+        return Said(
+            {"--parallelism.pipeline_parallel_schedule": _SCHEDULES[schedule]},
+            lacks=rest if schedule == "interleaved" and count % rounds else "",
+        )
     return Said(
         lacks=f"schedule={schedule} with one stage a rank: InterleavedZeroBubble needs two; this file runs 1F1B"
     )
 
 
 def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
-    job = facts.job
     always: dict[str, Any] = {"--training.seq_len": facts.model.length}
     settings.setdefault("--activation_checkpoint.mode", "none")  # where nothing is said, torchtitan recomputes
-    if job.numerics.precision in _PRECISION:
-        always["--training.mixed_precision_param"] = _PRECISION[job.numerics.precision]
-    if job.optimizer.clip_norm is not None:
-        always["--training.max_norm"] = job.optimizer.clip_norm
     words = [*flags({**settings, **always}), '"${MODEL_AND_DATA_FLAGS[@]}"']
     return facts.torchrun("-m torchtitan.train", words)
 
