@@ -374,6 +374,16 @@ def test_samples_that_agree_by_chance_are_tried_with_others() -> None:
     assert join_samples((ROWS.T[None], few[1]), (ROWS.T[None], few[1]), (2, B)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_that_is_rounded_says_so(dtype: torch.dtype) -> None:
+    def rounded(outputs: Any, batch: Any) -> Any:
+        return (outputs.square().sum() * 13.7).to(dtype), len(outputs)
+
+    reason = try_loss_on_halves(rounded, ROWS, {"labels": CLASSES}, len(ROWS)).reason
+    name = str(dtype).removeprefix("torch.")
+    assert reason.endswith(f"for the halves, and it is rounded to {name}: a loss that computes it in float32 works")
+
+
 @pytest.mark.parametrize("weight", [torch.zeros(2), torch.ones(2, 2), torch.ones(2, 3)])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_weight_with_as_many_rows_as_there_are_samples_belongs_to_all_of_two_micro_batches(
