@@ -124,7 +124,8 @@ class AppliedAxes:
         traced, program, mesh, norms = self.traced, self.program, self.mesh, self.batch_norms
         other_stages.mark(traced.module)
         precise = precision.PreciseForwards(program)
-        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred)
+        graphs = bool(self.compiled.num_blocks)
+        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred, runs_graphs=graphs)
         repeated = (
             precise.recompute_contexts,
             functools.partial(recomputed_draws.recompute_contexts, traced.module),
