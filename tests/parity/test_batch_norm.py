@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import samestep
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
@@ -373,3 +374,24 @@ def test_running_statistics_that_a_forward_reads_are_those_that_its_norms_have_j
     assert_same([seen for seen, _ in found], expected, TOLERANCE)
     for _, buffers in found:
         assert all(torch.allclose(one, kept[name], rtol=1e-9, atol=1e-12) for name, one in buffers.items())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_in_another_dtype_keeps_statistics_in_float32(affine: bool, precision: str, dtype: torch.dtype) -> None:
+    """In that of the model they would be refused by torch, or stay what they were at first."""
+    points = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    job = samestep.Job(train={"global_batch": 8, "steps": 2}, numerics={"precision": precision}, run={"device": "cpu"})
+
+    def kept(made_in: torch.dtype) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=affine), nn.ReLU(), nn.Linear(8, 2)).to(made_in)
+        run = samestep.parallelize(model, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1), job=job)
+        for x in points.split(8):
+            run.step((x, (x.sum(1) > 0).long()))
+        statistics = torch.cat([run.model[1].running_mean, run.model[1].running_var])
+        assert statistics.dtype is torch.float32
+        return statistics
+
+    torch.testing.assert_close(kept(dtype), kept(torch.float32), rtol=2e-2, atol=2e-3)

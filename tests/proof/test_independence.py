@@ -55,6 +55,35 @@ def _written_by_the_next(t: Tensor) -> Tensor:
     return out
 
 
+def _tokens_of_experts(t: Tensor) -> Tensor:
+    """Picked by a mask of tokens that is laid flat, and added by the mask itself to what begins with zeros."""
+    out = torch.zeros_like(t)
+    if t.dim() < 3:
+        return out + t
+    for mask in (t.sum(-1) > 0, t.sum(-1) <= 0):
+        picked = t.flatten(0, 1)[mask.view(-1)]
+        out[mask] += torch.tanh(picked)
+    return out
+
+
+def _tokens_laid_flat(t: Tensor) -> Tensor:
+    """Picked by a mask of tokens, and written by the mask laid flat."""
+    if t.dim() < 3:
+        return t.clone()
+    mask, out = t.sum(-1) > 0, t.clone()
+    out.view(-1, t.shape[-1])[mask.view(-1)] = torch.tanh(t[mask])
+    return out
+
+
+def _tokens_of_the_next(t: Tensor) -> Tensor:
+    """Picked by a mask of tokens, and written by that of the next sample, which has as many."""
+    if t.dim() < 3:
+        return t.roll(1, 0)
+    mask, out = torch.arange(t.shape[1], device=t.device) < t.sum((1, 2), keepdim=True)[..., 0].sign() + 2, t.clone()
+    out[mask.roll(1, 0)] = t[mask]
+    return out
+
+
 def _of_the_best(t: Tensor) -> Tensor:
     best = t.flatten(1).sum(1).topk(min(2, t.shape[0])).indices
     return t.index_add(0, best, torch.sin(t.index_select(0, best)))
@@ -129,6 +158,9 @@ STEPS: dict[str, Step] = dict(
         ("pooling", lambda t: F.avg_pool1d(t, 2) if t.dim() == 3 and t.shape[-1] > 1 else t),
         ("mask and write", _written_back),
         ("mask and write into the next", _written_by_the_next),
+        ("mask tokens laid flat and add", _tokens_of_experts),
+        ("mask tokens and write laid flat", _tokens_laid_flat),
+        ("mask tokens and write into the next", _tokens_of_the_next),
         ("add to the best", _of_the_best),
         ("each by its number", _by_number),
         ("numbers of its own", _by_other_numbers),
@@ -141,9 +173,15 @@ STEPS: dict[str, Step] = dict(
 )  # fmt: skip
 
 
-RESTORING = {"mask and write", "places and add", "order and back"}
+RESTORING = {
+    "mask and write",
+    "mask tokens laid flat and add",
+    "mask tokens and write laid flat",
+    "places and add",
+    "order and back",
+}
 """Steps in an order that depends on all samples, and has no effect in the end."""
-CHOOSING = {"mask and write into the next", "add to the best"}
+CHOOSING = {"mask and write into the next", "mask tokens and write into the next", "add to the best"}
 """Steps in which another sample's values choose, which few of its values show."""
 
 
@@ -225,6 +263,7 @@ LEGAL = {
     "each sample by itself": ["stack of selected 0", "writing in parts 0"],
     "packed documents": ["each by its number", "norm of features"],
     "experts by masks": ["mask and write", "places and add"],
+    "experts of tokens": ["mask tokens laid flat and add", "linear", "mask tokens and write laid flat", "mean 1"],
     "images": ["statistics of a sample", "convolution", "pooling"],
 }
 MIXING = {

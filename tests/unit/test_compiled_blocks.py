@@ -255,6 +255,52 @@ def test_a_model_that_torch_compile_returned_is_the_model():
     assert losses[0] == losses[1]
 
 
+class DropsInItsOwnGraph(Plain):
+    """A function that is compiled by itself, as a fused dropout and sum is; with `rate` 0 nothing is drawn."""
+
+    rate: ClassVar[float] = 0.2
+
+    def __init__(self, backend: str = "") -> None:
+        super().__init__()
+        added = type(self).added
+        self.compiled = [
+            torch.compile(added, backend=backend) if backend else added
+        ]  # a list is no attribute that is copied
+
+    @staticmethod
+    def added(x: Tensor, rate: float) -> Tensor:
+        return x + nn.functional.dropout(x, rate, training=True) if rate else x + x
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.compiled[0](super().forward(input_ids), type(self).rate)
+
+
+def _blocks_by_themselves(backend: str) -> nn.Module:
+    model = DrawsInMany()
+    if backend:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def _whole_by_itself(backend: str) -> nn.Module:
+    return torch.compile(DrawsInMany(), backend=backend) if backend else DrawsInMany()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore:Dynamo does not know:UserWarning")
+@pytest.mark.parametrize("build", [_whole_by_itself, _blocks_by_themselves, DropsInItsOwnGraph])
+def test_what_a_model_compiles_itself_draws_the_masks_of_one_device(build: Callable[[str], nn.Module]) -> None:
+    job = JOB.model_copy(update={"run": JOB.run.model_copy(update={"compile": "none"})})
+    losses = []
+    for backend in ("aot_eager", ""):
+        torch._dynamo.reset()
+        source = Source(lambda backend=backend: build(backend), loss_of(job), optimizer_of(job))
+        run = Run(source, Layout(microbatch=2), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+        losses.append([run.step(batch).loss for batch in samestep.batches(Tokens(), job)])
+    assert losses[0] == losses[1]
+    assert len({*losses[0]}) == len(losses[0])
+
+
 def test_an_unknown_backend_is_refused():
     with pytest.raises(JobError, match=r"'inducter' is no backend .*did you mean 'inductor'"):
         stepped(Plain, with_backend("inducter"))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
+from samestep.runtime.axes.precision import for_loss
 from samestep.runtime.guards import loss_trial
 from samestep.runtime.guards.loss_parts import join_samples, tensors_in, with_tensors
 from samestep.runtime.guards.loss_trial import LossTrial, try_loss_on_halves
@@ -371,6 +372,46 @@ def test_samples_that_agree_by_chance_are_tried_with_others() -> None:
     assert len(both[0]) == 5
     assert try_loss_on_halves(by_class, *both, 5).reason
     assert join_samples((ROWS.T[None], few[1]), (ROWS.T[None], few[1]), (2, B)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_that_is_rounded_says_so(dtype: torch.dtype) -> None:
+    def rounded(outputs: Any, batch: Any) -> Any:
+        return (outputs.square().sum() * 13.7).to(dtype), len(outputs)
+
+    reason = try_loss_on_halves(rounded, ROWS, {"labels": CLASSES}, len(ROWS)).reason
+    name = str(dtype).removeprefix("torch.")
+    assert reason.endswith(f"for the halves, and it is rounded to {name}: a loss that computes it in float32 works")
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(2), torch.ones(2, 2), torch.ones(2, 3)])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_weight_with_as_many_rows_as_there_are_samples_belongs_to_all_of_two_micro_batches(
+    weight: Tensor, precision: torch.dtype
+) -> None:
+    """Weights of two tasks, and two samples of which none has a label of the second one: they show nothing by themselves."""
+
+    def tasks(outputs: Any, batch: Any) -> Any:
+        first = F.cross_entropy(outputs["rows"], batch["labels"], reduction="sum")
+        second = (outputs["rows"][:, 0] * batch["has"]).sum()
+        return {
+            "first": (first * outputs["weights"].sum().exp(), len(batch["labels"])),
+            "second": (second, batch["has"].sum()),
+            "penalty": (outputs["weights"].sum(), 1),
+        }
+
+    held = {"weights": nn.Parameter(weight.to(precision))}
+    each = [
+        (
+            for_loss({"rows": ROWS[i : i + 2].to(precision), **held}),
+            {"labels": CLASSES[i : i + 2], "has": torch.zeros(2)},
+        )
+        for i in (0, 2)
+    ]
+    both = join_samples(*each, (2, 2))
+    assert both is not None
+    assert both[0]["weights"].shape == weight.shape
+    assert not try_loss_on_halves(tasks, *both, 4).reason
 
 
 def test_picked_rows_of_single_samples_are_tried_together() -> None:

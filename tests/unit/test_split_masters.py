@@ -71,7 +71,7 @@ def test_any_number_of_halfway_masters() -> None:
 
 
 def test_weights_of_one_group_keep_apart() -> None:
-    masters = [torch.randn(3, 5), torch.full((7,), 1.00390625), torch.zeros(0), torch.randn(300)]
+    masters = [torch.randn(3, 5), torch.full((7,), 1.00390625), torch.zeros(0), torch.randn(300), torch.tensor(1.1)]
     weights = [master.bfloat16() for master in masters]
     split = SplitMasters(weights, masters)
     split.set(0, torch.full((3, 5), 1.00390625))
@@ -79,6 +79,9 @@ def test_weights_of_one_group_keep_apart() -> None:
     assert torch.equal(split.of(0), torch.full((15,), 1.00390625))
     assert torch.equal(split.of(1), masters[1])
     assert torch.equal(split.of(3), -masters[3])
+    assert torch.equal(split.of(4), masters[4].view(1))
+    with split.joined() as windows:
+        assert [window.shape for window in windows] == [master.shape for master in masters]
     assert torch.equal(weights[3], (-masters[3]).bfloat16())
 
 

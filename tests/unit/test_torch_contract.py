@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
+from samestep.building import torch_seams
 from samestep.runtime.axes.recompute import in_our_modes
 from tests import fsdp_sources
 from tests.pool import pool
@@ -265,3 +266,15 @@ def test_fsdp2_gathers_frees_and_reduces_when_it_is_told_to():
     for missing, shown in pool(2).run(sharded):
         assert not missing
         assert all(shown.values()), [claim for claim, holds in shown.items() if not holds]
+
+
+def test_a_module_whose_forward_is_compiled_is_seen() -> None:
+    class Decorated(torch.nn.Linear):
+        forward = torch.compile(torch.nn.Linear.forward, backend="eager")
+
+    called, replaced = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    called.compile(backend="eager")
+    replaced.forward = torch.compile(replaced.forward, backend="eager")
+    compiled = [Decorated(2, 2), called, replaced, torch.compile(torch.nn.Linear(2, 2), backend="eager")]
+    assert all(map(torch_seams.is_compiled, compiled))
+    assert not torch_seams.is_compiled(torch.nn.Linear(2, 2))

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from samestep.building import drawn_rows, nf4
 from samestep.building.module_copies import deep_copy, tensors_in_functions
@@ -377,7 +379,7 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
 
     Parameters are the caller's (set them by `setattr`: an LSTM keeps a second list). Attributes are tensors in a
     module's `__dict__`, also within lists, tuples and dicts there. Two names of one tensor stay one tensor. Floating
-    tensors are cast to `float_dtype`. An attribute that is a view of a parameter's memory stays on meta: the parameter
+    tensors are cast to `float_dtype`, and without one the statistics of norms to float32, in which norms compute. An attribute that is a view of a parameter's memory stays on meta: the parameter
     will move, and use of the stale view must raise an error.
 
     Raises:
@@ -391,7 +393,7 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
     present = {id(param) for param in blueprint.module.parameters()}  # those of other stages too, which stay on meta
     first_names = {refs[name]: name for name in reversed(blueprint._parameters)}
 
-    def fill(name: str, tensor: Tensor, is_buffer: bool) -> Tensor:
+    def fill(name: str, tensor: Tensor, is_buffer: bool, dtype: torch.dtype | None = float_dtype) -> Tensor:
         ref = refs.get(name)
         if ref is None and isinstance(tensor, nn.Parameter) and tensor.is_meta and id(tensor) not in present:
             return stale(name, first_names.get(blueprint._tape.ref(tensor), "that the module had"), tensor)
@@ -403,14 +405,15 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
                     raise ModelError(f"buffer {name} is a view of parameter {parameter}; register a clone of it")
                 return stale(name, parameter, tensor)
         if ref not in made:
-            made[ref] = blueprint.materialize(name, device, float_dtype if ref.dtype.is_floating_point else None)
+            made[ref] = blueprint.materialize(name, device, dtype if ref.dtype.is_floating_point else None)
         value = made[ref]
         return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
     for prefix, module in blueprint.module.named_modules():
+        dtype = float_dtype or (torch.float32 if isinstance(module, _BatchNorm | _InstanceNorm) else None)
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = fill(join_name(prefix, key), buffer, True)
+                module._buffers[key] = fill(join_name(prefix, key), buffer, True, dtype)
         map_attributes(prefix, module, functools.partial(fill, is_buffer=False))
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
 from torch.autograd import graph
@@ -78,6 +78,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "get_unwrapped",
+    "is_compiled",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
     "is_transformed",
@@ -231,6 +232,14 @@ def disable_compiler() -> AbstractContextManager[object]:
     The compiler would trace the modes that watch the code, too. Nothing is compiled where it is not yet imported.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the forward of a module is compiled: by `torch.compile` of it, by its `compile()`, or as a decorated method."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    is_called_by_graph = module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+    return is_called_by_graph or isinstance(module, dynamo().OptimizedModule)
 
 
 def is_transformed() -> bool:

@@ -57,11 +57,11 @@ class Pick:
     """The order of rows that an index tensor of unknown values has picked."""
 
     index: tuple[object, ...]
-    """Identity of the index tensor, as a view of its storage."""
+    """Identity of the index tensor, as a view of its storage; of a mask that of its elements in their order, whatever its shape."""
     picked: Along
-    """Where the rows were, before they were picked."""
+    """Where the rows were, before they were picked; of a mask along the one dimension that its dimensions are together."""
     size: int
-    """Size of the dimension that was indexed."""
+    """Size of the dimension that was indexed, or of all that a mask covers."""
 
 
 class Along(NamedTuple):

@@ -12,6 +12,7 @@ has too, where that may be tried on drawn values; else nothing is known of its r
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +108,10 @@ def pick_rows(call: Call) -> Iterator[Dependence]:
     """Rule of x[i, j, ...], x[mask] and index_select: the order of picked rows is that of the index."""
     ((x, dims), *indices), place, covers = *MAPS[call.func.overloadpacket](call), *_index_coverage(call)
     found = call.known.of(x)
+    if found is None and len(covers) == 1 and (rows := _rows_of_mask(call, *covers[0])) is not None:
+        call.on_constant(x, rows.dim, rows.inner, call.where)
+        yield _pick_along_rows(call, rows, covers, place)
+        return
     given: list[Operand] = [(x, dims)]
     for (index, places), (_, covered) in zip(indices, covers, strict=True):
         mine = call.known.of(index)
@@ -124,6 +129,14 @@ def pick_rows(call: Call) -> Iterator[Dependence]:
         return Mixed(call.text, shown=False) if at else _pick_along_rows(call, rows, covers, place)
 
     yield map_dependence(call, given, moved)
+
+
+def _rows_of_mask(call: Call, index: Tensor, covered: range) -> Along | None:
+    """Return the rows of a mask as they are along the dimensions that it covers; None where they are along none."""
+    mine = call.known.of(index)
+    if not is_mask(index) or not isinstance(mine, Along) or mine.dim == NO_DIM:
+        return None
+    return mine._replace(dim=covered[mine.dim])
 
 
 def gather(call: Call) -> Iterator[Dependence]:
@@ -216,9 +229,39 @@ def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]]
         width = max(1 if is_mask(one) else one.dim() for one, _ in covers)
         return Along(place + width - behind, rows.inner, rows.start)
     _note_constant(call, index, rows, covered)
-    if not is_mask(index) and index.dim() != 1:
+    if is_mask(index):
+        flat = _flattened(call.args[0].shape, rows, covered)
+        return Along(place, 1, Pick(_identity(index), flat, index.numel())) if flat else Mixed(call.text, shown=False)
+    if index.dim() != 1:
         return Mixed(call.text, shown=False)
-    return Along(place, 1, Pick(identity_of(index), rows, size))
+    return Along(place, 1, Pick(_identity(index), rows, size))
+
+
+def _identity(index: Tensor) -> tuple[object, ...]:
+    """Return what identifies an index, which of a mask is the same for its views of other shapes."""
+    storage, offset, shape, strides, version = identity_of(index)
+    if is_mask(index) and index.is_contiguous():
+        shape, strides = (index.numel(),), (1,)
+    return storage, offset, shape, strides, version
+
+
+def _flattened(shape: Sequence[int], rows: Along, covered: range) -> Along | None:
+    """Return where rows are along the one dimension that neighbouring dimensions of a shape are together; None if they begin anew in it."""
+    if math.prod(shape[covered.start : rows.dim]) > 1:
+        return None
+    behind = math.prod(shape[rows.dim + 1 : covered.stop])
+    return Along(covered.start, rows.inner * behind, rows.start)
+
+
+def _unflattened(shape: Sequence[int], rows: Along, covered: range) -> Along | None:
+    """Return where rows along the one dimension of `_flattened` are in a shape; None if they are along several of its dimensions."""
+    for dim in covered:
+        behind = math.prod(shape[dim + 1 : covered.stop])
+        if rows.inner % behind == 0:
+            return Along(dim, rows.inner // behind, rows.start)
+        if shape[dim] > 1:
+            return None
+    return None
 
 
 def _note_constant(call: Call, index: Tensor, rows: Along, covered: range) -> None:
@@ -276,18 +319,20 @@ def scatter(call: Call) -> Iterator[Dependence]:
 def _restore_rows(call: Call, target: Tensor, place: int, source: Along, index: Tensor, covered: range) -> Dependence:
     """Return the dependence of a target into which picked rows are written."""
     pick, before = source.start, call.known.of(target)
-    if isinstance(pick, Pick):
+    own: Along | None
+    if isinstance(pick, Pick) and is_mask(index):
+        own = _unflattened(target.shape, pick.picked, covered)
+        is_restored = own is not None and pick.index == _identity(index) and pick.size == index.numel()
+    elif isinstance(pick, Pick):
         dim = pick.picked.dim if pick.picked.dim in covered else place
         own = Along(dim, pick.picked.inner, pick.picked.start)
-        is_restored = pick.index == identity_of(index) and pick.size == target.shape[dim]
+        is_restored = pick.index == _identity(index) and pick.size == target.shape[dim]
     else:
         own = Along(place, source.inner, pick)
         is_restored = index.numel() == target.shape[place] and _counts(call, index)
-    return (
-        join_dependences([own, *([] if before is None else [before])], call.text)
-        if is_restored
-        else Mixed(call.text, False)
-    )
+    if own is None or not is_restored:
+        return Mixed(call.text, shown=False)
+    return join_dependences([own, *([] if before is None else [before])], call.text)
 
 
 def _places(call: Call) -> Iterator[Dependence]:

@@ -1,4 +1,4 @@
-"""Masks that a forward has counted: their bits are arranged for a tensor when they are used.
+"""Masks that a forward has counted: their bits are arranged for a tensor when they are used; and the forwards of modules that count them.
 
 formula of torch    a mask, bool, whole or in parts         hashed with the other masks of its forward
 kernel              halves of rows and hashed columns       it hashes the elements itself, so no mask is in memory
@@ -53,3 +53,15 @@ class CountedDraw:
         hashes = functools.cache(lambda: arranged(device, shape, 0.0).hashes(drop_threshold(p)))
         are_in_rows = self.dim < len(shape) - 1
         return DroppedWeights(p, lambda *some: bits().dropped_part(*some), hashes if are_in_rows else None)
+
+
+@dataclass(slots=True)
+class RunningForward:
+    """One running forward of a module."""
+
+    name: str
+    entry: int
+    num_draws: int = 0
+    num_numbers: int = 0
+    num_choices: int = 0
+    """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""

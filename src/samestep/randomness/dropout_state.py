@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from samestep.randomness.masks import MaskSlice, rates_of
-from samestep.randomness.mode import Draw, DropoutMode, track_modules, untrack_modules
+from samestep.randomness.mode import Draw, DropoutMode, expect_draws, track_modules, untrack_modules
 
 MakeMode = Callable[[nn.Module, Draw, MaskSlice | None], DropoutMode]
 """A factory of the dropout mode of one forward, with the arguments of `DropoutMode` itself."""
@@ -50,10 +50,15 @@ class DropoutState:
     rates: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """Where modules keep the probabilities that were 0 when the hooks were removed: attributes and names."""
 
+    def __post_init__(self) -> None:
+        if self.dropout is Dropout.ACTIVE:
+            expect_draws(self.model)
+
     def begin_step(self) -> None:
         """Test whether a probability has been raised since the model was found to have no dropout."""
         if self.dropout is Dropout.ABSENT and any(itertools.starmap(dict.get, self.rates)):
             self.dropout = Dropout.UNKNOWN
+            expect_draws(self.model)
             track_modules(self.model)
 
     def mode(self, draw: Draw, make: MakeMode | None = None) -> DropoutMode:
@@ -79,6 +84,7 @@ class DropoutState:
         """Record the number of masks that a training forward has drawn."""
         if num_draws > 0 and self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ACTIVE
+            expect_draws(self.model)
 
     def end_step(self) -> None:
         """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""

@@ -23,6 +23,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,12 +34,12 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.building.attention import DroppedWeights
 from samestep.building.attention.score_form import DropLater
-from samestep.building.torch_seams import is_transformed
+from samestep.building.torch_seams import disable_compiler, is_transformed
 from samestep.errors import ModelError
 from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.spec import MaskSpec
 from samestep.randomness.by_name import WITHIN_TRANSFORM, DrawsByName, Watch
-from samestep.randomness.counted_draws import CountedDraw
+from samestep.randomness.counted_draws import CountedDraw, RunningForward
 from samestep.randomness.drawing_modules import DRAWING_NOTHING, named_modules
 from samestep.randomness.graph_draws import report_uncompiled
 from samestep.randomness.mask_source import MaskSource
@@ -71,18 +72,7 @@ class Draw:
     """The number of backwards of the step before this one, where a loop calls several."""
 
 
-@dataclass(slots=True)
-class _Frame:
-    """One running forward of a module."""
-
-    name: str
-    entry: int
-    num_draws: int = 0
-    num_numbers: int = 0
-    num_choices: int = 0
-    """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""
-
-
+_AS_IT_IS = nullcontext()
 _MOST_MASKS, _MOST_SHAPES = 4096, 64
 """Masks whose place among those hashed at once is remembered, and shapes of masks whose hashed positions are."""
 
@@ -98,6 +88,8 @@ class _ModeTracker:
     """Whether it has drawn random numbers besides masks."""
     in_graph: Set[nn.Module] = frozenset()
     """Modules that get no hooks, since a graph contains their calls."""
+    is_expected: bool = False
+    """Whether forwards are known to draw; then what a model compiles itself runs uncompiled, since its graph would keep or change masks."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     hooks: list[RemovableHandle] = field(default_factory=list)
     known: KnownDraws = field(default_factory=KnownDraws)
@@ -147,6 +139,11 @@ def track_modules(model: nn.Module) -> None:
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
             tracker.hooked[module] = _hook(module, name, tracker)
+
+
+def expect_draws(model: nn.Module) -> None:
+    """Note that the forwards of a model draw."""
+    _TRACKERS.setdefault(model, _ModeTracker()).is_expected = True
 
 
 def leave_out(model: nn.Module, in_graph: Set[nn.Module]) -> None:
@@ -209,8 +206,8 @@ class DropoutMode(MaskSource):
             track_modules(model)
         self.allows_random = False
         self._names: DrawsByName | None = None
-        self._entered: list[Watch] = []
-        """How draws are seen since each time that this mode was entered."""
+        self._entered: list[tuple[Watch, AbstractContextManager[object]]] = []
+        """How draws are seen since each time that this mode was entered, and what keeps the model's own graphs from running."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
         self._draw, self._num_samples = draw, draw.samples.numel()
@@ -219,9 +216,8 @@ class DropoutMode(MaskSource):
         if self._tracker.part is not part:  # the identity of a part that is gone may be another's
             self._tracker.part = part
             self._tracker.in_order.clear()
-        self._frames = [
-            _Frame("", -1)
-        ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
+        # For draws outside every module, as in a loss; the model itself is entry 0 of "".
+        self._frames = [RunningForward("", -1)]
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
         self._generator: Tensor | None = None
@@ -244,7 +240,10 @@ class DropoutMode(MaskSource):
 
     def __enter__(self) -> DropoutMode:
         watch = Watch.ALWAYS_BY_MODE if self._names is None else self._names.watch
-        self._entered.append(watch)
+        is_uncompiled = self._tracker.is_expected and not self._tracker.in_graph
+        uncompiled = disable_compiler() if is_uncompiled else _AS_IT_IS
+        uncompiled.__enter__()
+        self._entered.append((watch, uncompiled))
         if watch is not Watch.BY_NAMES:
             super().__enter__()
         if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
@@ -254,7 +253,8 @@ class DropoutMode(MaskSource):
 
     def __exit__(self, *error: Any) -> None:
         self._tracker.modes.pop()
-        watch = self._entered.pop()
+        watch, uncompiled = self._entered.pop()
+        uncompiled.__exit__(*error)
         if self._names is not None and watch in (Watch.BY_BOTH, Watch.BY_NAMES):
             self._names.leave()
         if watch is not Watch.BY_NAMES:
@@ -265,7 +265,7 @@ class DropoutMode(MaskSource):
     ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None:
-            if self._entered[-1] is Watch.BY_BOTH and self._names is not None:
+            if self._entered[-1][0] is Watch.BY_BOTH and self._names is not None:
                 self._names.note(func)
             return func(*args, **kwargs) if kwargs else func(*args)
         if is_transformed():
@@ -282,14 +282,14 @@ class DropoutMode(MaskSource):
     def _enter_module(self, name: str) -> None:
         entry = self._entries.get(name, 0)
         self._entries[name] = entry + 1
-        self._frames.append(_Frame(name, entry))
+        self._frames.append(RunningForward(name, entry))
 
     def count_entries(self, entries: Mapping[str, int]) -> None:
         """Count earlier calls of modules, by name, that run elsewhere."""
         for name, count in entries.items():
             self._entries[name] = self._entries.get(name, 0) + count
 
-    def _snapshot(self) -> tuple[list[_Frame], dict[str, int]]:
+    def _snapshot(self) -> tuple[list[RunningForward], dict[str, int]]:
         return [dataclasses.replace(frame) for frame in self._frames], dict(self._entries)
 
     def refuse(self, reason: str) -> ModelError:

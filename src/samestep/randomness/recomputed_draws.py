@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from samestep.randomness.mode import DropoutMode, _Frame, active_mode
+from samestep.randomness.counted_draws import RunningForward
+from samestep.randomness.mode import DropoutMode, active_mode
 
 
 class _Recompute:
@@ -17,7 +18,7 @@ class _Recompute:
     def __init__(self, mode: DropoutMode) -> None:
         self._mode = mode
         self._then = mode._snapshot()
-        self._now: list[tuple[list[_Frame], dict[str, int]]] = []
+        self._now: list[tuple[list[RunningForward], dict[str, int]]] = []
 
     def __enter__(self) -> None:
         mode = self._mode

@@ -337,7 +337,7 @@ def _forward_only(assembly: Assembly) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        with torch.no_grad(), precision.raise_islands(assembly.parallel.program):
+        with torch.no_grad(), assembly.parallel.precise.of_forward():
             yield
     finally:
         for part, training in modes.items():

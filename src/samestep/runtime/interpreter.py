@@ -186,7 +186,7 @@ class Interpreter:
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
         make_mode, state = self.observer.dropout_mode(), self.assembly.model.dropout
-        islands = precision.raise_islands(self.assembly.parallel.program)
+        islands = self.assembly.parallel.precise.of_forward()
         if make_mode is None and state.dropout is Dropout.ABSENT:
             return islands
         samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)

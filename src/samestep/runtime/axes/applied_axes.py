@@ -60,6 +60,8 @@ class Parallel:
     """The slice of every sequence that this rank runs."""
     batch_norms: SharedSamples
     """What forwards ask of samples that other ranks have, such as the statistics of a batch norm."""
+    precise: precision.PreciseForwards
+    """The contexts of forwards in the precision of the job."""
     step_parts: tuple[PartOfStep, ...]
     """Those of them that hold something from the beginning of a step to its end."""
     pending: Callable[[], AbstractContextManager[None]]
@@ -121,9 +123,11 @@ class AppliedAxes:
         """Return what carries out the program between ranks; the model is filled."""
         traced, program, mesh, norms = self.traced, self.program, self.mesh, self.batch_norms
         other_stages.mark(traced.module)
-        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred)
+        precise = precision.PreciseForwards(program)
+        graphs = bool(self.compiled.num_blocks)
+        stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred, runs_graphs=graphs)
         repeated = (
-            functools.partial(precision.recompute_contexts, program),
+            precise.recompute_contexts,
             functools.partial(recomputed_draws.recompute_contexts, traced.module),
             self.slicing.recompute_contexts,
             norms.recompute_contexts,
@@ -136,10 +140,12 @@ class AppliedAxes:
             step_parts=(
                 *([stage] if isinstance(stage, pipeline.Stage) else []),
                 *([norms] if norms.are_used else []),
+                *([precise.casts] if precise.casts else []),
                 *RepeatedState.parts_of(traced.analysis.states, traced.module, program),
             ),
             slicing=self.slicing,
             batch_norms=norms,
+            precise=precise,
             pending=chunked_loss.pending_of(traced.module, program, mesh, self.compiled.run),
             checkpoints=recompute.in_our_modes(
                 functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),

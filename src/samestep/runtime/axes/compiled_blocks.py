@@ -61,6 +61,7 @@ from samestep.runtime.axes import rank_crossings
 from samestep.runtime.axes.context.ring_operation import attend_around
 from samestep.runtime.axes.context.slicing import Exchanging, GraphAttentions
 from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, first_line, pluralise
+from samestep.runtime.axes.mixed_products import MixedProducts
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.strategies import whole_graph
 
@@ -217,8 +218,8 @@ class CompiledBlocks:
 
     @contextmanager
     def _without(self, modes: list[TorchFunctionMode]) -> Iterator[None]:
-        """Suspend the modes that draw masks, which a graph would draw once for all steps, and those that exchange what attentions need."""
-        kept = [mode for mode in modes if not isinstance(mode, MaskSource | Exchanging)]
+        """Suspend the modes that draw masks, which a graph would draw once for all steps, that exchange what attentions need, and that cast."""
+        kept = [mode for mode in modes if not isinstance(mode, MaskSource | Exchanging | MixedProducts)]
         if len(kept) == len(modes):
             yield
             return

@@ -25,6 +25,7 @@ from samestep.job_tables import NumericsTable
 from samestep.program.program import Program
 from samestep.runtime.axes import fused_norms
 from samestep.runtime.axes.folded_hooks import after_forward, before_forward, with_hooks
+from samestep.runtime.axes.mixed_products import ForwardCasts
 from samestep.tracing.checkpointed import Contexts
 from samestep.trees import map_tensors
 
@@ -87,7 +88,14 @@ def for_loss(outputs: Any) -> Any:
     """Return outputs with half-precision tensors raised to float32, in which losses are computed."""
     if isinstance(outputs, Tensor):  # most often
         return outputs.float() if outputs.dtype in _HALF else outputs
-    return map_tensors(outputs, lambda t: t.float() if t.dtype in _HALF else t)
+    return map_tensors(outputs, lambda t: _raised(t) if t.dtype in _HALF else t)
+
+
+def _raised(tensor: Tensor) -> Tensor:
+    raised = tensor.float()
+    if isinstance(tensor, nn.Parameter):
+        raised.is_weight = True  # type: ignore[attr-defined]  # for the trial of the loss, which cuts none
+    return raised
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
@@ -174,9 +182,23 @@ def with_islands_raised(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def recompute_contexts(program: Program) -> Contexts:
-    """Return the contexts of a forward, in which islands are raised already, and of its recomputation, which raises them again."""
-    return nullcontext(), raise_islands(program)
+class PreciseForwards:
+    """The contexts of a run's forwards: float32 islands are raised under float64, and operands of two dtypes are cast under bf16 and fp16."""
+
+    def __init__(self, program: Program) -> None:
+        step = program.step
+        self._program = program
+        self.casts: ForwardCasts | None = None
+        if DTYPES[step.compute_dtype] in _HALF:
+            self.casts = ForwardCasts(DTYPES[step.compute_dtype], DTYPES[step.master_dtype])
+
+    def of_forward(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        return raise_islands(self._program) if self.casts is None else self.casts.of_forward()
+
+    def recompute_contexts(self) -> Contexts:
+        """Return the contexts of a forward, which is in its own already, and of its recomputation, which enters it again."""
+        return nullcontext(), self.of_forward()
 
 
 _DEFAULTS: list[torch.dtype] = []

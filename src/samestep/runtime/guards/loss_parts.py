@@ -115,7 +115,7 @@ class TriedTensors:
         """Return the tensors of a micro-batch, of which about so many elements are tried."""
         given = tensors_in((outputs, batch))
         tensors = [leaf.detach() for leaf in given]
-        weights = frozenset(i for i, one in enumerate(given) if isinstance(one, nn.Parameter))
+        weights = frozenset(i for i, one in enumerate(given) if _is_weight(one))
         taken = min(size, most_samples(tensors, size, most_elements))
         return cls(tensors, len(tensors_in(outputs)), size, taken, weights)
 
@@ -174,7 +174,7 @@ def join_samples(
 ) -> tuple[Any, Any] | None:
     """Return outputs and batch of two micro-batches of `sizes` samples, from those of each.
 
-    With `keeps_equal` a tensor that is equal in both belongs to all samples, as a weight with so many elements does.
+    A weight belongs to all samples, and with `keeps_equal` so does a tensor that is equal in both, as what is computed of weights.
 
     None if their tensors have other different shapes, several rows for each sample, or samples along another dimension.
     """
@@ -188,19 +188,27 @@ def join_samples(
     num_outputs = len(tensors_in(first[0]))
     of_samples = [
         (found == ((sizes[0],), (sizes[1],)) or (index < num_outputs and found in rows))
-        and not (keeps_equal and torch.equal(*pairs[index]))
+        and not (_is_weight(pairs[index][1]) or (keeps_equal and torch.equal(*pairs[index])))
         for index, found in enumerate(sizes_of)
     ]
     for (one, other), is_of_samples in zip(pairs, of_samples, strict=True):
+        if _is_weight(other):
+            continue
         alike = one.shape[1:] == other.shape[1:] if is_of_samples else one.shape == other.shape
         may_be_of_samples = sizes[1] in other.shape or _has_several_rows(other, sizes[1])
         if not alike or (not is_of_samples and may_be_of_samples and not keeps_equal):
             return None
     both = [
-        torch.cat(pair).detach() if is_cut else pair[1].detach() for pair, is_cut in zip(pairs, of_samples, strict=True)
+        torch.cat(pair).detach() if is_cut else pair[1] if _is_weight(pair[1]) else pair[1].detach()
+        for pair, is_cut in zip(pairs, of_samples, strict=True)
     ]
     outputs, batch = _join_words(first, with_tensors(second, both), sizes)
     return outputs, batch
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Return whether an output is a weight, which a forward may return, or one that was raised for the loss."""
+    return isinstance(tensor, nn.Parameter) or vars(tensor).get("is_weight", False)
 
 
 def _has_several_rows(tensor: Tensor, size: int) -> bool:

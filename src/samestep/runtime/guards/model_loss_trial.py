@@ -68,7 +68,7 @@ class _Trial:
 
     def run(self, indices: Indices, samples: Any, items: int = 1) -> _Part | None:
         """Run the forward of some samples; return None on other stages than the last."""
-        with loss_within(self.held.model.module).given(items), precision.raise_islands(self.held.parallel.program):
+        with loss_within(self.held.model.module).given(items), self.held.parallel.precise.of_forward():
             outputs, _ = self.again.run(indices, samples)
         if outputs is None:
             return None

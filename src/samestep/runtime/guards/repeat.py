@@ -119,7 +119,7 @@ class Repeat(NamedSamples):
         modes = functools.partial(self._modes, indices)
         around = functools.partial(self._around, indices, samples, microbatch)
         shaken = nudge_outputs(self._assembly.model.module, *nudge) if nudge else nullcontext()
-        with self.state.restored(), precision.raise_islands(self._assembly.parallel.program), shaken:
+        with self.state.restored(), self._assembly.parallel.precise.of_forward(), shaken:
             outputs = self._forward(samples, around)
             if outputs is None or not num_losses or self._assembly.objective.sums.is_whole:
                 return outputs, []

@@ -58,9 +58,9 @@ class SplitMasters:
         """Its parts, made once, in the first update: until here the masters to split are in memory, too."""
         self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
         """The parts with a weight that holds their upper halves, and these weights."""
-        nothing = torch.full((1,), math.nan, dtype=torch.float32, device=weights[0].device)
+        nothing = torch.tensor(math.nan, dtype=torch.float32, device=weights[0].device)
         self.absent = [nothing.expand(weight.shape) for weight in weights]
-        """Stand-ins for masters between two updates: what reads one gets no numbers, and nothing can write it."""
+        """Stand-ins for masters between two updates: what reads one gets no numbers, and nothing can write one that has dimensions."""
         for index, master in enumerate(masters):
             self.set(index, master)
 

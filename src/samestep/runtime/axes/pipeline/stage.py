@@ -16,7 +16,6 @@ Where later layers read more than that (`LayerSpec.crossings`), the forward foll
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.model import call_model
-from samestep.building.torch_seams import disable_compiler, dynamo
+from samestep.building.torch_seams import disable_compiler, is_compiled
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import with_first
@@ -392,9 +391,11 @@ def stage_of(
     slicing: Slicing | WholeSequences,
     flows: Flows | None,
     deferred: Deferred,
+    *,
+    runs_graphs: bool = False,
 ) -> Stage | WholeModel:
-    """Return the layers that this rank runs, and their exchange with other stages where there are any."""
-    running = _running_in(program.step.layout, traced.module)
+    """Return the layers that this rank runs, and their exchange with other stages where there are any; `runs_graphs` if the job compiles."""
+    running = nullcontext if runs_graphs else _running_in(program.step.layout, traced.module)
     running = own_backwards.around(traced.module, running) if traced.spec.differentiates_at else running
     return (
         Stage(traced, program, mesh, slicing, flows, deferred, running)
@@ -408,11 +409,7 @@ def _running_in(layout: Layout, model: nn.Module) -> Callable[[], AbstractContex
     compiler would compile too.
     """
     has_hooks = layout.zero > 1 or layout.model_ranks * layout.pp * layout.cp * layout.ep > 1
-    if has_hooks and "torch._dynamo" in sys.modules:
-        compiled = dynamo().OptimizedModule
-        if any(isinstance(part, compiled) for part in model.modules()):
-            return disable_compiler
-    return nullcontext
+    return disable_compiler if has_hooks and any(map(is_compiled, model.modules())) else nullcontext
 
 
 @contextmanager

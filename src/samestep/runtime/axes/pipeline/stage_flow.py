@@ -381,7 +381,7 @@ class Flows:
                 checkpointed = record_checkpointed(self._module)  # reentrant ones would hide gradients
                 sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)
                 followed = experts.compute_by_groups(self._module, self._experts)
-                raised = precision.raise_islands(self._program)
+                raised = precision.PreciseForwards(self._program).of_forward()
                 with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
                     outputs = watch_forward(self._module, samples, 1, self._name, self._opened, tracer, self._value_of)
                     if loss is not None and not (tracer.varies or tracer.has_looked):
