@@ -44,7 +44,8 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
             replace(
                 layer,
                 products=tuple(map(_freeze_product, layer.products)),
-                saved_elements=layer.saved_elements - layer.input_elements * (index == 1),  # its gradient is not asked for
+                saved_elements=layer.saved_elements
+                - layer.input_elements * (index == 1),  # its gradient is not asked for
                 has_backward=index > 0,
             )
             for index, layer in enumerate(layers)
