@@ -51,7 +51,8 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     Raises:
         InputError: the layout is refused.
     """
-    job = Job(train={"global_batch": case.global_batch}, numerics={"precision": case.precision})
+    numerics = {"precision": case.precision, "deterministic": case.deterministic}
+    job = Job(train={"global_batch": case.global_batch}, numerics=numerics)
     layout = Layout.of({**case.words, "recompute": recompute})
     programs = _builder_of(case, job, min(case.machine.devices_per_node, layout.world_size)).programs(layout)
 
@@ -72,14 +73,14 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     return programs
 
 
-_BUILDERS: dict[tuple[int, str, int], ProgramBuilder] = {}
-"""Builders of the latest models, by the model's identity, the precision and the ranks of a node."""
+_BUILDERS: dict[tuple[object, ...], ProgramBuilder] = {}
+"""Builders of the latest models, by the model's identity, the numerics and the ranks of a node."""
 _MOST_BUILDERS = 16
 
 
 def _builder_of(case: Case, job: Job, per_node: int) -> ProgramBuilder:
     """Return the builder of a case's programs, which shares what it can with those of cases before."""
-    key = id(case.model), case.precision, per_node
+    key = id(case.model), case.precision, case.deterministic, per_node
     if key not in _BUILDERS:
         while len(_BUILDERS) >= _MOST_BUILDERS:
             del _BUILDERS[next(iter(_BUILDERS))]
@@ -239,7 +240,7 @@ def _written_of(case: Case, layout: Layout | None = None) -> tuple[object, ...]:
         machine = min(case.machine.devices_per_node, layout.world_size)
     return (
         _ModelKey(case.model), machine, case.sent_rows, case.chunks, case.precision, case.products, case.wide_layers,
-        case.repeats_half, case.is_lean, layout,
+        case.deterministic, case.repeats_half, case.is_lean, layout,
     )  # fmt: skip
 
 

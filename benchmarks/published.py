@@ -42,7 +42,7 @@ from functools import lru_cache
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from composed import is_calculated
 from published_experts import sent_rows, with_experts
-from published_machines import is_late, machine_of
+from published_machines import as_tested, is_late, is_tested, machine_of
 from published_memory import TARGETS, is_out_of_memory, is_reserved, is_timed, is_titan, memory_bytes, with_its_loss
 from published_mixers import MIXERS, with_mixers
 from published_models import Recipe, decoder_of, recipe_of
@@ -63,6 +63,9 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 
 RELEASE_DEVICES = 64
 """Of Megatron-LM's release runs: what bert_release needs (tp 8, pp 8), and t5_release for one micro-batch a step (512 / 32 x 4)."""
+LOGGED = 4
+"""Operations for each weight by which functional tests log how many of its gradients are zero (Megatron-LM's `count_zeros_fp32`: a
+comparison, a sum, a difference, a sum)."""
 MUON_STARTS = 40
 """Operations of Muon for one matrix: five times three products and what adds them up (Jordan 2024), momentum, norm, update."""
 CHUNKS = 4
@@ -93,6 +96,7 @@ class Case:
     chunks: int
     """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
     precision: str
+    deterministic: bool
     products: str
     """Dtype of matrix products, where it is not that of all else."""
     wide_layers: frozenset[int]
@@ -169,10 +173,12 @@ def case_of(row: Row) -> Case:
         model, dealt = with_experts(row, model, words, tp if splits else 1, ep)
         model = _interned(model)
         words |= {"ep": dealt} if dealt > 1 else {}
+    starts = 0
+    if is_tested(row):
+        model, starts = _interned(as_tested(row, model)), len(model.params) // pp * LOGGED
     if "optimizer=muon" in joined(row, "notes") and not words.get("zero"):
-        machine = replace(
-            machine, host_step_s=machine.host_step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.kernel_launch_s
-        )
+        starts += _matrices(model, pp, ep) * MUON_STARTS
+    machine = replace(machine, host_step_s=machine.host_step_s + starts * machine.kernel_launch_s)
     tokens_of_step = global_batch * tokens
     return Case(
         id=row.get("id") or "",
@@ -186,6 +192,7 @@ def case_of(row: Row) -> Case:
         sent_rows=sent_rows(row, machine, decoder, ep),
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
+        deterministic="--deterministic-mode=true" in joined(row, "notes"),
         products=products,
         wide_layers=wide_layers(row, model),
         global_batch=global_batch * cp,

@@ -5,13 +5,13 @@ A row names a device, seldom its nodes, and hardly ever what its libraries could
     before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through a quarter of a node's ports
     from Hopper on    Transformer Engine's attention is cuDNN's, PyTorch's own FlashAttention-2
     CUDA graphs       the host starts a graph, not its operations
-    checked runs      deterministic kernels that are started by Python op by op: a slower host, ranks that wait;
-                      more so in Transformer Engine's modules, and where a container shares its host with others
+    functional tests  modules of Python cost the host more than operations; gradients are added and counted weight by weight
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,18 +19,21 @@ from cells import Row, SkippedError, joined, says_nothing, whole
 
 from samestep import hardware as machines
 from samestep.hardware import Hardware
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.spec import ModelSpec
+from samestep.simulation.cost import BACKWARD_KERNELS, COLLECTIVE_STARTS
 
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
-CHECKED = 2.4
-"""Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one. One cause is
-published: PyTorch's deterministic algorithms also start a kernel that fills each new tensor (NVIDIA/Megatron-LM, pull request 7093)."""
-ENGINE = 1.5
-"""Host time of an operation of Transformer Engine's modules over one of Megatron-LM's own, which are less Python."""
-SHARED = 3.0
-"""Host time of a checked run in a container of a shared runner over one on a node of its own; it varies two-fold."""
-CHECKED_COLLECTIVE = 6.0
-"""The same of a collective: ranks that start kernels slowly and unevenly wait for each other."""
+MODULE_STARTS = 3.3
+"""Host time of an operation, as it is counted here, in Megatron-Core's modules over that of PyTorch's Linear. Measured: forward and backward
+of a block of its own modules (0.16.1, its fusions, tiny sizes, one thread of a CPU) take as long as 158 to 177 forwards of a Linear, where
+16 operations forward are counted, 51 both ways. Transformer Engine's Linear takes 2.7 times as long as PyTorch's
+(NVIDIA/TransformerEngine, issue 2053). Recipes have CUDA graphs instead."""
+RING_STARTS = 3
+"""Operations of Transformer Engine's attention in a ring besides those of its parts: it joins keys and values, copies and casts."""
+RING_PART_STARTS = 5 + COLLECTIVE_STARTS
+"""Of each part but the first: two slices, an attention, two corrections of what is there (context_parallel.py), a send with a receive."""
 GATHERED = 0.25
 """Part of a node's ports that gathers of DeepSpeed's ZeRO-3 used, for each group that the node's ranks fall into."""
 _MACHINES = (
@@ -120,14 +123,6 @@ def _on_its_network(machine: Hardware, row: Row) -> Hardware:
 
 def _with_software(machine: Hardware, row: Row) -> Hardware:
     """Make of a machine what the row's software makes of it."""
-    if "deterministic kernels" in joined(row, "notes"):
-        near, far = (
-            replace(link, collective_s=CHECKED_COLLECTIVE * link.collective_s)
-            for link in (machine.intra, machine.inter)
-        )
-        slower = CHECKED * _engine(joined(row, "notes")) * (SHARED if _on_shared_runner(row) else 1)
-        host = {"kernel_launch_s": slower * machine.kernel_launch_s, "host_step_s": CHECKED * machine.host_step_s}
-        machine = replace(machine, **host, intra=near, inter=far)
     notes = joined(row, "notes")
     covered = _in_graphs(notes)
     if covered:
@@ -149,16 +144,26 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
     return machine
 
 
-def _engine(notes: str) -> float:
-    """Host time over that of Megatron-LM's own modules; attention that is not fused is made of PyTorch's: half a block."""
-    if "transformer-impl=local" in notes:
-        return 1.0
-    return (1 + ENGINE) / 2 if "backend=unfused" in notes else ENGINE
+def is_tested(row: Row) -> bool:
+    """Whether the run is one of Megatron-LM's functional tests: they log norms and zeros of each weight, and add up gradients apart."""
+    return "correctness test" in joined(row, "notes")
 
 
-def _on_shared_runner(row: Row) -> bool:
-    """Whether a check ran for a pull request, in a container: on one node of GB200 (recipes/gb200/*-1node.yaml)."""
-    return "GB200" in (row.get("gpu") or "") and 0 < whole(row, "n_gpus") <= 4
+def as_tested(row: Row, model: ModelSpec) -> ModelSpec:
+    """Let blocks start what those of a functional test do: all by modules of Python, a sum for each weight's gradient, experts one after
+    the other, an attention for each part of a ring."""
+    notes = joined(row, "notes")
+    weights = Counter(param.layer for param in model.params)
+    experts = 0 if "--moe-grouped-gemm=true" in notes else whole(row, "moe_experts") // whole(row, "ep", 1)
+    parts = whole(row, "cp", 1)
+    ring = RING_STARTS + (parts - 1) * RING_PART_STARTS if parts > 1 else 0.0
+
+    def tested(index: int, layer: LayerSpec) -> LayerSpec:
+        own = layer.kernels + 3 * max(experts - 1, 0) * len(layer.dispatches)  # two products and an activation each
+        return replace(layer, kernels=round(MODULE_STARTS * own + ring + weights[index] / (1 + BACKWARD_KERNELS)))
+
+    layers = (tested(index, layer) if layer.is_block else layer for index, layer in enumerate(model.layers))
+    return replace(model, layers=tuple(layers))
 
 
 def _in_graphs(notes: str) -> float:

@@ -103,3 +103,37 @@ def test_several_processes_find_what_one_finds() -> None:
 
 def _seconds(rows: list[dict[str, str]]) -> list[float]:
     return [forecast.predict(row).predicted_s for row in rows]
+
+
+TESTED = {**PLAIN, "gpu": "A100", "notes": "correctness test, deterministic kernels"}
+EXPERTS = {"moe_experts": "8", "moe_topk": "2", "ep": "2"}
+
+
+def block_kernels(notes: str = "", **cells: str) -> int:
+    """Operations of the forward of a block of a functional test."""
+    case = published.case_of({**TESTED, **cells, "notes": f"{TESTED['notes']}; {notes}"})
+    return case.model.layers[1].kernels
+
+
+def test_a_functional_test_starts_what_it_logs_and_adds_up() -> None:
+    plain, tested = published.case_of({**TESTED, "notes": ""}), published.case_of(TESTED)
+    logged_s = published.LOGGED * len(plain.model.params) * plain.machine.kernel_launch_s
+    assert tested.machine.host_step_s == pytest.approx(plain.machine.host_step_s + logged_s)
+    assert tested.model.layers[1].kernels > plain.model.layers[1].kernels
+    assert tested.model.layers[0] == plain.model.layers[0]
+    assert not tested.deterministic
+    assert published.case_of({**TESTED, "notes": "--deterministic-mode=true"}).deterministic
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"notes": "--moe-grouped-gemm=true", **EXPERTS}, EXPERTS),
+        (EXPERTS, {**EXPERTS, "moe_experts": "16"}),
+        ({}, {"cp": "2"}),
+        ({"cp": "2"}, {"cp": "4"}),
+    ],
+    ids=["experts one by one", "more of them", "a ring", "a longer one"],
+)
+def test_what_a_functional_test_says_of_its_modules_is_started(less: dict[str, str], more: dict[str, str]) -> None:
+    assert block_kernels(**less) < block_kernels(**more)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from samestep import hardware
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import presets
-from samestep.models.layer_parts import Product
+from samestep.models.layer_parts import PartialSum, Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import OpKind
@@ -34,11 +37,16 @@ def price(
     recompute: str = "none",
     precision: str = "bf16",
     tf32: bool = False,
+    deterministic: bool = False,
+    layout: str = "dp=1",
 ) -> float:
     """Seconds of a layer of one sample each."""
-    model = ModelSpec(name="one", layers=(replace(layer, name="block", modules=("block",), is_block=True),), params=())
-    job = Job(train={"global_batch": samples}, numerics={"precision": precision, "tf32": tf32})
-    program = program_of(model, job, Layout.parse(f"dp=1 recompute={recompute}"))
+    block = replace(layer, name="block", modules=("block",), is_block=True)
+    model = ModelSpec(name="one", layers=(block,), params=(), cut_refusal="")
+    job = Job(
+        train={"global_batch": samples}, numerics={"precision": precision, "tf32": tf32, "deterministic": deterministic}
+    )
+    program = program_of(model, job, Layout.parse(f"{layout} recompute={recompute}"))
     return next(cost.seconds(op, program, machine) for _, op in program.ops() if op.kind is kind)
 
 
@@ -130,6 +138,73 @@ def test_the_host_is_a_floor_under_small_layers_and_nothing_under_large_ones() -
     assert price(small, OpKind.FORWARD, slow) == pytest.approx(10e-3, rel=0.01)
     large = layer_of(Product(rows=2**17, inner=8192, columns=8192), kernels=10)
     assert price(large, OpKind.FORWARD, slow) == pytest.approx(price(large, OpKind.FORWARD), rel=0.01)
+
+
+def test_deterministic_kernels_cost_the_host_a_fill_and_the_device_another_write() -> None:
+    slow = replace(GPU, kernel_launch_s=1e-3)
+    small, moves = layer_of(Product(rows=8, inner=64, columns=64), kernels=10), layer_of(moved=10**9)
+    part = cost.FILLS * cost.FILL_PART
+    for layer, more in ((small, 1 + part), (moves, 1 + cost.FILL_PART)):
+        for kind in (OpKind.FORWARD, OpKind.BACKWARD):
+            plain, filled = (price(layer, kind, slow, deterministic=fills) for fills in (False, True))
+            assert filled == pytest.approx(more * plain, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.BACKWARD])
+def test_the_host_starts_the_collectives_of_a_layer_that_it_holds_up(kind: OpKind) -> None:
+    slow = replace(GPU, kernel_launch_s=1e-3)
+    sums = (PartialSum(owner="block.up", elements=64), PartialSum(owner="block.down", elements=64))
+    small = replace(layer_of(Product(rows=8, inner=64, columns=64), kernels=10), forward_sums=sums, backward_sums=sums)
+    whole, cut = price(small, kind, slow), price(small, kind, slow, layout="tp=2")
+    assert cut - whole == pytest.approx(2 * cost.COLLECTIVE_STARTS * 1e-3, rel=0.01)
+    large = replace(
+        layer_of(Product(rows=2**17, inner=8192, columns=8192), kernels=10), forward_sums=sums, backward_sums=sums
+    )
+    assert price(large, kind, slow, layout="tp=2") == pytest.approx(price(large, kind, slow), rel=0.01)
+
+
+class PlainBlock(nn.Module):
+    """A block whose attention is made of plain products, as Megatron-LM's own modules make it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        sizes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+        self.qkv, self.out, self.up, self.down = (nn.Linear(*size) for size in sizes)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = (one.view(batch, length, 4, -1).transpose(1, 2) for one in self.qkv(self.norms[0](x)).chunk(3, -1))
+        scores = (q @ k.transpose(-1, -2) / 4).masked_fill(mask, -1e4).float().softmax(-1).to(x.dtype)
+        x = x + self.out((scores @ v).transpose(1, 2).reshape(batch, length, hidden))
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+        return y
+
+
+OPERATIONS = (
+    "add", "add_", "addmm", "bmm", "cat", "copy_", "div", "gelu", "gelu_backward", "masked_fill_", "mm", "native_layer_norm",
+    "native_layer_norm_backward", "sum", "_softmax", "_softmax_backward_data",
+)  # fmt: skip
+"""What starts a kernel; a copy that an `addmm` makes of its bias on a CPU does not on a GPU."""
+
+
+def started(deterministic: bool) -> Counter[str]:
+    """Operations of the forward and the backward of a block, by name."""
+    block, x = PlainBlock(64).bfloat16(), torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    mask, before = torch.ones(16, 16, dtype=torch.bool).triu(1), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            block(x, mask).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    return Counter(event.name.removeprefix("aten::") for event in seen.events())
+
+
+def test_torch_fills_as_many_tensors_as_are_priced() -> None:
+    plain, filling = started(False), started(True)
+    operations = sum(plain[name] for name in OPERATIONS) - plain["addmm"]
+    assert (filling["fill_"] - plain["fill_"]) / operations == pytest.approx(cost.FILLS, abs=0.08)
 
 
 def test_selective_recompute_repeats_what_is_no_product() -> None:

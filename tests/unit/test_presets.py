@@ -54,6 +54,9 @@ PAIRS = {
 }
 
 
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 def traced(family: str, lora: Any = None) -> ModelSpec:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(PAIRS[family][0]())
@@ -373,6 +376,41 @@ def test_adapters_of_a_decoder_start_and_move_what_those_of_peft_do() -> None:
     theirs = traced("gpt2", peft.LoraConfig(target_modules=r".*attn\.(c_attn|c_proj)", r=4, fan_in_fan_out=True))
     mine, peft_s = (added[1] for added in (work_added(ours, plain), work_added(theirs, traced("gpt2"))))
     assert mine == peft_s
+
+
+def kept_more(found: ModelSpec, before: ModelSpec) -> list[tuple[int, ...]]:
+    """What one spec keeps more than another from the forward of each layer, and the part that a tensor cut divides; under selective
+    recompute too."""
+
+    def counts(layer: LayerSpec) -> tuple[int, ...]:
+        selective = layer.saved_selective_elements, layer.saved_selective_cut_elements
+        return layer.saved_elements, layer.saved_cut_elements, *selective
+
+    return [tuple(map(operator.sub, counts(f), counts(b))) for f, b in zip(found.layers, before.layers, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["q_proj", "v_proj"], ["k_proj", "o_proj", "down_proj"], ["up_proj", "q_proj"], list(LINEAR)],
+    ids=",".join,
+)
+def test_adapters_of_a_preset_keep_what_those_of_peft_do(targets: list[str]) -> None:
+    plain = spec(PAIRS["llama"][1], "llama")
+    ours = kept_more(add_adapters(plain, LoraTable(targets=tuple(targets), r=4, alpha=12.0)), plain)
+    theirs = kept_more(traced("llama", peft.LoraConfig(target_modules=targets, r=4, lora_alpha=12.0)), traced("llama"))
+    numel, rows = SEQUENCE * SIZES["hidden_size"], SEQUENCE
+    # A norm of one kernel keeps its input alone, one of several its normalized input too, until its weight is frozen.
+    assert ours[2] == (theirs[2][0] + 2 * numel, *theirs[2][1:])
+    assert ours[-1][0] == theirs[-1][0] + numel
+    # The gradients of the first block's input are not asked for, so its first norm also keeps no roots; but angles, for all blocks.
+    assert ours[1] == (theirs[1][0] + 2 * numel + rows, *theirs[1][1:])
+
+
+def test_adapters_of_a_decoder_keep_what_those_of_peft_do() -> None:
+    ours, plain = (spec(replace(PAIRS["gpt2"][1], adapter_rank=rank), "gpt2") for rank in (4, 0))
+    lora = peft.LoraConfig(target_modules=r".*attn\.(c_attn|c_proj)", r=4, fan_in_fan_out=True)
+    pairs = list(zip(kept_more(ours, plain), kept_more(traced("gpt2", lora), traced("gpt2")), strict=True))
+    assert [mine[:2] for mine, _ in pairs[2:]] == [peft_s[:2] for _, peft_s in pairs[2:]]
 
 
 def test_names_that_a_preset_lacks_are_named_with_those_it_has() -> None:

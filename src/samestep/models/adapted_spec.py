@@ -98,6 +98,7 @@ def _adapters(param: ParamSpec, path: str, rank: int) -> Iterator[ParamSpec]:
 def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], lora: LoraTable) -> LayerSpec:
     """Return a layer whose weights are frozen, with the products and other operations of its adapters."""
     products: list[Product] = []
+    results = results_cut = 0
     kept = flops = kernels = moved = moved_cut = 0
     for product in layer.products:
         path = f"{layer.name}.{product.owner}"
@@ -110,25 +111,49 @@ def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], lor
             more = _adapter_products(product, lora.r)
             products += more
             kept += product.rows * lora.r
+            results += product.rows * product.columns
+            results_cut += product.rows * product.columns * (product.cut == "columns")
             flops += sum(one.flops for one in more)
             kernels += len(more) + ADDING_KERNELS + bool(lora.dropout)
             added = ADDING_PASSES * product.rows * product.columns
             dropped = round(DROPOUT_PASSES * product.rows * product.inner) if lora.dropout else 0
             moved += added + dropped
             moved_cut += added * (product.cut == "columns") + dropped * (product.cut == "inner")
+    unread, unread_cut = _unread_elements(layer, targets | saved)
+    if index == 1 and not saved:
+        unread += layer.input_elements  # no gradient flows back to it
     head = None if layer.head is None else replace(layer.head, is_frozen=layer.head.owner not in saved)
     return replace(
         layer,
         products=tuple(products),
         forward_flops=layer.forward_flops + flops,
-        saved_elements=layer.saved_elements + kept,
-        saved_selective_elements=layer.saved_selective_elements + kept,
+        saved_elements=layer.saved_elements + kept - unread,
+        saved_cut_elements=layer.saved_cut_elements - unread_cut,
+        saved_selective_elements=layer.saved_selective_elements + kept + results,
+        saved_selective_cut_elements=layer.saved_selective_cut_elements + results_cut,
         moved_elements=layer.moved_elements + moved,
         moved_cut_elements=layer.moved_cut_elements + moved_cut,
         kernels=layer.kernels + kernels,
         has_backward=index > 0,
         head=head,
     )
+
+
+def _unread_elements(layer: LayerSpec, trained: set[str]) -> tuple[int, int]:
+    """Return the elements that were kept for gradients of frozen weights alone, and the part of them that a tensor cut divides: inputs
+    of linear layers of which none is trained. A fused attention keeps its output itself, and experts their rows."""
+    fused = {product.owner for product in layer.products if product.is_attention}
+    is_read: dict[tuple[str, bool], bool] = {}
+    sizes: dict[tuple[str, bool], int] = {}
+    for product in layer.products:
+        part, is_inner = product.owner.rpartition(".")[0], product.cut == "inner"
+        if product.factors != "weight" or (layer.dispatches and part not in fused) or (is_inner and part in fused):
+            continue
+        key = part, is_inner
+        is_read[key] = is_read.get(key, False) or bool({product.owner, f"{layer.name}.{product.owner}"} & trained)
+        sizes[key] = product.rows * product.inner
+    unread = {key: size for key, size in sizes.items() if not is_read[key]}
+    return sum(unread.values()), sum(size for (_, is_inner), size in unread.items() if is_inner)
 
 
 def _adapter_products(product: Product, rank: int) -> tuple[Product, Product]:

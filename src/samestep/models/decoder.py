@@ -178,7 +178,8 @@ def _norm(decoder: Decoder, made: Counts, name: str, *, is_added: bool = False) 
     elements = decoder.sequence * decoder.hidden
     # A norm that is not one kernel casts, squares, takes the mean, scales, casts back and multiplies by the weight.
     made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
-    # Its input is kept, and so is an output that products read; one that is only added to the residual stream is not.
+    # Its input is kept, and so is an output that products read; one that is only added to the residual stream, or that frozen weights
+    # alone multiply, is not.
     made.save(((2 if decoder.fused else 4) - is_added) * elements, 0)
 
 
@@ -211,7 +212,7 @@ def block_counts(decoder: Decoder, is_sparse: bool) -> Counts:
     if decoder.post_norm:
         _norm(decoder, made, "post_self_attn_layernorm", is_added=True)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
-    _norm(decoder, made, "post_attention_layernorm")
+    _norm(decoder, made, "post_attention_layernorm", is_added=decoder.adapter_rank > 0)
     before = made.saved
     (_experts if is_sparse else _feed_forward)(decoder, made)
     if decoder.attention == "plain":
@@ -270,6 +271,7 @@ def _adapters(decoder: Decoder, made: Counts, columns: int) -> None:
         made.weight("self_attn.lora_b", (columns + h, rank))
         made.products.append(Product(rows=s, inner=h, columns=2 * rank, owner="lora"))
         made.products.append(Product(rows=s, inner=rank, columns=columns + h, owner="lora"))
+        made.save(2 * rank * s, 0)
         made.move(5 * s * h, 5 * s * columns, 2 + 4)  # both pairs of products are one above, so two more are started
 
 
@@ -328,7 +330,10 @@ def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int 
         _linear(decoder, made, f"{name}.{part}", s, h, f, "columns")
     separate = decoder.gated and not decoder.fused
     made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
-    made.save(0, (4 if separate else 3 if decoder.gated else 2) * s * f)
+    kept = (4 if separate else 3 if decoder.gated else 2) - (
+        decoder.adapter_rank > 0
+    )  # frozen weights alone read the last of them
+    made.save(0, kept * s * f)
     # Alive are the gradients of the input and of the activation's inputs and output, one of them in freed memory.
     made.work(s * h, (1 + decoder.gated) * s * f)
     _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
@@ -338,7 +343,7 @@ def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int 
             owner=name,
             tokens=s,
             boundary_elements=2 * s * h,
-            saved_elements=(4 if separate else 3 if decoder.gated else 2) * s * f,
+            saved_elements=kept * s * f,
             results=(1 + decoder.gated) * s * f + s * h,
             working_elements=2 * s * h + (1 + decoder.gated) * s * f,
             other_working_elements=s
@@ -382,7 +387,7 @@ def head_counts(decoder: Decoder) -> Counts:
     if decoder.layer_norm:
         made.weight("model.norm.bias", (h,))
     made.move(2 * s * h, 0, 1)
-    made.save(2 * s * h, 0)
+    made.save((2 - (decoder.adapter_rank > 0)) * s * h, 0)
     made.products.append(Product(rows=s, inner=h, columns=v, cut="columns", owner="lm_head"))
     if not decoder.tied:
         made.weight("lm_head.weight", (v, h), Cut(style="vocab", dim=0, groups=v))

@@ -41,7 +41,13 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
     if decoder.adapter_rank:
         params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
         layers = [
-            replace(layer, products=tuple(map(_freeze_product, layer.products)), has_backward=index > 0)
+            replace(
+                layer,
+                products=tuple(map(_freeze_product, layer.products)),
+                saved_elements=layer.saved_elements
+                - layer.input_elements * (index == 1),  # its gradient is not asked for
+                has_backward=index > 0,
+            )
             for index, layer in enumerate(layers)
         ]
     return ModelSpec(

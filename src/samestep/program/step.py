@@ -62,6 +62,8 @@ class StepSpec:
     """The kernel of attention that the job chooses; `auto` leaves it to the hardware profile."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
+    deterministic: bool = False
+    """Whether only kernels run that give the same bits each time; torch then also fills each new tensor."""
     updates_in_chunks: bool = False
     """Whether the optimizer may update some weights before others, as those of torch may."""
     states: HeldStates = field(default_factory=HeldStates)
@@ -102,6 +104,7 @@ class StepSpec:
             captures=job.run.compile != "none" and job.run.captures,
             attention=job.run.attention,
             tf32=job.numerics.tf32,
+            deterministic=job.numerics.deterministic,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             states=HeldStates.of(model, job, BYTES_OF[_master_dtype(job.numerics.precision)]),
             averages_weights=job.train.ema is not None,

@@ -8,6 +8,7 @@ A layer's forward takes the sum of its parts, but not less than the host needs t
     attention    keys that the tiles of a fused kernel visit, at its rate (`attention.py`)
     other work   elements read and written / bandwidth
     the layer    (device^n + host^n)^(1/n), host = operations x kernel_launch_s          a soft maximum, n = 8
+                 (a collective in it takes the host as long as COLLECTIVE_STARTS operations)
 
 A product [m, k] x [k, n] is divided into tiles, one on each multiprocessor at a time, so its time grows in steps of
 `num_units` tiles; a tile also fills its pipeline: k + FILL steps instead of k (Williams et al. 2009,
@@ -33,6 +34,7 @@ from typing import Literal, NamedTuple
 
 from samestep.errors import InputError
 from samestep.hardware import Hardware
+from samestep.layout import Layout
 from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model
@@ -77,6 +79,14 @@ CHUNK_KERNELS = 10
 """Operations that each further chunk of logits adds to the forward of a head and its loss."""
 BACKWARD_KERNELS = 2.2
 """Ratio of the number of operations of a backward to its forward."""
+COLLECTIVE_STARTS = 5.5
+"""Operations in whose time the host starts a collective: 89 to 131 us of PyTorch's c10d (pytorch/pytorch, issue 138773), where a Linear takes 20.7."""
+FILLS = 0.6
+"""New tensors that torch fills for each operation where only deterministic kernels run: those that are made by `empty` and the like
+(counted in a block of Megatron-Core 0.16 under torch's profiler: 40 of 68 operations)."""
+FILL_PART = 1 / 3
+"""Part of an operation's launch that a fill within it costs, with neither Python nor autograd (pytorch/pytorch, issue 41383: 5 to 7 us), and
+part of the bytes moved by other work that are results. Published: 15 % less TFLOP/s (NVIDIA/Megatron-LM, pull request 7093)."""
 
 
 def seconds(op: Op, program: Program, hardware: Hardware) -> float:
@@ -110,6 +120,8 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         hardware = _with_attention(hardware, step.attention)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
+    work = work.filling() if step.deterministic else work
+    work = work._replace(collectives=_collectives(op.kind, layer, step.layout))
     part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
     unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if part != "weights" else 0
     unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)
@@ -159,13 +171,20 @@ class _Work(NamedTuple):
 
     products: tuple[Product, ...]
     moved_elements: int
-    kernels: int
+    kernels: float
     has_input_gradient: bool
     has_backward: bool
+    collectives: int = 0
+    """Those that the host starts within the op."""
 
     def repeating(self, products: tuple[Product, ...]) -> _Work:
         """Return the work of a repeated forward, with these products of its layer alone and with all other operations."""
         return self._replace(products=products, kernels=max(self.kernels - len(self.products), 0) + len(products))
+
+    def filling(self) -> _Work:
+        """Return the work where each new tensor is filled before it is written."""
+        moved = round(self.moved_elements * (1 + FILL_PART))
+        return self._replace(moved_elements=moved, kernels=self.kernels * (1 + FILLS * FILL_PART))
 
 
 def _work_of(layer: LayerSpec) -> _Work:
@@ -202,7 +221,16 @@ def _layer_s(work: _Work, kind: OpKind, part: BackwardPart, samples: int, dtypes
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
-    return _soft_maximum(device_s, kernels * hardware.kernel_launch_s)
+    return _soft_maximum(device_s, (kernels + COLLECTIVE_STARTS * work.collectives) * hardware.kernel_launch_s)
+
+
+def _collectives(kind: OpKind, layer: LayerSpec, layout: Layout) -> int:
+    """Return the number of collectives that a layer's op waits for in its middle: those of `tp` and `ep`."""
+    if kind is OpKind.WEIGHT:
+        return 0
+    sums = layer.backward_sums if kind is OpKind.BACKWARD else layer.forward_sums
+    cut = layer.sequence_boundaries if layout.sequence_parallel else sums
+    return len(cut) * (layout.tp > 1) + 2 * len(layer.dispatches) * (layout.ep > 1)
 
 
 def _chunks(product: Product, samples: int) -> int:

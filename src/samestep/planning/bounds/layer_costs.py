@@ -321,7 +321,8 @@ class Prices:
         spec = program.step.model.layers[layer]
         reads = spec.backward_reads_weights, spec.has_backward
         work = (spec.products, spec.moved_elements, spec.kernels, *reads)
-        what = (work, op.layer is None) if op.axis is None else (op.axis, op.beside)
+        sends = program.step.layout.sequence_parallel, program.step.layout.tp > 1, program.step.layout.ep > 1
+        what = (work, sends, op.layer is None) if op.axis is None else (op.axis, op.beside)
         named = (op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what)
         number = self._like.setdefault(named, len(self._like))
         if number == len(self._alike):
