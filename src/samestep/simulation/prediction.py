@@ -39,11 +39,8 @@ def labels(job: Job, hardware: Hardware) -> dict[str, str]:
 
 def unpriced(job: Job) -> list[str]:
     """Return a line for each word of a job that changes the seconds of a step, and that no price knows."""
-    words = {
-        "run.compile": (job.run.compile, "none", "seconds and bytes are those of code that is not compiled"),
-        "numerics.deterministic": (job.numerics.deterministic, False, "seconds are those of the usual kernels"),
-    }
-    return [f"{name} is not priced: {text}" for name, (value, plain, text) in words.items() if value != plain]
+    compiles = job.run.compile != "none"
+    return ["run.compile is not priced: seconds and bytes are those of code that is not compiled"] if compiles else []
 
 
 _TENTH = statistics.NormalDist().inv_cdf(0.9)
