@@ -126,6 +126,8 @@ def case_of(row: Row) -> Case:
         raise SkippedError("nothing was measured")
     if is_calculated(row):
         raise SkippedError("it was calculated, and not measured")
+    if "layout not printed" in joined(row, "notes"):
+        raise SkippedError("the layout is not printed")
     _refuse_nonsense(row)
     machine = machine_of(row)
     if (

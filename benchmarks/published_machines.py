@@ -34,6 +34,8 @@ RING_STARTS = 3
 """Operations of Transformer Engine's attention in a ring besides those of its parts: it joins keys and values, copies and casts."""
 RING_PART_STARTS = 5 + COLLECTIVE_STARTS
 """Of each part but the first: two slices, an attention, two corrections of what is there (context_parallel.py), a send with a receive."""
+PREALLOCATED = 0.75
+"""Part of a GPU's memory that JAX takes, where nothing else is said (docs.jax.dev, GPU memory allocation); MaxText's scripts for A3 say nothing."""
 GATHERED = 0.25
 """Part of a node's ports that gathers of DeepSpeed's ZeRO-3 used, for each group that the node's ranks fall into."""
 _MACHINES = (
@@ -135,6 +137,8 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
         "url_or_repo_path", ""
     ):
         machine = replace(machine, attention_kernel="flash-1")
+    if machine.num_units and "maxtext" in joined(row, "source").lower():
+        machine = replace(machine, memory_bytes=int(PREALLOCATED * machine.memory_bytes))
     if not is_late(machine) and _hides_nothing(row):
         machine = replace(machine, overlap=False)
     if _gathers_badly(row, machine):

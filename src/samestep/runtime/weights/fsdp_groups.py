@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.torch_version import TorchVersion
 
+from samestep.building.torch_seams import Replaced
 from samestep.errors import LayoutError
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
@@ -24,6 +27,9 @@ from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.fsdp_units import ParamSlots, RunningUnit, keep_still, param_at
 from samestep.runtime.weights.unit_order import UnitOrder
 from samestep.trees import tree_leaves, tree_map_only
+
+_ANY_CONTAINER = Replaced((_fully_shard, "_validate_module", lambda _: lambda *_: None))
+"""A context in which FSDP2 takes a container that has a forward, as newer ones than that of torch 2.11 do."""
 
 
 def make_groups(
@@ -45,6 +51,10 @@ def make_groups(
     away = {one.unit for one in program.host_modules}
     by_name = {running.unit.name: running for running in units}
     single = {param.name for param in program.step.model.params if not param.shape}
+    if any(not param.is_floating_point() for param in everything) and TorchVersion(torch.__version__) < "2.13":
+        raise LayoutError(
+            f"FSDP2 of torch {torch.__version__} gathers no weights of 4 bits: torch 2.13 works, and so does zero=1 under this one"
+        )
     model.register_forward_hook(order.end_forward)
     for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
         unit, modules = running.unit, list(running.modules)
@@ -56,16 +66,16 @@ def make_groups(
             reduce_dtype=None if dtype == master else master,
             cast_forward_inputs=False,  # precision.py casts, by one rule for every layout
         )
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=meshes[unit.shard_axis],
-            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again or unit.is_read_by_loss),
-            mp_policy=policy,
-            offload_policy=CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-            if unit.name in away
-            else OffloadPolicy(),
-            ignored_params=everything - running.params,
-        )
+        on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if unit.name in away else OffloadPolicy()
+        with _ANY_CONTAINER:
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=meshes[unit.shard_axis],
+                reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again or unit.is_read_by_loss),
+                mp_policy=policy,
+                offload_policy=on_host,
+                ignored_params=everything - running.params,
+            )
         named = {id(param_at(slots[name][0])): name for name in unit.params}
         running.names = [named[id(weight.sharded_param)] for weight in running.group.fsdp_params]
         for name, weight in zip(running.names, running.group.fsdp_params, strict=True):
@@ -78,7 +88,8 @@ def make_groups(
         # FSDP2 would add a node after every input to end a backward, which we end: it would forbid writes into an input.
         running.group._register_post_backward_hook = _return_arguments  # type: ignore[method-assign]
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
+        with _ANY_CONTAINER:  # FSDP2 needs a root; it has no weight
+            fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)
     _keep_classes(model)
     handles = {running.unit.name: running.fsdp for running in units}
     for running in units:
