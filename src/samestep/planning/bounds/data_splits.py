@@ -144,7 +144,7 @@ class DataSplits:
         return smallest(step).microbatch_samples * self.needs.first_kept(step, chunks, counts, recompute)
 
     def _held(self, step: StepSpec, virtual_stages: int) -> _Held:
-        """Return the least bytes of what the first stage holds in each split: all states, and the part of them that is there beside all
+        """Return the least bytes of what the first stage holds in each split: all states, and the part of them that is there with all
         activations, with gathered weights. Then the least of these parts."""
         layout = step.layout
         key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload

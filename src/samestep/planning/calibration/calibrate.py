@@ -214,7 +214,7 @@ def _refuse_impossible(steps: Sequence[TimedStep], machine: Hardware) -> None:
 
 
 def _refuse_other_machine(steps: Sequence[TimedStep], machine: Hardware) -> None:
-    """Refuse steps of a machine that has a profile of its own, and it is not this one."""
+    """Refuse steps of a machine that another profile describes."""
     for one in steps:
         if one.hardware in profiles() and machine.name in profiles() and one.hardware != machine.name:
             raise InputError(

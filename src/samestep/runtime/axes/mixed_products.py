@@ -1,4 +1,4 @@
-"""Operations that torch refuses for their operands' dtypes, in a forward under bf16 and fp16: rotary tables in float32 beside values in bfloat16.
+"""Operations that torch refuses for their operands' dtypes, in a forward under bf16 and fp16: rotary tables in float32 and values in bfloat16.
 
     x.float() @ self.weight                  a product computes in the compute dtype, as each linear layer does
     out = torch.zeros(...); out[mask] = y    what is written takes the dtype of the tensor

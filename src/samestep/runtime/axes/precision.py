@@ -197,7 +197,7 @@ class PreciseForwards:
         return raise_islands(self._program) if self.casts is None else self.casts.of_forward()
 
     def recompute_contexts(self) -> Contexts:
-        """Return the contexts of a forward, which is in its own already, and of its recomputation, which enters it again."""
+        """Return the contexts of a forward, which has entered it already, and of its recomputation, which enters it again."""
         return nullcontext(), self.of_forward()
 
 

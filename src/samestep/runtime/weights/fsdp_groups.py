@@ -51,10 +51,7 @@ def make_groups(
     away = {one.unit for one in program.host_modules}
     by_name = {running.unit.name: running for running in units}
     single = {param.name for param in program.step.model.params if not param.shape}
-    if any(not param.is_floating_point() for param in everything) and TorchVersion(torch.__version__) < "2.13":
-        raise LayoutError(
-            f"FSDP2 of torch {torch.__version__} gathers no weights of 4 bits: torch 2.13 works, and so does zero=1 under this one"
-        )
+    _refuse_integers(everything)
     model.register_forward_hook(order.end_forward)
     for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
         unit, modules = running.unit, list(running.modules)
@@ -95,6 +92,18 @@ def make_groups(
     for running in units:
         # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
         running.fsdp.set_modules_to_backward_prefetch([handles[running.unit.prefetch or running.unit.name]])
+
+
+def _refuse_integers(params: Collection[Tensor]) -> None:
+    """Refuse weights in 4 bits where FSDP2 takes every weight to be one that can take a gradient.
+
+    Raises:
+        LayoutError: it does, and some are integers.
+    """
+    if any(not param.is_floating_point() for param in params) and TorchVersion(torch.__version__) < "2.13":
+        raise LayoutError(
+            f"FSDP2 of torch {torch.__version__} gathers no weights of 4 bits: torch 2.13 works, and so does zero=1 under this one"
+        )
 
 
 def _hook_outputs(running: RunningUnit, ahead: RunningUnit | None, order: UnitOrder) -> None:
