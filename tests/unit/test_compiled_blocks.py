@@ -301,6 +301,38 @@ def test_what_a_model_compiles_itself_draws_the_masks_of_one_device(build: Calla
     assert len({*losses[0]}) == len(losses[0])
 
 
+class NormedOverBatch(nn.Module):
+    """A block with a batch norm, whose statistics a forward writes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm = inner, nn.BatchNorm1d(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
+
+
+def _with_batch_norms() -> nn.Module:
+    torch.manual_seed(0)
+    model = Plain()
+    model.blocks = nn.ModuleList(map(NormedOverBatch, model.blocks))
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_blocks_with_batch_norms_have_the_statistics_of_code_that_is_not_compiled(recompute: str) -> None:
+    """A batch norm has no graph where a block is repeated: it writes into buffers, or copies of them, that the repetition reads."""
+    found = []
+    for job in (JOB, Job(**{**JOB.model_dump(), "run": {}})):
+        source = Source(_with_batch_norms, loss_of(job), optimizer_of(job))
+        run = Run(source, Layout(recompute=recompute), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+        losses = [run.step(batch).loss for batch in samestep.batches(Tokens(), job)]
+        found.append((losses, run.state_dict()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for name, value in found[0][1].items():
+        assert torch.allclose(value, found[1][1][name], rtol=1e-5, atol=1e-6), name
+
+
 def test_an_unknown_backend_is_refused():
     with pytest.raises(JobError, match=r"'inducter' is no backend .*did you mean 'inductor'"):
         stepped(Plain, with_backend("inducter"))

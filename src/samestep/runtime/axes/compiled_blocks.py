@@ -384,9 +384,15 @@ def _compile_one(compiler: GraphCompiler, islands: list[tuple[str, str | None]],
 
 
 def _of_all_samples(step: StepSpec) -> Iterator[tuple[str, str]]:
-    """Yield each module whose code takes values of samples that other ranks or micro-batches have, with the reason why it has no graph."""
+    """Yield each module whose code takes values of samples that other ranks or micro-batches have, with the reason why it has no graph.
+
+    A batch norm has none either where a block is repeated: a repeated forward writes into copies of its buffers, for which torch would
+    make another graph, and within one graph it would read a counter that the next micro-batch has written.
+    """
     groups = step.sample_groups
-    if groups is not None and not groups.is_one_forward:
+    if (step.compile == "blocks" and step.layout.recompute != "none") or (
+        groups is not None and not groups.is_one_forward
+    ):
         yield from ((path, "it takes statistics of samples (batch norm)") for path in step.model.batch_norm_owners)
     for layer in step.model.layers:
         yield from ((call.owner, "it takes values of all samples (samestep.batch_sum)") for call in layer.batch_values)
