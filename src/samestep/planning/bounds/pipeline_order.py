@@ -88,12 +88,10 @@ def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: 
 def after_last_backward(
     schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int
 ) -> tuple[Action, ...]:
-    """Return the actions of a stage after its last backward: the weight-gradient tasks that the schedule defers, as many after some
-    micro-batches for each stage as after more."""
-    fewer = min(microbatches, 2 * num_stages)
-    order = order_of(schedule, stage, num_stages, fewer, chunks)
+    """Return the actions of a stage after its last backward: the weight-gradient tasks that the schedule defers."""
+    order = order_of(schedule, stage, num_stages, microbatches, chunks)
     after = itertools.takewhile(lambda action: action.kind is not TaskKind.BACKWARD, reversed(order))
-    return tuple(one._replace(microbatch=one.microbatch + microbatches - fewer) for one in after)[::-1]
+    return tuple(after)[::-1]
 
 
 @functools.lru_cache(maxsize=2**12)
