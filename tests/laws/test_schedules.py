@@ -254,7 +254,7 @@ def test_activations_in_flight(shape: Shape) -> None:
 
 @LAW
 @given(st.integers(1, 8), st.integers(1, 40))
-def test_what_stages_defer_is_read_from_the_order_of_few_micro_batches(p: int, m: int) -> None:
+def test_what_stages_defer_follows_their_last_backward(p: int, m: int) -> None:
     splitting = [name for name, spec in SCHEDULES.items() if spec.splits_backward]
     assert splitting
     for schedule, stage in product(splitting, range(p)):

@@ -330,9 +330,8 @@ def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int 
         _linear(decoder, made, f"{name}.{part}", s, h, f, "columns")
     separate = decoder.gated and not decoder.fused
     made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
-    kept = (4 if separate else 3 if decoder.gated else 2) - (
-        decoder.adapter_rank > 0
-    )  # frozen weights alone read the last of them
+    kept = 4 if separate else 3 if decoder.gated else 2
+    kept -= decoder.adapter_rank > 0  # frozen weights alone read the last of them
     made.save(0, kept * s * f)
     # Alive are the gradients of the input and of the activation's inputs and output, one of them in freed memory.
     made.work(s * h, (1 + decoder.gated) * s * f)

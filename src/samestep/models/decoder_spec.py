@@ -44,8 +44,8 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
             replace(
                 layer,
                 products=tuple(map(_freeze_product, layer.products)),
-                saved_elements=layer.saved_elements
-                - layer.input_elements * (index == 1),  # its gradient is not asked for
+                # The gradient of the first block's input is not asked for.
+                saved_elements=layer.saved_elements - layer.input_elements * (index == 1),
                 has_backward=index > 0,
             )
             for index, layer in enumerate(layers)

@@ -40,9 +40,8 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
     counts, num_held, begun, deferred = [0] * chunks, 0, 0, 0
     found, most = InFlight((0,) * chunks, None, 0, 0, None), 0
     has_freed = False
-    is_fullest = is_as_full = (
-        False  # whether the last action is a forward after which more are in flight than ever, or as many
-    )
+    # Whether the last action is a forward after which more are in flight than ever, or as many.
+    is_fullest = is_as_full = False
     for kind, microbatch, chunk in order_of(schedule, stage, num_stages, microbatches, chunks):
         if kind is TaskKind.FORWARD:
             begun = max(begun, microbatch)
