@@ -16,6 +16,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -310,11 +311,23 @@ def _until_stopped(place: RankInfo) -> str:
     return "stopped"
 
 
+def _once_it_is_handled(number: signal.Signals, send: Callable[[], None]) -> None:
+    """Call `send` in a thread as soon as `run_workers` handles a signal, which would end the session of tests before."""
+    before = signal.getsignal(number)
+
+    def wait_and_send() -> None:
+        while signal.getsignal(number) == before:
+            time.sleep(0.001)
+        send()
+
+    threading.Thread(target=wait_and_send).start()
+
+
 @pytest.mark.usefixtures("stop_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_asks_every_worker_to_stop(number: signal.Signals) -> None:
-    # At once, so that it may come before the workers listen: it must reach them all the same.
-    threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
+    # At once, so that it comes before the workers listen: it must reach them all the same.
+    _once_it_is_handled(number, lambda: os.kill(os.getpid(), number))
     assert run_workers(_until_stopped, ranks=2, timeout_s=60) == "stopped"
     assert not joining.stop_requested()
 
@@ -337,7 +350,7 @@ def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException],
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
-    threading.Timer(0.2, ask_twice).start()
+    _once_it_is_handled(number, ask_twice)
     with pytest.raises(end):
         run_workers(_never_stops, (heard,), ranks=2, timeout_s=60)
 
