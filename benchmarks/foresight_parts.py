@@ -4,8 +4,9 @@ A prediction carries the interval of measured / predicted in which 8 of 10 rows 
 alike. How many it covers is found by leaving out each source in turn: the interval is that of all others, the covered rows are its own.
 The mean over sources is to be near 80 per cent; far more would be an interval that says nothing.
 
-Two procedures were looked at. Quantiles of all rows, with tails that leaving out one source after the other chose, covered 80 % of the
-steps of 17 sources, and 68 to 74 % of the memory of four: no quantile is beyond what was seen, and of three sources too little was.
+Three procedures were looked at. Quantiles of all rows, with tails that leaving out one source after the other chose, covered 80 % of the
+steps of 17 sources, and 68 to 74 % of the memory of four: no quantile is beyond what was seen, and of three sources too little was. Normal
+distributions of sources and of rows within them covered 88 % of the steps: the variance within is that of a few rows far out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from cells import Row, whole
 from forecast import Outcome, rounded
 
@@ -26,7 +28,9 @@ Ratio = tuple[str, float]
 COVERED = 0.8
 """Part of the rows of a new source that an interval shall hold."""
 STRIPS = 2**14
-"""Of a right angle, by which a distribution is summed up."""
+"""Of two right angles, by which a distribution is summed up."""
+POINTS = 2**9
+"""Equally probable values that stand for a distribution."""
 SIZES = (1, 8, 64, 512)
 """Devices from which on a row belongs to the next group of sizes."""
 FEATURES: dict[str, Callable[[Layout], bool]] = {
@@ -47,41 +51,38 @@ FEATURES: dict[str, Callable[[Layout], bool]] = {
 def interval(found: Sequence[Ratio]) -> tuple[float, float]:
     """Return the ends of the interval in which a row of a new source is to be expected, with `COVERED` of probability.
 
-    Sources are few and differ: of n sources, whose own means vary by b, a new one's mean is off their middle by b (1 + 1 / n), and its
-    row by the variance w within sources on top. Means of few rows vary by what their rows do, which b has in it already: so w is the
-    mean of what rows vary around the mean of their own source, that of one row not at all. Logarithms are taken as normal, and both
-    variances are only estimated, so the ends are those of Student's t, with the degrees of freedom of b (1 + 1 / n) + w (Satterthwaite
-    1946): with four sources far out, with many where the normal distribution has them. Of one source alone the ends are its smallest
-    and its largest value.
+    Sources are few and differ: of n sources, whose own means vary by b, a new one's mean is off their middle by b (1 + 1 / n), which
+    is only estimated, so as Student's t with n - 1 degrees of freedom: with four sources it is often far out. On top of it a row is off
+    the mean of its source as one of the known rows is off its own, every source counting alike. Means of few rows vary by what their
+    rows do, which b has in it, so the row of a source of one row is not off at all. Rows are many, and their distribution is taken as it
+    was found: it has a narrow middle and wide tails, and a normal one of the same variance holds nine rows of ten where it claims to
+    hold eight. Each end leaves out the same part of the sum of the two. Of one source alone the ends are its smallest and its largest
+    value.
     """
-    logs = {source: [math.log(value) for value in values] for source, values in _by_source(found).items()}
+    logs = [np.log(values) for values in _by_source(found).values()]
     count = len(logs)
     if count < 2:
         return min(value for _, value in found), max(value for _, value in found)
-    means = [statistics.fmean(values) for values in logs.values()]
-    parts = [(statistics.variance(means) * (1 + 1 / count), count - 1)]
-    parts += [(statistics.pvariance(values) / count, len(values) - 1) for values in logs.values() if len(values) > 1]
-    variance = sum(part for part, _ in parts)
-    uncertain = sum(part**2 / freedom for part, freedom in parts)
-    freedom = variance**2 / uncertain if uncertain else count - 1
-    off = student_quantile((1 + COVERED) / 2, freedom) * math.sqrt(variance)
+    means = [float(values.mean()) for values in logs]
+    offs = math.sqrt(statistics.variance(means) * (1 + 1 / count)) * student_points(count - 1)
+    sums = np.concatenate([np.add.outer(values - values.mean(), offs).ravel() for values in logs])
+    weights = np.concatenate([np.full(len(values) * POINTS, 1 / len(values)) for values in logs])
+    order = np.argsort(sums)
+    below = np.cumsum(weights[order]) / weights.sum()
+    low, high = (sums[order[np.searchsorted(below, part)]] for part in ((1 - COVERED) / 2, (1 + COVERED) / 2))
     middle = statistics.fmean(means)
-    return math.exp(middle - off), math.exp(middle + off)
+    return math.exp(middle + low), math.exp(middle + high)
 
 
-def student_quantile(part: float, freedom: float) -> float:
-    """Return the value below which this part, over one half, of Student's t distribution is.
+def student_points(freedom: float) -> np.ndarray:
+    """Return `POINTS` equally probable values of Student's t distribution.
 
-    With t = sqrt(freedom) tan(angle) its density is cos(angle)^(freedom - 1), and all of one side is within a right angle.
+    With t = sqrt(freedom) tan(angle) its density is cos(angle)^(freedom - 1), between a right angle to either side.
     """
-    width = math.pi / 2 / STRIPS
-    density = [math.cos((strip + 0.5) * width) ** (freedom - 1) for strip in range(STRIPS)]
-    wanted, reached = (2 * part - 1) * sum(density), 0.0
-    for strip, height in enumerate(density):
-        if reached + height >= wanted:
-            return math.sqrt(freedom) * math.tan((strip + (wanted - reached) / height) * width)
-        reached += height
-    raise AssertionError(f"{part} is no part of a distribution")
+    edges = np.linspace(-math.pi / 2, math.pi / 2, STRIPS + 1)
+    reached = np.concatenate([[0.0], np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1))])
+    wanted = (np.arange(POINTS) + 0.5) / POINTS * reached[-1]
+    return math.sqrt(freedom) * np.tan(np.interp(wanted, reached, edges))
 
 
 def _by_source(found: Sequence[Ratio]) -> dict[str, list[float]]:

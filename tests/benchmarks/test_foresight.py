@@ -413,18 +413,22 @@ def test_intervals_are_judged_by_sources_that_had_no_part_in_them() -> None:
     assert foresight_parts.coverage([("a", 1.0)]) == {"sources": {}, "mean": None}
 
 
-@pytest.mark.parametrize("sources", [4, 17])
+@pytest.mark.parametrize(("sources", "draws"), [(4, 400), (17, 30)])
 @pytest.mark.parametrize(("between", "within"), [(0.2, 0.05), (0.1, 0.15)])
+@pytest.mark.parametrize("far_out", [0.0, 0.1], ids=["normal", "wide tails"])
 def test_an_interval_covers_rows_of_a_new_source_however_few_there_are(
-    sources: int, between: float, within: float
+    sources: int, draws: int, between: float, within: float, far_out: float
 ) -> None:
-    draw = random.Random(f"{sources} {between}")
+    draw = random.Random(f"{sources} {between} {far_out}")
     covered = []
-    for _ in range(60):
+    for _ in range(draws):
         found = []
         for source in range(sources):
             middle = draw.gauss(0, between)
-            found += [(str(source), math.exp(draw.gauss(middle, within))) for _ in range(draw.choice((1, 5, 30)))]
+            offs = [
+                draw.gauss(0, within) * (5 if draw.random() < far_out else 1) for _ in range(draw.choice((1, 5, 30)))
+            ]
+            found += [(str(source), math.exp(middle + off)) for off in offs]
         covered.append(foresight_parts.coverage(found)["mean"])
     assert 75 <= statistics.fmean(covered) <= 85
 
@@ -452,9 +456,10 @@ def test_an_interval_is_wider_where_sources_differ_or_are_few() -> None:
     assert foresight_parts.interval([("a", 2.0), ("b", 2.0)]) == pytest.approx((2.0, 2.0))
 
 
-def test_ends_of_an_interval_are_those_of_tables() -> None:
+def test_points_of_students_distribution_are_those_of_tables() -> None:
     for freedom, value in ((1, 3.0777), (2, 1.8856), (3, 1.6377), (10, 1.3722), (1e4, 1.2816)):
-        assert foresight_parts.student_quantile(0.9, freedom) == pytest.approx(value, abs=1e-3)
+        points = foresight_parts.student_points(freedom)
+        assert sum(points < value) / len(points) == pytest.approx(0.9, abs=1 / len(points))
 
 
 @pytest.mark.parametrize(
