@@ -10,9 +10,9 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | number of devices           | one node, or as many as the layout and its experts need; 64 in Megatron-LM's release runs |
 | degrees tp and pp           | what the replicas leave: tp within a node, then pp; 1 where no replicas are printed      |
 | data-parallel degree        | devices / (tp pp cp), whatever is printed; too many cuts for the devices: fewer stages     |
-| micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline, in torchtitan's as many as stages; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
+| micro-batch                 | by the steps of accumulation in the notes; the whole batch in MaxText and on TPUs; 1 in a pipeline, in torchtitan's as many as stages; else the largest power of two that makes at most 2^14 tokens and fits; memory is not judged then |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
-| ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
+| ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0; in MaxText and on TPUs 3 within a slice or node, whose weights others hold too; with experts at most 1 |
 | recompute                   | full where the printed FLOP/s are four forwards of the printed tokens; Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else, and in MaxText with a printed micro-batch, the least that fits, and full where nothing does |
 | end of a repeated forward   | that of the block; before its last product in MosaicML, MaxText and torchtitan           |
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
@@ -42,7 +42,7 @@ from functools import lru_cache
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from composed import is_calculated
 from published_experts import sent_rows, with_experts
-from published_machines import as_tested, is_late, is_tested, machine_of
+from published_machines import as_tested, is_by_xla, is_late, is_tested, machine_of
 from published_memory import TARGETS, is_out_of_memory, is_reserved, is_timed, is_titan, memory_bytes, with_its_loss
 from published_mixers import MIXERS, with_mixers
 from published_models import Recipe, decoder_of, recipe_of
@@ -142,7 +142,7 @@ def case_of(row: Row) -> Case:
     devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
     dp = devices // (tp * pp * cp)
     tokens = decoder.sequence if decoder else 196
-    per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, pp, dp)
+    per_rank = whole(row, "micro_batch") or _microbatch(row, machine, tokens // cp, pp, dp)
     printed_batch = whole(row, "global_batch") or _batch_in(joined(row, "notes"), tokens, dp)
     recipe = recipe_of(row)
     global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else recipe.microbatches if recipe else 1)
@@ -305,11 +305,13 @@ def _batch_in(notes: str, sequence: int, dp: int) -> int:
 _ACCUMULATES = re.compile(r"gradient_accumulation_steps=(\d+)|\bGA=(\d+)")
 
 
-def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
+def _microbatch(row: Row, machine: Hardware, tokens: int, pp: int, dp: int) -> int:
     total = whole(row, "global_batch")
     said = _ACCUMULATES.search(joined(row, "notes"))
     if said and total >= dp * int(said[1] or said[2]) > 0:
         return total // (dp * int(said[1] or said[2]))
+    if is_by_xla(row, machine) and total >= dp:
+        return total // dp  # no micro-batches but those of a pipeline
     if pp > 1:
         # torchtitan makes as many micro-batches as there are stages (`pipeline_parallel_microbatches or parallel_dims.pp`)
         return max(1, total // (dp * pp)) if is_titan(row) else 1
@@ -360,12 +362,15 @@ def _words(
     words: dict[str, int | str] = {"tp": tp, "pp": pp, "microbatch": microbatch}
     stage = whole(row, "zero_stage")
     shard = whole(row, "dp_shard")
+    by_xla = is_by_xla(row, machine)
     zero = stage or (3 if shard > 1 else int(model.num_params >= LARGE))
-    if not stage and zero and tp == pp == 1 and _too_large(model, machine):
-        zero = 3
+    if not stage and zero and tp == pp == 1 and (by_xla or _too_large(model, machine)):
+        zero = 1 if any(p.experts for p in model.params) else 3
     zero = min(zero, 1) if pp > 1 else zero
     if zero and dp > 1:
-        words |= {"dp_shard": dp, "zero": min(zero, 3)}
+        # MaxText: `ici_fsdp_parallelism` takes all devices of a node or slice of TPUs, `dcn_data_parallelism` all nodes or slices
+        slices = dp // machine.devices_per_node if by_xla and not stage and dp % machine.devices_per_node == 0 else 1
+        words |= {"dp_replicate": slices, "dp_shard": dp // slices, "zero": min(zero, 3)}
     else:
         words["dp_replicate"] = dp
     virtual = whole(row, "vp", 1)
@@ -380,7 +385,7 @@ def _words(
 def _too_large(model: ModelSpec, machine: Hardware) -> bool:
     """Whether whole weights and gradients alone fill a device: then nobody keeps them whole."""
     held = sum(param.numel * (6 if param.trainable else 2) for param in model.params)
-    return held > machine.memory_bytes and not any(p.experts for p in model.params) and machine.num_units > 0
+    return held > machine.memory_bytes
 
 
 def _hides_sums(row: Row, machine: Hardware) -> bool:

@@ -85,6 +85,8 @@ _INSTANCES = (
 """Machines that clouds rent by name, and the ports of their nodes for traffic between GPUs, as the clouds document them."""
 _EARLY = r"llm-foundry|nanogpt|FlashAttention 1"
 """Sources that measured before FlashAttention-2, of July 2023: with Triton's kernel, or torch's own before 2.2."""
+_SLICES = re.compile(r"(\d+)(?:x v\d| pod)")
+"""Slices of TPUs, each a torus of its own, with a network between them: `2x v5p-256`, `4 pod(s) Trillium`."""
 _FOLDER = Path(__file__).parent / "machines"
 SHIPPED: dict[str, Hardware] = {}
 """Profiles as they are, by name: those of samestep, and those of devices it does not run on."""
@@ -115,6 +117,9 @@ def _on_its_network(machine: Hardware, row: Row) -> Hardware:
     if per_node and per_node > 1 and machine.devices_per_node <= 16:
         machine = replace(machine, devices_per_node=per_node)
     said = joined(row, "gpu", "notes")
+    slices = _SLICES.match(joined(row, "notes"))
+    if is_tpu(machine) and slices and count % int(slices[1]) == 0:
+        machine = replace(machine, devices_per_node=max(count // int(slices[1]), 1))
     rented = next((ports for name, ports in _INSTANCES if re.search(name, said)), "")
     network = row.get("interconnect") or rented
     port = _port_bytes_per_s(network, whole(row, "gpus_per_node", machine.devices_per_node))
@@ -137,7 +142,7 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
         "url_or_repo_path", ""
     ):
         machine = replace(machine, attention_kernel="flash-1")
-    if machine.num_units and "maxtext" in joined(row, "source").lower():
+    if machine.num_units and is_by_xla(row, machine):
         machine = replace(machine, memory_bytes=int(PREALLOCATED * machine.memory_bytes))
     if not is_late(machine) and _hides_nothing(row):
         machine = replace(machine, overlap=False)
@@ -224,6 +229,16 @@ def _port_bytes_per_s(text: str, per_node: int) -> float | None:
             speed = 0.95 * int(found[1]) * 1e9 / 8
             speeds.append(speed if "per GPU" in part else speed * int(ports[1] if ports else 1) / per_node)
     return max(speeds, default=None)
+
+
+def is_tpu(machine: Hardware) -> bool:
+    """Whether a machine is a pod of Google's TPUs."""
+    return machine.name.startswith("tpu")
+
+
+def is_by_xla(row: Row, machine: Hardware) -> bool:
+    """Whether XLA compiles the step, of MaxText or on TPUs."""
+    return is_tpu(machine) or "maxtext" in joined(row, "source").lower()
 
 
 def is_late(machine: Hardware) -> bool:

@@ -51,12 +51,6 @@ def pairs() -> str:
     return legality.matrix(legality.pairs(Job(model={"source": "preset:mixtral-8x7b"})), markdown=True)
 
 
-def _explained(name: str) -> str:
-    """Return a table of what `benchmarks/explain.py` has found."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(getattr(importlib.import_module("explain_tables"), name)())
-
-
 def _default_job() -> Job:
     return jobs.load(ROOT / "jobs" / "default.toml")
 
@@ -169,137 +163,11 @@ def silent() -> str:
     return "\n".join(lines)
 
 
-def family_counts() -> str:
-    """How many causal families of transformers are equal to one device, or refused, in each layout: `make families`."""
-    sys.path.insert(0, str(ROOT))
-    return str(importlib.import_module("benchmarks.family_table").counts())
-
-
-def families() -> str:
-    """Every causal family of transformers with what each layout makes of it, as `make families` has found it."""
-    sys.path.insert(0, str(ROOT))
-    return str(importlib.import_module("benchmarks.family_table").table())
-
-
-def scripts() -> str:
-    """Kinds of single-device scripts with what each layout makes of them, as `benchmarks/scripts.py` has found it."""
-    sys.path.insert(0, str(ROOT))
-    return str(importlib.import_module("benchmarks.script_table").table())
-
-
-def gpu() -> str:
-    """What `benchmarks/gpu.py` has measured on GPUs: nothing where none was at hand."""
-    sys.path.insert(0, str(ROOT))
-    return str(importlib.import_module("benchmarks.gpu_rows").tables())
-
-
-def resharding() -> str:
-    """Which of twelve layouts load to the bit what the others save, as `benchmarks/resharding.py` has found it."""
-    sys.path.insert(0, str(ROOT))
-    return str(importlib.import_module("benchmarks.resharding").table())
-
-
-def checkpoint_costs() -> str:
-    """What `benchmarks/checkpoint.py` has measured of saves, ours and torch's."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-    return str(importlib.import_module("benchmarks.checkpoint").kept())
-
-
-def recovery() -> str:
-    """How long runs of 4 workers stand still after a fault, as `benchmarks/recovery.py` has measured it."""
-    sys.path.insert(0, str(ROOT))
-    return str(importlib.import_module("benchmarks.recovery").kept())
-
-
 def crashes() -> str:
     """The sums of all calls of `make crashes`."""
     sys.path.insert(0, str(ROOT))
     outcomes = importlib.import_module("tests.crashes.outcomes")
     return str(outcomes.table(outcomes.read(outcomes.RECORD)))
-
-
-def slow_links() -> str:
-    """What each codec sends and saves on a slow link, as `benchmarks/slow_links.py` has measured it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("slow_links").markdown())
-
-
-def powersgd() -> str:
-    """PowerSGD beside PyTorch's hook, as `benchmarks/powersgd.py` has measured it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("powersgd").markdown())
-
-
-def coded_losses() -> str:
-    """Held-out losses with codecs, as `benchmarks/held_out_losses.py` has found them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("held_out_losses").markdown("codecs"))
-
-
-def apart_losses() -> str:
-    """Held-out losses of replicas that are trained apart, as `benchmarks/held_out_losses.py` has found them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("held_out_losses").markdown("exchanges"))
-
-
-def codec_kernels() -> str:
-    """What the kernels of codecs take, as `benchmarks/codec_kernels.py` has measured it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("codec_kernels").markdown())
-
-
-def plans() -> str:
-    """What `plan` recommends for well-known models beside published recipes, as `benchmarks/plans.py` has found it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("plans").markdown())
-
-
-def host() -> str:
-    """Host time of a step beside loops by hand, as `benchmarks/host.py --keep` has measured it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("host_rows").markdown())
-
-
-def ring_overlap() -> str:
-    """How much of a ring's transfer is hidden between two hosts, as `benchmarks/ring_overlap.py` has measured it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("ring_overlap").markdown())
-
-
-def exchanges_measured() -> str:
-    """Measured steps around a ring over those by heads, by link, degree and heads, as `benchmarks/ring_overlap.py --crossover` has kept them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("ring_overlap").measured_markdown())
-
-
-def exchanges() -> str:
-    """Predicted steps with a ring over those with heads."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("ring_overlap").crossover())
-
-
-def long_context() -> str:
-    """What fits of long sequences on H100s, as `benchmarks/long_context.py` has found it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("long_context").markdown())
-
-
-def launchers() -> str:
-    """What `make launchers` has found of each way to start ranks."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("launchers").stored())
-
-
-def sharded() -> str:
-    """ZeRO-3 over all devices beside the best layout, as `benchmarks/plans.py` has found it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("plans").all_sharded())
-
-
-def reproductions() -> str:
-    """Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row."""
-    sys.path.insert(0, str(ROOT))
-    return importlib.import_module("tests.proof.reproductions").table()
 
 
 TECHNIQUES = (
@@ -522,9 +390,66 @@ def number_formats() -> str:
     return "\n".join(lines)
 
 
+STORED = {
+    # How many causal families of transformers are equal to one device, or refused, in each layout: `make families`.
+    "family_counts": ("benchmarks.family_table", "counts"),
+    # Every causal family of transformers with what each layout makes of it, as `make families` has found it.
+    "families": ("benchmarks.family_table", "table"),
+    # Kinds of single-device scripts with what each layout makes of them, as `benchmarks/scripts.py` has found it.
+    "scripts": ("benchmarks.script_table", "table"),
+    # What `benchmarks/gpu.py` has measured on GPUs: nothing where none was at hand.
+    "gpu": ("benchmarks.gpu_rows", "tables"),
+    # Which of twelve layouts load to the bit what the others save, as `benchmarks/resharding.py` has found it.
+    "resharding": ("benchmarks.resharding", "table"),
+    # What `benchmarks/checkpoint.py` has measured of saves, ours and torch's.
+    "checkpoint_costs": ("benchmarks.checkpoint", "kept"),
+    # How long runs of 4 workers stand still after a fault, as `benchmarks/recovery.py` has measured it.
+    "recovery": ("benchmarks.recovery", "kept"),
+    # What each codec sends and saves on a slow link, as `benchmarks/slow_links.py` has measured it.
+    "slow_links": ("slow_links", "markdown"),
+    # PowerSGD beside PyTorch's hook, as `benchmarks/powersgd.py` has measured it.
+    "powersgd": ("powersgd", "markdown"),
+    # Held-out losses with codecs, as `benchmarks/held_out_losses.py` has found them.
+    "coded_losses": ("held_out_losses", "markdown", "codecs"),
+    # Held-out losses of replicas that are trained apart, as `benchmarks/held_out_losses.py` has found them.
+    "apart_losses": ("held_out_losses", "markdown", "exchanges"),
+    # What the kernels of codecs take, as `benchmarks/codec_kernels.py` has measured it.
+    "codec_kernels": ("codec_kernels", "markdown"),
+    # What `plan` recommends for well-known models beside published recipes, as `benchmarks/plans.py` has found it.
+    "plans": ("plans", "markdown"),
+    # Host time of a step beside loops by hand, as `benchmarks/host.py --keep` has measured it.
+    "host": ("host_rows", "markdown"),
+    # How much of a ring's transfer is hidden between two hosts, as `benchmarks/ring_overlap.py` has measured it.
+    "ring_overlap": ("ring_overlap", "markdown"),
+    # Measured steps around a ring over those by heads, by link, degree and heads, as `benchmarks/ring_overlap.py --crossover` has kept them.
+    "exchanges_measured": ("ring_overlap", "measured_markdown"),
+    # Predicted steps with a ring over those with heads.
+    "exchanges": ("ring_overlap", "crossover"),
+    # What `plan` recommends for each of the published bests, as `benchmarks/published_bests.py` has found it.
+    "published_bests": ("published_bests", "markdown"),
+    "published_bests_summary": ("published_bests", "summary"),
+    # What fits of long sequences on H100s, as `benchmarks/long_context.py` has found it.
+    "long_context": ("long_context", "markdown"),
+    # What `make launchers` has found of each way to start ranks.
+    "launchers": ("launchers", "stored"),
+    # ZeRO-3 over all devices beside the best layout, as `benchmarks/plans.py` has found it.
+    "sharded": ("plans", "all_sharded"),
+    # Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row.
+    "reproductions": ("tests.proof.reproductions", "table"),
+}
+"""Tables of what commands have found and kept: the module that has the rows, its function that writes them, and what that is given."""
+
+
+def _stored(module: str, function: str, *arguments: str) -> str:
+    """Return a table of `STORED`; modules of the benchmarks import each other by their names alone."""
+    sys.path[:0] = [folder for folder in (str(ROOT), str(ROOT / "benchmarks")) if folder not in sys.path]
+    return str(getattr(importlib.import_module(module), function)(*arguments))
+
+
 TABLES = {
+    **{name: functools.partial(_stored, *row) for name, row in STORED.items()},
     **{
-        name: functools.partial(_explained, name)
+        name: functools.partial(_stored, "explain_tables", name)
         for name in ("slower_with_more_machines", "planted", "clean_runs", "layout_rows", "recorder_cost")
     },
     "layouts": layouts,
@@ -538,28 +463,7 @@ TABLES = {
     "faults": faults,
     "reverted": reverted,
     "silent": silent,
-    "reproductions": reproductions,
-    "resharding": resharding,
-    "checkpoint_costs": checkpoint_costs,
     "crashes": crashes,
-    "recovery": recovery,
-    "slow_links": slow_links,
-    "powersgd": powersgd,
-    "coded_losses": coded_losses,
-    "apart_losses": apart_losses,
-    "codec_kernels": codec_kernels,
-    "plans": plans,
-    "sharded": sharded,
-    "long_context": long_context,
-    "host": host,
-    "ring_overlap": ring_overlap,
-    "exchanges": exchanges,
-    "exchanges_measured": exchanges_measured,
-    "launchers": launchers,
-    "gpu": gpu,
-    "family_counts": family_counts,
-    "families": families,
-    "scripts": scripts,
     "where": where,
     "a_step": a_step,
     "ladder": ladder,

@@ -1,4 +1,4 @@
-"""benchmarks/plans.py: the published layout beside a plan, and a row for each of them."""
+"""benchmarks/plans.py and published_bests.py: the published layout beside a plan, and a row for each of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import plans
+import published_bests
+from foresight import read_rows
 from plans import DEVICES, MODELS, recipe
 
 ROW = {
@@ -38,3 +40,29 @@ def test_every_model_has_its_rows() -> None:
     rows = json.loads(plans.ROWS.read_text())
     assert [(row["model"], row["devices"]) for row in rows] == [(one, count) for one in MODELS for count in DEVICES]
     assert len(plans.markdown().splitlines()) == len(rows) + 4
+
+
+def test_of_each_source_model_and_device_the_fastest_row_is_a_best() -> None:
+    rows = [one for one in read_rows(plans.ROWS.parent)[0] if one["id"] in ("bigsci-0049", "bigsci-0050")]
+    slow, fast = sorted(rows, key=lambda one: float(one["metric_step_time_s"]), reverse=True)
+    assert slow["model"] == fast["model"]
+    assert published_bests.bests([slow, fast]) == [fast]
+    assert published_bests.bests([fast, {**slow, "file": "another"}]) == [fast, {**slow, "file": "another"}]
+    assert published_bests.bests([{**fast, "cp": "2"}, {**fast, "n_gpus": "1", "tp": "1", "pp": "1"}]) == []
+
+
+def test_two_prices_answer_one_question() -> None:
+    (row,) = [one for one in read_rows(plans.ROWS.parent)[0] if one["model"] == "MPT-760m"][:1]
+    found = published_bests.priced(row)
+    assert found is not None
+    assert found["devices"] == 8
+    assert found["theirs"]["fits"]
+    assert found["best"]["step_s"] <= found["theirs"]["step_s"] * 1.001
+
+
+def test_a_printed_layout_of_the_table_is_never_faster_than_what_is_recommended() -> None:
+    rows = json.loads(published_bests.ROWS.read_text())
+    assert len(published_bests.markdown().splitlines()) == len(rows) + 2 > 100
+    for row in rows:
+        if row["theirs"]["fits"]:
+            assert row["best"]["step_s"] <= row["theirs"]["step_s"] * 1.001, row

@@ -54,11 +54,6 @@ class SentByRank:
     queue: tuple[Any, ...] = ()
     """The group or link that carries one op after the other."""
 
-    @property
-    def known_end(self) -> int | None:
-        """A time by which it has ended."""
-        return None if self.waited is None else self.waited[1]
-
 
 class Segment(NamedTuple):
     """A run of instants of a rank's host, in nanoseconds from the begin of its step; a gap has no name."""
