@@ -6,8 +6,8 @@
 Of each source (a file of DIR, as `foresight.py` reads them) the best of a model on a kind of device is the row with most samples a
 second and device. Its layout is priced by `predict`, and `search.plan` looks for the fastest one of the same model, batch and devices,
 so the two prices answer one question: how much faster would another layout be? Rows in 8 or 4 bits are priced in bf16, in which
-samestep trains. Functional tests are no recipes, a rank's part of a sequence (cp) is read as a shorter sequence, and one device has no
-layout to choose: such rows are left out.
+samestep trains. Left out are rows that print no degree, functional tests, which are no recipes, a rank's part of a sequence (cp), which is
+read as a shorter sequence, and one device, which has no layout to choose.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from samestep.simulation.prediction import Prediction, predict
 ROWS = Path(__file__).parent / "rows" / "published_bests.json"
 TESTS = ("megatron_golden",)
 """Files whose rows are functional tests of small models."""
+PRINTED = ("tp", "pp", "dp_replicate", "dp_shard", "zero_stage")
+"""Columns of which one at least says what the layout was."""
 ALIKE = 0.03
 """Part of a step below which two predictions say nothing about an order."""
 
@@ -47,7 +49,8 @@ def bests(rows: Sequence[Row]) -> list[Row]:
     aside = composed(rows)
     best: dict[tuple[str, ...], tuple[float, Row]] = {}
     for row in rows:
-        if row["file"] in aside or row["file"] in TESTS or whole(row, "cp", 1) > 1 or whole(row, "n_gpus") < 2:
+        is_printed = any(whole(row, name) for name in PRINTED)
+        if row["file"] in {*aside, *TESTS} or not is_printed or whole(row, "cp", 1) > 1 or whole(row, "n_gpus") < 2:
             continue
         try:
             case = case_of(row)
@@ -103,7 +106,7 @@ def _cells(one: dict[str, Any]) -> Sequence[str]:
     theirs, best = one["theirs"], one["best"]
     samples = f"{one['batch']:,} x {one['tokens']:,}" if one["tokens"] else f"{one['batch']:,}"
     number = "" if one["precision"] in ("bf16", "fp16", "fp32") else f" ({one['precision']})"
-    lacks = "" if theirs["fits"] else ", predicted not to fit"
+    lacks = "" if theirs["fits"] else ", predicted not to fit" + " in bf16" * bool(number)
     recommended = (f"`{best['layout']}`", f"{best['step_s']:.3g}") if best else ("nothing fits", "")
     return (
         one["model"], f"{one['devices']:,} {one['machine']}", samples,
