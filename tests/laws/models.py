@@ -132,6 +132,9 @@ MACHINES = {
     "crowded": replace(
         machine(bytes_per_s=1e10, latency_s=1e-6, memory_bytes_per_s=1e11, devices_per_node=4), contention=1.3
     ),
+    "uneven": replace(
+        machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11, devices_per_node=4), device_spread=0.2
+    ),
     "a100": load("a100-80x8"),
 }
 

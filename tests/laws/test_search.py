@@ -52,6 +52,8 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
         ("tied", "alone", 2),
         ("experts", "slow", 2),
         ("vision", "slow", 2),
+        ("odd", "uneven", 4),
+        ("experts", "uneven", 2),
         *(
             pytest.param(what, where, 4, marks=pytest.mark.nightly)
             for what, where in (
@@ -105,7 +107,7 @@ def test_a_bound_is_never_above_what_it_bounds(
     given_job = job_of(data.draw(st.integers(1, 40)), precision).model_copy(
         update={"optimizer": OptimizerTable.model_validate({"groups": groups})}
     )
-    prices = Prices(model, given_job, hardware)
+    prices = Prices(model, given_job, hardware.slowest_of(devices))
     bounds, needs = Bounds(prices), Needs(prices, 2)
     considered = list(candidates.layouts_of(devices, model, given_job, thin=hardware))
     layout = data.draw(st.sampled_from(considered))

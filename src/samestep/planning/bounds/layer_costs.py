@@ -120,7 +120,7 @@ _SENT = {TaskKind.FORWARD: _Sum.SENT_FORWARD, TaskKind.BACKWARD: _Sum.SENT_BACKW
 
 
 class Prices:
-    """Seconds and sizes of layers, of the steps of one model, job and machine."""
+    """Seconds and sizes of layers, of the steps of one model, job and machine, whose devices are equally fast (`Hardware.slowest_of`)."""
 
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
