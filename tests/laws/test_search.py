@@ -34,6 +34,8 @@ from samestep.simulation.prediction import Prediction, intervals, predict
 from samestep.strategies import ProgramBuilder, refusal_of
 from tests.laws.models import LAW, MACHINES, MODELS, blocks, in_chunks, job_of, machine, predictions
 
+LAUNCHED = replace(MACHINES["a100"], kernel_launch_s=1e-6)
+"""A machine on which neither the host nor the device hides the other's work on small models."""
 COSTLY = blocks(4, 256, 256, forward_flops=10**9, saved_elements=10**6, input_elements=10**4)
 
 
@@ -54,6 +56,7 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
         ("vision", "slow", 2),
         ("odd", "uneven", 4),
         ("experts", "uneven", 2),
+        ("unfused", "compiled", 4),
         *(
             pytest.param(what, where, 4, marks=pytest.mark.nightly)
             for what, where in (
@@ -67,9 +70,10 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
     ],
 )
 def test_the_best_of_a_small_search_is_the_best_of_all(what: str, where: str, devices: int) -> None:
-    model, hardware = MODELS[what], MACHINES[where]
-    found = plan(model, job_of(6), hardware, devices, top=3)
-    all_of_them = sorted(one.step_s for one in every(model, job_of(6), hardware, devices))
+    model, hardware = MODELS[what], MACHINES.get(where, LAUNCHED)
+    given_job = job_of(6, compile="blocks" if where == "compiled" else "none")
+    found = plan(model, given_job, hardware, devices, top=3)
+    all_of_them = sorted(one.step_s for one in every(model, given_job, hardware, devices))
     assert [one.step_s for one in found.best] == pytest.approx(all_of_them[:3])
 
 
@@ -104,7 +108,8 @@ def test_a_bound_is_never_above_what_it_bounds(
 ) -> None:
     model, hardware = MODELS[what], MACHINES[where]
     groups = [{"match": ["*1*"], "name": data.draw(st.sampled_from(["muon", "sgd"]))}] * data.draw(st.integers(0, 1))
-    given_job = job_of(data.draw(st.integers(1, 40)), precision).model_copy(
+    compiled = data.draw(st.sampled_from(["none", "blocks"]))
+    given_job = job_of(data.draw(st.integers(1, 40)), precision, compile=compiled).model_copy(
         update={"optimizer": OptimizerTable.model_validate({"groups": groups})}
     )
     prices = Prices(model, given_job, hardware.slowest_of(devices))
