@@ -261,11 +261,15 @@ def test_each_sample_adds_the_same_to_a_program(what: str, recompute: Recompute,
         "dp_replicate=2 dp_shard=2 zero=1 tp=2 microbatch=1 recompute=full",
         "dp_replicate=2 dp_shard=2 zero=3 pp=3 microbatch=1",
         "dp=8 zero=2 microbatch=1",
+        "dp=2 zero=3 microbatch=1 accumulate=full",
+        "dp=4 zero=3 microbatch=1 accumulate=full",
+        "dp=2 zero=3 pp=2 microbatch=1 accumulate=full",
     ],
 )
 @pytest.mark.parametrize("what", ["lopsided", "experts"])
-def test_bounds_hold_where_communication_slows_compute(what: str, words: str) -> None:
-    layout, hardware = Layout.parse(words), MACHINES["crowded"]
+@pytest.mark.parametrize("where", ["crowded", "a100"])
+def test_bounds_hold_where_communication_slows_compute(what: str, words: str, where: str) -> None:
+    layout, hardware = Layout.parse(words), MACHINES[where]
     if what == "experts":
         layout = replace(layout, ep=2, pp=min(layout.pp, 2))
     step = StepSpec.of(MODELS[what], job_of(48), layout, hardware.devices_per_node)
