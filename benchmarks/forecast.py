@@ -68,6 +68,8 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
     if case.repeats_half and recompute == "selective":
         programs = tuple(_repeating_half(program, case) for program in programs)
+    if case.compiles:  # what is repeated and kept is the library's, and not what our graphs repeat
+        programs = tuple(replace(program, step=program.step.but(fuses="blocks")) for program in programs)
     if case.is_lean:
         programs = tuple(replace(program, step=_without_masters(program.step)) for program in programs)
     return programs

@@ -45,7 +45,7 @@ from published_experts import sent_rows, with_experts
 from published_machines import as_tested, is_by_xla, is_late, is_tested, machine_of
 from published_memory import TARGETS, is_out_of_memory, is_reserved, is_timed, is_titan, memory_bytes, with_its_loss
 from published_mixers import MIXERS, with_mixers
-from published_models import Recipe, decoder_of, recipe_of
+from published_models import Recipe, decoder_of, is_compiled, recipe_of
 from published_precision import precision_of, wide_layers
 from published_recompute import as_it_recomputes, recompute_of
 
@@ -112,6 +112,8 @@ class Case:
     states_per_param: int = 2
     repeats_half: bool = False
     """Under selective recompute every second product runs again."""
+    compiles: bool = False
+    """Whether each block is a graph of torch.compile."""
     is_lean: bool = False
     """Weights, gradients and states in the compute dtype, on the host what does not fit."""
 
@@ -207,6 +209,7 @@ def case_of(row: Row) -> Case:
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
         repeats_half=is_titan(row),
+        compiles=is_compiled(row),
         is_lean=recipe is not None,
     )
 

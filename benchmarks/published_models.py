@@ -189,11 +189,16 @@ def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
         decoder = replace(decoder, sequence=decoder.sequence // 2)
     if decoder.positions:
         decoder = replace(decoder, positions=decoder.sequence)
-    if "FSDP2" in (row.get("schedule") or "") and (row.get("compile") or "").lower() != "true":
+    if "FSDP2" in (row.get("schedule") or "") and not is_compiled(row):
         decoder = replace(decoder, fused=False)
     if _is_plain(row, machine):
         decoder = replace(decoder, attention="plain", dropout=not decoder.gated)
     return decoder
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether the blocks of a row run as graphs of torch.compile."""
+    return (row.get("compile") or "").lower() == "true"
 
 
 def _weights_in(name: str) -> float | None:

@@ -29,6 +29,7 @@ attention_kernel = "cudnn"        # family of the kernels of attention, of torch
 sustained = 0.8                   # fraction of a product's rate that is held throughout a step, under the power limit
 memory_efficiency = 0.85          # fraction of memory_bytes_per_s that an elementwise kernel reaches
 contention = 1.1                  # factor by which compute is slower while communication runs
+device_spread = 0.03              # standard deviation of the seconds of the same work over devices, over their mean
 reserved_bytes = 2_000_000_000    # memory of context, communicators, libraries
 [efficiency]                      # fraction of its peak that the best large product reaches; `attention`: of bfloat16's
 bfloat16 = 0.80
@@ -40,10 +41,18 @@ attention = 0.35                  # that of FlashAttention-2 with heads of 128, 
 and in a link `collective_s`, the time that every collective over it takes, however small, and `ll128_latency_s`, the
 latency of a hop in NCCL's protocol for smaller messages. `library = "gloo"` says that all collectives are rings; without it
 they are NCCL's (`simulation/collectives.py`).
+
+All ranks wait for each other in every step, so a step over N devices takes what the slowest of them takes. Where the seconds of the
+same work are spread normally over devices, the work of each takes so many times as long as the mean, and its links do not:
+
+    1 + device_spread x E[N]        E[N] = Phi^-1((N - 3/8) / (N + 1/4)), the expected largest of N standard normal values
+
+(Blom 1958, Statistical Estimates and Transformed Beta-Variables; E[1] = 0, and E[N] is at most 5 % too large.)
 """
 
 from __future__ import annotations
 
+import statistics
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -161,6 +170,8 @@ class Hardware:
     """Seconds of the code around one gather or scatter of zero=2 and 3, where host and device are one."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0
     """Factor by which compute is slower while communication runs."""
+    device_spread: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Standard deviation of the seconds of the same work over devices, as a fraction of their mean."""
     reserved_bytes: Annotated[int, Field(ge=0)] = 0
     """Memory that tensors cannot use: context, communicators, libraries."""
     kept_free: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -174,6 +185,24 @@ class Hardware:
     def room_bytes(self) -> int:
         """Bytes of a device that a layout may need, `reserved_bytes` among them: its memory without what is kept free."""
         return int(self.memory_bytes * (1 - self.kept_free))
+
+    def slowest_of(self, devices: int) -> Hardware:
+        """Return a machine of which every device is as slow as the slowest of so many devices of this one is expected to be."""
+        times = 1 + self.device_spread * largest_normal(devices)
+        return replace(self.slowed(times), device_spread=0.0) if times > 1 else self
+
+    def slowed(self, times: float) -> Hardware:
+        """Return a machine on which the work of a device and its host takes so many times as long; its links are as they were."""
+        return replace(
+            self,
+            flops_per_s={dtype: rate / times for dtype, rate in self.flops_per_s.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s / times,
+            host_update_bytes_per_s=self.host_update_bytes_per_s / times,
+            kernel_s=self.kernel_s * times,
+            kernel_launch_s=self.kernel_launch_s * times,
+            host_step_s=self.host_step_s * times,
+            fsdp_unit_s=self.fsdp_unit_s * times,
+        )
 
     def __hash__(self) -> int:
         """Return a hash of the numbers in which machines differ, so that predicted times can be cached by machine."""
@@ -192,6 +221,11 @@ class Hardware:
             self.num_units,
         )
         return hash((own, self.intra, self.inter, reached))
+
+
+def largest_normal(count: int) -> float:
+    """Return the expected largest of so many standard normal values, in standard deviations, by Blom's approximation."""
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def load(name_or_path: str | Path) -> Hardware:

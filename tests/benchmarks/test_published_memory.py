@@ -15,7 +15,7 @@ import forecast  # noqa: E402
 import published  # noqa: E402
 from cells import Row  # noqa: E402
 
-from samestep.simulation import memory  # noqa: E402
+from samestep.simulation import clock, memory  # noqa: E402
 
 TITAN = {
     "id": "1", "file": "rows", "source": "torchtitan benchmarks 2025", "model": "Llama 3 8B", "gpu": "H100", "n_gpus": "8",
@@ -48,6 +48,17 @@ def test_a_row_is_compared_with_what_its_source_counted(cells: dict[str, str], i
     tensors, counted = forecast._peak(case, programs), forecast._counted(case, programs)
     assert case.is_reserved is is_reserved
     assert counted > tensors if is_reserved else counted == tensors
+
+
+def test_a_row_that_was_compiled_is_priced_as_fused_and_keeps_what_its_library_keeps() -> None:
+    """Its programs are those of another row, and so is what is repeated."""
+    compiled, plain = (published.case_of({**TITAN, "schedule": "", "compile": word}) for word in ("True", ""))
+    took, counted = (
+        [measure(one, forecast.chosen_programs(one)) for one in (compiled, plain)]
+        for measure in (lambda case, programs: clock.play(programs, case.machine).step_s, forecast._counted)
+    )
+    assert took[0] < took[1]
+    assert counted[0] == counted[1]
 
 
 def test_an_allocator_takes_no_more_than_there_is_and_what_does_not_fit_is_told_by_tensors() -> None:

@@ -118,6 +118,8 @@ MODELS = {
     "tiny": spec(TINY, "tiny"),
     "odd": spec(Decoder(layers=3, hidden=60, heads=3, vocab=500, sequence=48), "odd"),
     "tied": spec(replace(TINY, tied=True), "tied"),
+    # Norms, rotations and activations are several kernels each, which a compiler fuses.
+    "unfused": spec(replace(TINY, fused=False, query_norm="head", post_norm=True), "unfused"),
     "experts": spec(replace(TINY, experts=4, top_k=2), "experts"),
     # A vocabulary that no degree divides stays whole, and weighs more beside blocks that are cut.
     "lopsided": spec(replace(TINY, layers=6, vocab=4999), "lopsided"),
@@ -132,13 +134,21 @@ MACHINES = {
     "crowded": replace(
         machine(bytes_per_s=1e10, latency_s=1e-6, memory_bytes_per_s=1e11, devices_per_node=4), contention=1.3
     ),
+    "uneven": replace(
+        machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11, devices_per_node=4), device_spread=0.2
+    ),
     "a100": load("a100-80x8"),
 }
 
 
-def job_of(global_batch: int = 16, precision: str = "bf16") -> Job:
-    """Return a job of so many sequences of 64 tokens a step."""
-    return Job(train={"global_batch": global_batch}, numerics={"precision": precision}, data={"sequence_length": 64})
+def job_of(global_batch: int = 16, precision: str = "bf16", **run: str) -> Job:
+    """Return a job of so many sequences of 64 tokens a step; `run` may give compile and its backend."""
+    return Job(
+        train={"global_batch": global_batch},
+        numerics={"precision": precision},
+        data={"sequence_length": 64},
+        run=run,
+    )
 
 
 def predictions(model: ModelSpec, job: Job, hardware: Hardware, layouts: Iterable[Layout]) -> Iterator[Prediction]:

@@ -34,6 +34,8 @@ from samestep.simulation.prediction import Prediction, intervals, predict
 from samestep.strategies import ProgramBuilder, refusal_of
 from tests.laws.models import LAW, MACHINES, MODELS, blocks, in_chunks, job_of, machine, predictions
 
+LAUNCHED = replace(MACHINES["a100"], kernel_launch_s=1e-6)
+"""A machine on which neither the host nor the device hides the other's work on small models."""
 COSTLY = blocks(4, 256, 256, forward_flops=10**9, saved_elements=10**6, input_elements=10**4)
 
 
@@ -52,6 +54,9 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
         ("tied", "alone", 2),
         ("experts", "slow", 2),
         ("vision", "slow", 2),
+        ("odd", "uneven", 4),
+        ("experts", "uneven", 2),
+        ("unfused", "compiled", 4),
         *(
             pytest.param(what, where, 4, marks=pytest.mark.nightly)
             for what, where in (
@@ -65,9 +70,10 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
     ],
 )
 def test_the_best_of_a_small_search_is_the_best_of_all(what: str, where: str, devices: int) -> None:
-    model, hardware = MODELS[what], MACHINES[where]
-    found = plan(model, job_of(6), hardware, devices, top=3)
-    all_of_them = sorted(one.step_s for one in every(model, job_of(6), hardware, devices))
+    model, hardware = MODELS[what], MACHINES.get(where, LAUNCHED)
+    given_job = job_of(6, compile="blocks" if where == "compiled" else "none")
+    found = plan(model, given_job, hardware, devices, top=3)
+    all_of_them = sorted(one.step_s for one in every(model, given_job, hardware, devices))
     assert [one.step_s for one in found.best] == pytest.approx(all_of_them[:3])
 
 
@@ -114,10 +120,11 @@ def test_a_bound_is_never_above_what_it_bounds(
 ) -> None:
     model, hardware = MODELS[what], MACHINES[where]
     groups = [{"match": ["*1*"], "name": data.draw(st.sampled_from(["muon", "sgd"]))}] * data.draw(st.integers(0, 1))
-    given_job = job_of(data.draw(st.integers(1, 40)), precision).model_copy(
+    compiled = data.draw(st.sampled_from(["none", "blocks"]))
+    given_job = job_of(data.draw(st.integers(1, 40)), precision, compile=compiled).model_copy(
         update={"optimizer": OptimizerTable.model_validate({"groups": groups})}
     )
-    prices = Prices(model, given_job, hardware)
+    prices = Prices(model, given_job, hardware.slowest_of(devices))
     bounds, needs = Bounds(prices), Needs(prices, 2)
     considered = list(candidates.layouts_of(devices, model, given_job, thin=hardware))
     layout = data.draw(st.sampled_from(considered))
@@ -266,11 +273,15 @@ def test_each_sample_adds_the_same_to_a_program(what: str, recompute: Recompute,
         "dp_replicate=2 dp_shard=2 zero=1 tp=2 microbatch=1 recompute=full",
         "dp_replicate=2 dp_shard=2 zero=3 pp=3 microbatch=1",
         "dp=8 zero=2 microbatch=1",
+        "dp=2 zero=3 microbatch=1 accumulate=full",
+        "dp=4 zero=3 microbatch=1 accumulate=full",
+        "dp=2 zero=3 pp=2 microbatch=1 accumulate=full",
     ],
 )
 @pytest.mark.parametrize("what", ["lopsided", "experts"])
-def test_bounds_hold_where_communication_slows_compute(what: str, words: str) -> None:
-    layout, hardware = Layout.parse(words), MACHINES["crowded"]
+@pytest.mark.parametrize("where", ["crowded", "a100"])
+def test_bounds_hold_where_communication_slows_compute(what: str, words: str, where: str) -> None:
+    layout, hardware = Layout.parse(words), MACHINES[where]
     if what == "experts":
         layout = replace(layout, ep=2, pp=min(layout.pp, 2))
     step = StepSpec.of(MODELS[what], job_of(48), layout, hardware.devices_per_node)

@@ -93,16 +93,29 @@ def test_a_plan_knows_the_kernel() -> None:
     assert all(one.layout.tp > 1 or one.layout.recompute != "none" for one in best if 32 * 4 * kept > 40e9)
 
 
-@pytest.mark.parametrize("setting", ["run.compile=blocks"])
-def test_a_word_that_no_price_knows_is_named(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plan and simulate say that their seconds are those of a run without it, and say nothing without it."""
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run.compile=blocks"], "bytes are those of code that is not compiled"),
+        (["run.compile=model"], "bytes are those of code that is not compiled"),
+        (["run.compile=blocks", "run.compile_mode=reduce-overhead"], "seconds those without CUDA graphs"),
+        (
+            ["run.compile=blocks", "run.compile_backend=aot_eager"],
+            "seconds and bytes are those of code that is not compiled",
+        ),
+    ],
+)
+def test_what_no_price_knows_of_a_word_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plan and simulate say which of their figures are those of a run without it, and say nothing without it."""
     about = ["--set", "model.source=preset:gpt2", "--set", "train.global_batch=8", "--hardware", "h100x8"]
     for verb in (["simulate", "--layout", "dp=1"], ["plan", "--devices", "1"]):
-        for given in ([], ["--set", setting]):
-            assert main([*verb, *about, *given]) == 0
+        for given in ([], words):
+            assert main([*verb, *about, *(part for word in given for part in ("--set", word))]) == 0
             lines = [line for line in capsys.readouterr().out.splitlines() if "is not priced" in line]
             assert bool(lines) == bool(given)
-            assert all(setting.partition("=")[0] in line for line in lines)
+            assert all("run.compile" in line and said in line for line in lines)
 
 
 @pytest.mark.parametrize(("samples", "binds"), [(1, "launches of small kernels"), (64, "compute")])

@@ -313,6 +313,7 @@ def _entering(
 _COUNTS = (
     "forward_flops", "saved_elements", "saved_pair_elements", "saved_norm_elements", "saved_selective_elements", "saved_cut_elements",
     "saved_selective_cut_elements", "working_elements", "working_cut_elements", "moved_elements", "moved_cut_elements", "kernels",
+    "fusible_elements", "fusible_cut_elements", "fusible_kernels",
 )  # fmt: skip
 
 

@@ -51,7 +51,9 @@ _MOST = 8.0
 """The largest factor that a refit may change a figure by, and one over the smallest."""
 _LEAST_LATENCY_S = 1e-8
 """The least seconds of a hop or a launch that a profile may hold: some cycles of a processor."""
-_COMPUTE = ("flops_per_s", "memory_bytes_per_s", "kernel_s", "kernel_launch_s", "host_step_s")
+_COMPUTE = (
+    "flops_per_s", "memory_bytes_per_s", "host_update_bytes_per_s", "kernel_s", "kernel_launch_s", "host_step_s", "fsdp_unit_s",
+)  # fmt: skip
 _LINKS = ("intra", "inter")
 
 
@@ -241,13 +243,8 @@ def is_possible(machine: Hardware, candidate: Hardware, compute: float, links: f
 def slower(machine: Hardware, compute: float, links: float) -> Hardware:
     """Return a machine on which compute and links take the given multiples of the time."""
     return replace(
-        machine,
+        machine.slowed(compute),
         name=f"{machine.name} {compute:.6g} {links:.6g}",  # a name of its own, since prices are cached by machine
-        flops_per_s={dtype: rate / compute for dtype, rate in machine.flops_per_s.items()},
-        memory_bytes_per_s=machine.memory_bytes_per_s / compute,
-        kernel_s=machine.kernel_s * compute,
-        kernel_launch_s=machine.kernel_launch_s * compute,
-        host_step_s=machine.host_step_s * compute,
         intra=machine.intra.delayed(transfer=links, collective=links, latency=links),
         inter=machine.inter.delayed(transfer=links, collective=links, latency=links),
     )

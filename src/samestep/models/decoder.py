@@ -116,6 +116,10 @@ class Counts:
     moved: float = 0.0
     """Elements read and written by operations that are no matrix products."""
     moved_cut: float = 0.0
+    fusible: float = 0.0
+    """The part of `moved` that a compiler spares, which joins what stands between two products."""
+    fusible_cut: float = 0.0
+    fusible_kernels: int = 0
     saved: float = 0.0
     """Elements kept for the backward."""
     saved_cut: float = 0.0
@@ -139,6 +143,12 @@ class Counts:
         self.moved += whole + cut
         self.moved_cut += cut
         self.kernels += kernels
+
+    def spare(self, whole: float, cut: float, kernels: int) -> None:
+        """Add elements and operations of what was moved that a compiler spares: whole under a tensor cut, and divided by it."""
+        self.fusible += whole + cut
+        self.fusible_cut += cut
+        self.fusible_kernels += kernels
 
     def save(self, whole: float, cut: float) -> None:
         """Add elements kept for the backward: whole under a tensor cut, and divided by it."""
@@ -178,6 +188,8 @@ def _norm(decoder: Decoder, made: Counts, name: str, *, is_added: bool = False) 
     elements = decoder.sequence * decoder.hidden
     # A norm that is not one kernel casts, squares, takes the mean, scales, casts back and multiplies by the weight.
     made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
+    if not decoder.fused:
+        made.spare(10 * elements, 0, 5)
     # Its input is kept, and so is an output that products read; one that is only added to the residual stream, or that frozen weights
     # alone multiply, is not.
     made.save(((2 if decoder.fused else 4) - is_added) * elements, 0)
@@ -211,7 +223,9 @@ def block_counts(decoder: Decoder, is_sparse: bool) -> Counts:
     (_latent_attention if decoder.latent_rank else _attention)(decoder, made)
     if decoder.post_norm:
         _norm(decoder, made, "post_self_attn_layernorm", is_added=True)
+        made.spare(2 * s * h, 0, 1)  # the sum takes its result from registers
     made.move((3 + decoder.dropout) * s * h, 0, 1)
+    made.spare(s * h, 0, 1)  # and so does the next norm
     _norm(decoder, made, "post_attention_layernorm", is_added=decoder.adapter_rank > 0)
     before = made.saved
     (_experts if is_sparse else _feed_forward)(decoder, made)
@@ -221,6 +235,7 @@ def block_counts(decoder: Decoder, is_sparse: bool) -> Counts:
         made.work(2 * s * h + before - made.saved, 2 * decoder.heads * s * keys)
     if decoder.post_norm:
         _norm(decoder, made, "post_mlp_layernorm", is_added=True)
+        made.spare(2 * s * h, 0, 1)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
     made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # two masks of one byte an element
     if not (decoder.post_norm or decoder.dropout or (is_sparse and not decoder.shared_experts)):
@@ -240,6 +255,8 @@ def _attention(decoder: Decoder, made: Counts) -> None:
         _query_norms(decoder, made)
     if not decoder.positions:
         made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
+        if not decoder.fused:
+            made.spare(0, 6 * (a + k) * d * s, 8)
     if decoder.sinks:
         made.weight("self_attn.sinks", (a,), Cut(style="column", dim=0, groups=a))
     _adapters(decoder, made, (a + 2 * k) * d)
@@ -259,6 +276,10 @@ def _query_norms(decoder: Decoder, made: Counts) -> None:
             made.weight(f"self_attn.{name}.weight", (heads * d,), cut)
     elements = (a + k) * d * decoder.sequence
     made.move(0, (2 if decoder.fused else 12) * elements, 2 if decoder.fused else 12)
+    if not decoder.fused:
+        made.spare(0, 10 * elements, 10)
+    if not decoder.positions:
+        made.spare(0, 2 * elements, 2)  # the rotation takes their results from registers
     made.save(0, (1 if decoder.fused else 3) * elements)  # their inputs; attention keeps their outputs
 
 
@@ -330,6 +351,8 @@ def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int 
         _linear(decoder, made, f"{name}.{part}", s, h, f, "columns")
     separate = decoder.gated and not decoder.fused
     made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
+    if separate:
+        made.spare(0, 2 * s * f, 1)
     kept = 4 if separate else 3 if decoder.gated else 2
     kept -= decoder.adapter_rank > 0  # frozen weights alone read the last of them
     made.save(0, kept * s * f)

@@ -96,6 +96,12 @@ class LayerSpec:
     """The part of `moved_elements` that a tensor cut divides."""
     kernels: int = 0
     """Operations of its forward that the host launches."""
+    fusible_elements: int = 0
+    """The part of `moved_elements` that is spared where a compiler fuses operations."""
+    fusible_cut_elements: int = 0
+    """The part of `fusible_elements` that a tensor cut divides."""
+    fusible_kernels: int = 0
+    """The part of `kernels` that is spared there."""
     backward_reads_weights: bool = True
     """Whether a gradient flows through its weights to its input; not so in a layer of embeddings."""
     has_backward: bool = True
@@ -250,6 +256,8 @@ class LayerSpec:
             saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
             moved_elements=self.moved_elements - elsewhere(self.moved_cut_elements),
             moved_cut_elements=self.moved_cut_elements // degree,
+            fusible_elements=self.fusible_elements - elsewhere(self.fusible_cut_elements),
+            fusible_cut_elements=self.fusible_cut_elements // degree,
         )
 
     def separable_products(self, paths: Collection[str]) -> tuple[Product, ...]:
@@ -303,6 +311,8 @@ class LayerSpec:
             saved_selective_cut_elements=part(self.saved_selective_cut_elements),
             moved_elements=part(self.moved_elements),
             moved_cut_elements=part(self.moved_cut_elements),
+            fusible_elements=self.fusible_elements // degree,
+            fusible_cut_elements=self.fusible_cut_elements // degree,
             forward_sums=sums(self.forward_sums),
             backward_sums=sums(self.backward_sums),
             loss_elements=part(self.loss_elements),

@@ -242,6 +242,7 @@ def cache_by_model(
 _OF_ATTENTIONS = (
     "forward_flops", "saved_elements", "saved_pair_elements", "saved_norm_elements", "saved_selective_elements", "saved_cut_elements",
     "saved_selective_cut_elements", "working_elements", "working_cut_elements", "moved_elements", "moved_cut_elements", "kernels",
+    "fusible_elements", "fusible_cut_elements", "fusible_kernels",
     "products", "exchanges", "gathered_parts", "token_moves", "written",
 )  # fmt: skip
 """What the attentions of a layer, exchanged or not, make of it."""

@@ -120,12 +120,14 @@ class Plan:
 
 
 class _Search:
-    """A best-first search for the fastest layouts that fit."""
+    """A best-first search for the fastest layouts of so many devices that fit."""
 
-    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
+    def __init__(
+        self, model: ModelSpec, job: Job, hardware: Hardware, devices: int, top: int, states_per_param: int
+    ) -> None:
         self.model, self.job, self.hardware, self.top = model, job, hardware, top
-        self.states_per_param = states_per_param
-        self.prices = Prices(model, job, hardware)
+        self.devices, self.states_per_param = devices, states_per_param
+        self.prices = Prices(model, job, hardware.slowest_of(devices))
         self.bounds, self.needs = Bounds(self.prices), Needs(self.prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
@@ -143,9 +145,9 @@ class _Search:
         self._open: list[tuple[float, int, OpenGroup]] = []
         self._number = itertools.count()
 
-    def run(self, devices: int, *, offload: bool = False) -> None:
-        """Search every layout of so many devices."""
-        for degrees in candidates.degrees(devices, self.model, thin=self.hardware):
+    def run(self, *, offload: bool = False) -> None:
+        """Search every layout."""
+        for degrees in candidates.degrees(self.devices, self.model, thin=self.hardware):
             if degrees.tp > self.hardware.devices_per_node:
                 reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
                 self._throw_out(degrees, "refused", reason)
@@ -418,11 +420,11 @@ def plan(
         may_offload: try that at all.
     """
     began = time.perf_counter()
-    search = _Search(model, job, hardware, top, states_per_param)
+    search = _Search(model, job, hardware, devices, top, states_per_param)
     with _pause_collector():
-        search.run(devices)
+        search.run()
         if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
-            search.run(devices, offload=True)
+            search.run(offload=True)
     nearest = "" if search.best else nearest_to_fitting(search.fallen)
     if may_offload and not search.best and (more := _enough(model, job, hardware, devices, states_per_param)):
         nearest += f"; {more} devices would do"

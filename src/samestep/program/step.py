@@ -56,6 +56,8 @@ class StepSpec:
     """Whether the loss sees the outputs of all samples of the step."""
     compile: Literal["none", "blocks", "model"] = "none"
     """The part of a model that runs as a graph of `torch.compile`."""
+    fuses: Literal["none", "blocks", "model"] = "none"
+    """The part of a model of which the compiler joins operations into kernels, as inductor does."""
     captures: bool = False
     """Whether the compiler captures CUDA graphs, which write what they return into the same memory in each run."""
     attention: Literal["auto", "flash", "cudnn", "math", "efficient"] = "auto"
@@ -101,6 +103,7 @@ class StepSpec:
             ranks_per_node=layout.world_size,
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compile=job.run.compile,
+            fuses=job.run.compile if job.run.compile_backend == "inductor" else "none",
             captures=job.run.compile != "none" and job.run.captures,
             attention=job.run.attention,
             tf32=job.numerics.tf32,

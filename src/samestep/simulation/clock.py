@@ -1,7 +1,7 @@
 """The clock: the start and end of each op of every pipeline stage on given hardware, without torch or processes.
 
 All ranks of a stage do the same at the same time, so one program stands for all of them, and thousands of devices are
-played as fast as one. Streams run concurrently, each its ops in the order of issue:
+played as fast as one; where devices are not equally fast (`hardware.device_spread`), all are as slow as the slowest. Streams run concurrently, each its ops in the order of issue:
 
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops named in `after`, of any task
@@ -93,6 +93,7 @@ class Score:
 
     def _played(self, hardware: Hardware, *, keeps_runs: bool) -> list[_PlayedStage]:
         """Return the stages after they have been played."""
+        hardware = hardware.slowest_of(self._programs[0].step.layout.world_size)
         rendezvous = _StageMeeting()
         stages = [
             _PlayedStage(index, program, hardware, rendezvous, lines, len(self._programs), keeps_runs)

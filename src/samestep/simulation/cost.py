@@ -9,6 +9,8 @@ A layer's forward takes the sum of its parts, but not less than the host needs t
     other work   elements read and written / bandwidth
     the layer    (device^n + host^n)^(1/n), host = operations x kernel_launch_s          a soft maximum, n = 8
                  (a collective in it takes the host as long as COLLECTIVE_STARTS operations)
+    in a graph   without what fused groups spare of the elements and operations (`run.compile`, `LayerSpec.fusible_elements`);
+                 the host starts the graph itself too, GRAPH_STARTS
 
 A product [m, k] x [k, n] is divided into tiles, one on each multiprocessor at a time, so its time grows in steps of
 `num_units` tiles; a tile also fills its pipeline: k + FILL steps instead of k (Williams et al. 2009,
@@ -81,6 +83,11 @@ BACKWARD_KERNELS = 2.2
 """Ratio of the number of operations of a backward to its forward."""
 COLLECTIVE_STARTS = 5.5
 """Operations in whose time the host starts a collective: 89 to 131 us of PyTorch's c10d (pytorch/pytorch, issue 138773), where a Linear takes 20.7."""
+GRAPH_STARTS, BACKWARD_GRAPH_STARTS = 8, 24
+"""Operations in whose time the host starts a compiled graph, its guards and wrappers: forward, and backward. Measured with torch 2.13, without
+a GPU: a graph of one operation took 23 us longer than it forward and 75 us backward, where an operation of a block took 3.0 us; published: 33 us
+longer, where it took 5.6 us (pytorch/pytorch, issue 122029). An operation in a graph is taken to take as long as another: measured 4.1 us;
+published: 7 to 9 us of a Triton kernel (meta-pytorch/tritonbench, pull request 1017), where a Linear takes 20.7 (COLLECTIVE_STARTS)."""
 FILLS = 0.6
 """New tensors that torch fills for each operation where only deterministic kernels run: those that are made by `empty` and the like
 (counted in a block of Megatron-Core 0.16 under torch's profiler: 40 of 68 operations)."""
@@ -113,7 +120,9 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     layer = step.model.layers[op.layer]
     if not layer.products and not layer.moved_elements:
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
-    work = _work_of(layer)
+    work = work_of(layer)
+    if _is_in_graph(step, layer):
+        work = work.fused()
     if op.kind is OpKind.RECOMPUTE:
         work = work.repeating(repeated_products(step, layer))
     if step.attention in attention.CHOSEN:
@@ -148,7 +157,7 @@ def _kinds_of_work(model: ModelSpec) -> tuple[int, ...]:
     """Return the number of each layer's kind: layers of one kind have the same work."""
     packed, known, kinds = _packed_numel_by_layer(model), dict[object, int](), list[int]()
     for index, layer in enumerate(model.layers):
-        key = _work_of(layer), layer.forward_flops, packed.get(index, 0)
+        key = work_of(layer), layer.forward_flops, packed.get(index, 0)
         kinds.append(known.setdefault(key, len(known)))
     return tuple(kinds)
 
@@ -174,8 +183,21 @@ class _Work(NamedTuple):
     kernels: float
     has_input_gradient: bool
     has_backward: bool
+    fusible_elements: int = 0
+    """The part of `moved_elements` that a graph spares."""
+    fusible_kernels: int = 0
+    is_block: bool = True
+    needs_whole: bool = False
+    """Whether under `cp` it runs outside of graphs: it writes its attention out, or needs tokens of neighbours."""
+    spared: int = 0
+    """The part of `kernels` that its graph spares; `kernels` are those of code that is not compiled."""
     collectives: int = 0
     """Those that the host starts within the op."""
+
+    def fused(self) -> _Work:
+        """Return the work of a graph whose compiler fuses operations."""
+        moved = max(self.moved_elements - self.fusible_elements, 0)
+        return self._replace(moved_elements=moved, spared=self.fusible_kernels)
 
     def repeating(self, products: tuple[Product, ...]) -> _Work:
         """Return the work of a repeated forward, with these products of its layer alone and with all other operations."""
@@ -187,8 +209,19 @@ class _Work(NamedTuple):
         return self._replace(moved_elements=moved, kernels=self.kernels * (1 + FILLS * FILL_PART))
 
 
-def _work_of(layer: LayerSpec) -> _Work:
-    return _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward)
+def work_of(layer: LayerSpec) -> _Work:
+    """Return all of a layer on which its seconds depend, but for FLOPs and packed weights."""
+    return _Work(
+        layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward, layer.fusible_elements,
+        layer.fusible_kernels, layer.is_block, bool(layer.written or layer.token_moves),
+    )  # fmt: skip
+
+
+def _is_in_graph(step: StepSpec, layer: LayerSpec) -> bool:
+    """Return whether a layer runs in a graph whose compiler fuses operations."""
+    if step.fuses == "none" or (step.fuses == "blocks" and not layer.is_block):
+        return False
+    return not (step.layout.cp > 1 and (layer.written or layer.token_moves))
 
 
 BackwardPart = Literal["all", "inputs", "weights"]
@@ -219,9 +252,12 @@ def _layer_s(work: _Work, kind: OpKind, part: BackwardPart, samples: int, dtypes
     launched = work.kernels + _casts(products, dtypes)
     launched += CHUNK_KERNELS * sum(_chunks(product, samples) - 1 for product in products)
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
-    others = max(kernels - len(times), 0)
+    spared = work.spared * (BACKWARD_KERNELS if backward else 1.0)
+    others = max(kernels - spared - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
-    return _soft_maximum(device_s, (kernels + COLLECTIVE_STARTS * work.collectives) * hardware.kernel_launch_s)
+    # A graph of so few operations that it takes the host longer to start is priced as they are.
+    started = kernels - max(spared - (BACKWARD_GRAPH_STARTS if backward else GRAPH_STARTS), 0)
+    return _soft_maximum(device_s, (started + COLLECTIVE_STARTS * work.collectives) * hardware.kernel_launch_s)
 
 
 def _collectives(kind: OpKind, layer: LayerSpec, layout: Layout) -> int:

@@ -38,9 +38,15 @@ def labels(job: Job, hardware: Hardware) -> dict[str, str]:
 
 
 def unpriced(job: Job) -> list[str]:
-    """Return a line for each word of a job that changes the seconds of a step, and that no price knows."""
-    compiles = job.run.compile != "none"
-    return ["run.compile is not priced: seconds and bytes are those of code that is not compiled"] if compiles else []
+    """Return a line for each word of a job that changes the seconds or the bytes of a step, and that no price knows."""
+    if job.run.compile == "none":
+        return []
+    if job.run.compile_backend != "inductor":
+        return [
+            f"run.compile_backend = {job.run.compile_backend!r} is not priced: seconds and bytes are those of code that is not compiled"
+        ]
+    captures = ", seconds those without CUDA graphs" if job.run.captures else ""
+    return [f"of run.compile what is kept is not priced: bytes are those of code that is not compiled{captures}"]
 
 
 _TENTH = statistics.NormalDist().inv_cdf(0.9)

@@ -157,6 +157,7 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         norm_working_wide_elements=layer.norm_working_wide_elements // degree,
         saved_selective_elements=selective + (layer.saved_selective_elements - selective) // degree,
         moved_elements=layer.moved_cut_elements + (layer.moved_elements - layer.moved_cut_elements) // degree,
+        fusible_elements=layer.fusible_cut_elements + (layer.fusible_elements - layer.fusible_cut_elements) // degree,
     )
 
 

@@ -44,6 +44,7 @@ from samestep.tracing.meta_tensors import (
     values_of,
 )
 from samestep.tracing.module_inputs import CallNotes, EmbeddingInputs, WeightSlots
+from samestep.tracing.moved_elements import MovedElements, OperationKind, is_fusible
 from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
 from samestep.tracing.products import Products
@@ -85,6 +86,7 @@ class ForwardTracer(DispatchMode):
         """Every call of a top-most module with weights, by its path, or from the second call on by path and number."""
         self.region = ""
         """The newest of them; empty before the first."""
+        self.moved = MovedElements()
         self.order: list[str] = []
         """These calls, and the first calls of top-most modules without weights, in their order."""
         self.visits: dict[str, list[Visit]] = {}
@@ -149,8 +151,8 @@ class ForwardTracer(DispatchMode):
         """Autograd's sequence numbers from which on nodes belong to a region."""
         self._running, self._open = list[str](), list[Visit]()
         self._calls: Counter[str] = Counter()
-        self._is_within = self._writes = False
-        """Whether a call of a module with weights runs, and whether the operation at hand writes into its operands."""
+        self._is_within = self._writes = self._is_fusible = False
+        """Whether a call of a module with weights runs, and whether the operation at hand writes into its operands, or may be fused."""
         self._events = 0
         self._depth = 0
 
@@ -202,7 +204,7 @@ class ForwardTracer(DispatchMode):
         flops = self._products.flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
-        self._writes = func._schema.is_mutable
+        self._writes, self._is_fusible = func._schema.is_mutable, is_fusible(func, args, kwargs)
         self.looks.follow(func, map(self.key, given), map(self.key, written))
         self._follow_picks(func, args, given, written)
         self.record(given, written, flops, None if flops is None else self._product_of(func, args, outcome, flops))
@@ -353,12 +355,10 @@ class ForwardTracer(DispatchMode):
             region.results.update(keys)
         if product is not None:
             region.products.append(product)
-            region.kernels += 1
-        elif keys - read or any(tensor._version for tensor in written):  # no view
-            elements = sum(tensor.numel() for tensor in (*given, *written))
-            region.moved += elements
-            region.moved_cut += elements if is_cut else 0
-            region.kernels += 1
+        if product is not None or keys - read or any(tensor._version for tensor in written):  # no view
+            reads, writes = (tuple((self.key(one), one.numel()) for one in some) for some in (given, written))
+            kind: OperationKind = "product" if product is not None else "fusible" if self._is_fusible else "other"
+            self.moved.ran(self.region, reads, writes, kind, is_cut=is_cut)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Record the inputs and the output of an attention; one without a dimension of heads exchanges nothing."""

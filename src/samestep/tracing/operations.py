@@ -85,10 +85,6 @@ class Region:
     products: list[Product] = field(default_factory=list)
     repeated: int = 0
     """Number of its products behind which autograd keeps something."""
-    moved: int = 0
-    """Elements that operations other than products read and write."""
-    moved_cut: int = 0
-    kernels: int = 0
     read: set[int] = field(default_factory=set)
     results: set[int] = field(default_factory=set)
     """Storages written by matrix products, convolutions and attention."""

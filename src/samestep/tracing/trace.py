@@ -254,6 +254,7 @@ def _layer_specs(
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
         kept = inputs[index] | results
+        other = watch.moved.of({*layer.regions}, watch.sizes, watch.returned)
         spec = LayerSpec(
             name=layer.name,
             modules=tuple(layer.modules),
@@ -275,9 +276,12 @@ def _layer_specs(
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
-            moved_elements=sum(region.moved for region in regions) // num_samples,
-            moved_cut_elements=sum(region.moved_cut for region in regions) // num_samples,
-            kernels=sum(region.kernels for region in regions),
+            moved_elements=other.moved // num_samples,
+            moved_cut_elements=other.moved_cut // num_samples,
+            kernels=other.kernels,
+            fusible_elements=other.fusible // num_samples,
+            fusible_cut_elements=other.fusible_cut // num_samples,
+            fusible_kernels=other.fusible_kernels,
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, num_samples),
             token_parts=tuple(

@@ -104,8 +104,8 @@ class BodyBounds:
                 around_s = min(one.backward_s - one.behind_s for one in mine) + min(one.backward_s for one in mine)
                 slowed_s = cost.backward_s + self.slowed_s(turns_s, cost.sent_backward_s)
                 last_s = max(last_s, turns_s + around_s + others_s, slowed_s)
-                kept_s = cost.backward_s + self.slowed_s(gathered_s, cost.sent_backward_s)
-                backward_s = max(backward_s, gathered_s + min(one.backward_s for one in mine), kept_s)
+                # Where no scatter holds them up, gathers may have run beside the forward, and slowed nothing that was issued behind them.
+                backward_s = max(backward_s, gathered_s + min(one.backward_s for one in mine))
         if step.zero == 3:
             last_s = max(last_s, cost.backward_s + self._awaited_s(step, order))
         plain_s = forward_s if step.zero == 3 else cost.forward_s

@@ -40,7 +40,7 @@ from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT, TaskKind
 from samestep.simulation.clock import queue_of
 from samestep.simulation.collectives import GroupShape, collective_s, group_of
-from samestep.simulation.cost import exposed_s, seconds
+from samestep.simulation.cost import exposed_s, seconds, work_of
 from samestep.simulation.layer_memory import saved_bytes
 from samestep.simulation.spans import COMPUTE
 from samestep.strategies import ProgramBuilder
@@ -120,7 +120,7 @@ _SENT = {TaskKind.FORWARD: _Sum.SENT_FORWARD, TaskKind.BACKWARD: _Sum.SENT_BACKW
 
 
 class Prices:
-    """Seconds and sizes of layers, of the steps of one model, job and machine."""
+    """Seconds and sizes of layers, of the steps of one model, job and machine, whose devices are equally fast (`Hardware.slowest_of`)."""
 
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
@@ -319,10 +319,8 @@ class Prices:
         """Return the number of the ops that are alike to one of a layer, given it for one sample and for two."""
         flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
         spec = program.step.model.layers[layer]
-        reads = spec.backward_reads_weights, spec.has_backward
-        work = (spec.products, spec.moved_elements, spec.kernels, *reads)
         sends = program.step.layout.sequence_parallel, program.step.layout.tp > 1, program.step.layout.ep > 1
-        what = (work, sends, op.layer is None) if op.axis is None else (op.axis, op.beside)
+        what = (work_of(spec), sends, op.layer is None) if op.axis is None else (op.axis, op.beside)
         named = (op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what)
         number = self._like.setdefault(named, len(self._like))
         if number == len(self._alike):
