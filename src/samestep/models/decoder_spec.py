@@ -164,7 +164,7 @@ def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], 
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),
         kernels=made.kernels + len(made.products),
-        # A compiler leaves experts out of its graphs, and what is fused of the rest is not known apart.
+        # A compiler leaves experts out of its graphs, and what is fused of the rest is not counted.
         fusible_elements=0 if made.dispatches else round(made.fusible),
         fusible_cut_elements=0 if made.dispatches else round(made.fusible_cut),
         fusible_kernels=0 if made.dispatches else made.fusible_kernels,

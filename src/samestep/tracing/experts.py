@@ -192,7 +192,7 @@ def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn
         mine = [exchange for exchange in dispatches if any(is_below(exchange.owner, root) for root in layer.modules)]
         if not mine:
             return layer
-        # A compiler leaves experts out of its graphs, and what is fused of the rest is not known apart.
+        # A compiler leaves experts out of its graphs, and what is fused of the rest is not counted.
         return replace(layer, dispatches=tuple(mine), fusible_elements=0, fusible_cut_elements=0, fusible_kernels=0)
 
     asks = balanced is not None and facts_of(balanced).balance_of(balanced)
