@@ -45,7 +45,12 @@ def test_fused_kernels_are_never_slower(what: str, where: str, devices: int, dat
     compiled = job_of(8, compile="blocks")
     assume(refusal_of(StepSpec.of(model, compiled, layout, machine.devices_per_node)) is None)
     unfused = job_of(8, compile="blocks", compile_backend="aot_eager")
-    fused_s, apart_s, plain_s = (predict(model, job, layout, machine).step_s for job in (compiled, unfused, job_of(8)))
+    captured = job_of(8, compile="blocks", compile_mode="reduce-overhead")
+    assume(refusal_of(StepSpec.of(model, captured, layout, machine.devices_per_node)) is None)
+    captured_s, fused_s, apart_s, plain_s = (
+        predict(model, job, layout, machine).step_s for job in (captured, compiled, unfused, job_of(8))
+    )
+    assert captured_s <= fused_s * (1 + 1e-9)
     assert fused_s <= apart_s * (1 + 1e-9)
     if layout.recompute == "none":
         assert apart_s == plain_s
@@ -62,6 +67,21 @@ def test_what_is_fused_spares_time_where_memory_binds_and_where_the_host_does(wo
         assert [use.total for use in fused.memory] == [use.total for use in plain.memory]
 
 
+def test_a_captured_graph_takes_the_host_as_long_whatever_it_holds() -> None:
+    machine = replace(_MACHINES["launched"], kernel_s=1e-9)
+
+    def step_s(operations: int, **words: str) -> float:
+        layers = (replace(one, kernels=operations) if one.is_block else one for one in MODELS["unfused"].layers)
+        model = replace(MODELS["unfused"], layers=tuple(layers))
+        return predict(model, job_of(8, compile="blocks", **words), Layout.parse("dp=1"), machine).step_s
+
+    assert step_s(1000) > step_s(500) + 500 * machine.kernel_launch_s
+    assert step_s(1000, compile_mode="reduce-overhead") == pytest.approx(
+        step_s(500, compile_mode="reduce-overhead"), rel=0.01
+    )
+    assert step_s(1000, compile_mode="reduce-overhead") < step_s(500) / 2
+
+
 def test_layers_that_are_no_blocks_are_fused_in_a_whole_graph_alone() -> None:
     head = replace(MODELS["unfused"].layers[-1], moved_elements=10**9, fusible_elements=9 * 10**8)
     model = replace(MODELS["unfused"], layers=(*MODELS["unfused"].layers[:-1], head))
@@ -74,10 +94,11 @@ def test_layers_that_are_no_blocks_are_fused_in_a_whole_graph_alone() -> None:
 
 def test_experts_are_left_out() -> None:
     job, layout = job_of(8, compile="blocks"), Layout.parse("dp=1")
-    fused_s, plain_s = (
-        predict(MODELS["experts"], one, layout, _MACHINES["launched"]).step_s for one in (job, job_of(8))
+    captured = job_of(8, compile="blocks", compile_mode="reduce-overhead")
+    captured_s, fused_s, plain_s = (
+        predict(MODELS["experts"], one, layout, _MACHINES["launched"]).step_s for one in (captured, job, job_of(8))
     )
-    assert fused_s == plain_s
+    assert captured_s == fused_s == plain_s
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

@@ -120,8 +120,10 @@ def test_a_bound_is_never_above_what_it_bounds(
 ) -> None:
     model, hardware = MODELS[what], MACHINES[where]
     groups = [{"match": ["*1*"], "name": data.draw(st.sampled_from(["muon", "sgd"]))}] * data.draw(st.integers(0, 1))
-    compiled = data.draw(st.sampled_from(["none", "blocks"]))
-    given_job = job_of(data.draw(st.integers(1, 40)), precision, compile=compiled).model_copy(
+    words = data.draw(
+        st.sampled_from([{}, {"compile": "blocks"}, {"compile": "blocks", "compile_mode": "reduce-overhead"}])
+    )
+    given_job = job_of(data.draw(st.integers(1, 40)), precision, **words).model_copy(
         update={"optimizer": OptimizerTable.model_validate({"groups": groups})}
     )
     prices = Prices(model, given_job, hardware.slowest_of(devices))

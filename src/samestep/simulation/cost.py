@@ -86,8 +86,11 @@ COLLECTIVE_STARTS = 5.5
 GRAPH_STARTS, BACKWARD_GRAPH_STARTS = 8, 24
 """Operations in whose time the host starts a compiled graph, its guards and wrappers: forward, and backward. Measured with torch 2.13, without
 a GPU: a graph of one operation took 23 us longer than it forward and 75 us backward, where an operation of a block took 3.0 us; published: 33 us
-longer, where it took 5.6 us (pytorch/pytorch, issue 122029). An operation in a graph is taken to take as long as another: measured 4.1 us;
+longer, where it took 5.6 us (pytorch/pytorch, issue 122029), and 176 us where a Linear takes about 20.7 (issue 150488). An operation in a graph is taken to take as long as another: measured 4.1 us;
 published: 7 to 9 us of a Triton kernel (meta-pytorch/tritonbench, pull request 1017), where a Linear takes 20.7 (COLLECTIVE_STARTS)."""
+CAPTURE_STARTS = 8
+"""Operations in whose time the host starts a captured CUDA graph, whatever it holds, besides its start as a compiled one: 128 us of checks and
+41 us of its launch (pytorch/pytorch, issue 150488), where a Linear takes 20.7. Collectives are left out, so each makes one graph more."""
 FILLS = 0.6
 """New tensors that torch fills for each operation where only deterministic kernels run: those that are made by `empty` and the like
 (counted in a block of Megatron-Core 0.16 under torch's profiler: 40 of 68 operations)."""
@@ -122,7 +125,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
     work = work_of(layer)
     if _is_in_graph(step, layer):
-        work = work.fused()
+        work = work.fused(captures=step.captures and not layer.dispatches)
     if op.kind is OpKind.RECOMPUTE:
         work = work.repeating(repeated_products(step, layer))
     if step.attention in attention.CHOSEN:
@@ -191,13 +194,15 @@ class _Work(NamedTuple):
     """Whether under `cp` it runs outside of graphs: it writes its attention out, or needs tokens of neighbours."""
     spared: int = 0
     """The part of `kernels` that its graph spares; `kernels` are those of code that is not compiled."""
+    is_captured: bool = False
+    """Whether the host starts its graph as one."""
     collectives: int = 0
     """Those that the host starts within the op."""
 
-    def fused(self) -> _Work:
-        """Return the work of a graph whose compiler fuses operations."""
+    def fused(self, *, captures: bool) -> _Work:
+        """Return the work of a graph whose compiler fuses operations, and may capture it."""
         moved = max(self.moved_elements - self.fusible_elements, 0)
-        return self._replace(moved_elements=moved, spared=self.fusible_kernels)
+        return self._replace(moved_elements=moved, spared=self.fusible_kernels, is_captured=captures)
 
     def repeating(self, products: tuple[Product, ...]) -> _Work:
         """Return the work of a repeated forward, with these products of its layer alone and with all other operations."""
@@ -255,8 +260,11 @@ def _layer_s(work: _Work, kind: OpKind, part: BackwardPart, samples: int, dtypes
     spared = work.spared * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - spared - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
+    starts = BACKWARD_GRAPH_STARTS if backward else GRAPH_STARTS
     # A graph of so few operations that it takes the host longer to start is priced as they are.
-    started = kernels - max(spared - (BACKWARD_GRAPH_STARTS if backward else GRAPH_STARTS), 0)
+    started = kernels - max(spared - starts, 0)
+    if work.is_captured:
+        started = min(started, starts + CAPTURE_STARTS * (1 + work.collectives))
     return _soft_maximum(device_s, (started + COLLECTIVE_STARTS * work.collectives) * hardware.kernel_launch_s)
 
 

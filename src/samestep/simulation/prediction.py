@@ -45,8 +45,7 @@ def unpriced(job: Job) -> list[str]:
         return [
             f"run.compile_backend = {job.run.compile_backend!r} is not priced: seconds and bytes are those of code that is not compiled"
         ]
-    captures = ", seconds those without CUDA graphs" if job.run.captures else ""
-    return [f"of run.compile what is kept is not priced: bytes are those of code that is not compiled{captures}"]
+    return ["of run.compile what is kept is not priced: bytes are those of code that is not compiled"]
 
 
 _TENTH = statistics.NormalDist().inv_cdf(0.9)
