@@ -60,9 +60,9 @@ def test_two_prices_answer_one_question() -> None:
     assert found["best"]["step_s"] <= found["theirs"]["step_s"] * 1.001
 
 
-def test_a_printed_layout_of_the_table_is_never_faster_than_what_is_recommended() -> None:
+def test_no_printed_layout_of_the_table_is_faster_than_what_is_recommended() -> None:
     rows = json.loads(published_bests.ROWS.read_text())
     assert len(published_bests.markdown().splitlines()) == len(rows) + 2 > 100
     for row in rows:
         if row["theirs"]["fits"]:
-            assert row["best"]["step_s"] <= row["theirs"]["step_s"] * 1.001, row
+            assert row["best"]["step_s"] < row["theirs"]["step_s"] * (1 + published_bests.ALIKE), row
