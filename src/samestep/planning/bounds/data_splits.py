@@ -140,8 +140,8 @@ class DataSplits:
 
     def _kept(self, step: StepSpec, schedule: str, chunks: int, recompute: Recompute) -> float:
         """Return the least bytes of activations of a first stage at its fullest."""
-        counts = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks).counts
-        return smallest(step).microbatch_samples * self.needs.first_kept(step, chunks, counts, recompute)
+        held = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks)
+        return smallest(step).microbatch_samples * self.needs.first_kept(step, chunks, held, recompute)
 
     def _held(self, step: StepSpec, virtual_stages: int) -> _Held:
         """Return the least bytes of what the first stage holds in each split: all states, and the part of them that is there with all
