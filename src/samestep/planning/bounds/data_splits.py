@@ -152,7 +152,7 @@ class DataSplits:
             held: list[tuple[float, float]] = []
             weights = self.needs.first_weights(step, virtual_stages)
             for way in self._ways(step):
-                need, *more = self.needs.split_needs(step, weights, 0.0, way.split)
+                need, *more = self.needs.split_needs(step, virtual_stages, weights, 0.0, way.split)
                 states = max(need.states, *(one.total for one in more)) if more else need.states
                 held.append((states, need.states - need.gradients + need.gathered))
             self._known_held[key] = held, min(others for _, others in held)

@@ -160,10 +160,13 @@ class Needs:
             stages: the sizes of the group's stages.
             split: the layout.
         """
-        every = (self.split_needs(step, stage.sizes, stage.kept, split) for stage in stages)
+        chunks = step.layout.virtual_stages
+        every = (self.split_needs(step, chunks, stage.sizes, stage.kept, split) for stage in stages)
         return max(itertools.chain.from_iterable(every), key=lambda need: need.total)
 
-    def split_needs(self, step: StepSpec, mine: Sizes, kept: float, split: Layout) -> tuple[Need, ...]:
+    def split_needs(
+        self, step: StepSpec, virtual_stages: int, mine: Sizes, kept: float, split: Layout
+    ) -> tuple[Need, ...]:
         """Bound the memory of a stage with these weights that keeps so many bytes of activations, at each moment that may be its fullest."""
         master, on_host = BYTES_OF[step.master_dtype], self._on_host(step)
         shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
@@ -174,8 +177,8 @@ class Needs:
         states, gradients = self._least_states(step, mine, updated)
         gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if split.zero == 2 else 0.0
         need = Need(states - on_host, kept, gathered, gradients)
-        if split.accumulate != "full" or step.num_microbatches == 1:
-            return (need,)
+        if split.accumulate != "full" or step.num_microbatches == 1 or virtual_stages > 1:
+            return (need,)  # gradients of several chunks need not be there together
         whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
         return need, Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
 
@@ -205,15 +208,21 @@ class Needs:
         states = self._states(step, mine, whole) + self.prices.model.buffer_bytes - self._on_host(step)
         late = 0.0 if is_met_again else self._late_gradients(step, mine, whole)
         need = Need(states, kept, unit + always, late)
-        if of_units and step.layout.accumulate == "full" and step.num_microbatches > 1:
+        if of_units and step.layout.accumulate == "full" and self._between(step, stage):
             return max(need, self._accumulated(step, stage, states, whole, always), key=lambda one: one.total)
         return need
+
+    @staticmethod
+    def _between(step: StepSpec, stage: int) -> tuple[int, ...]:
+        """Return the micro-batches in flight in each chunk while a stage has gradients of all its chunks; none where it never does."""
+        words = step.layout
+        return in_flight_between(words.schedule, stage, words.pp, step.num_microbatches, words.virtual_stages)
 
     def _accumulated(self, step: StepSpec, stage: int, states: float, whole: Units, always: float) -> Need:
         """Bound a stage that keeps whole gradients until the last micro-batch's backward, and only then shards."""
         layout, sizes = step.layout, self.prices.run_sizes(step)
         states += (whole.all_scattered - whole.held_trained) * BYTES_OF[step.master_dtype]
-        counts = in_flight_between(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        counts = self._between(step, stage)
         kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(counts))
         held = InFlight(counts, None, 0, 0, None)
         kept += self._sent_bytes(step, held, stage, layout.pp * layout.virtual_stages)

@@ -67,9 +67,9 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
 
 @functools.lru_cache(maxsize=2**12)
 def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
-    """Return the largest number of micro-batches in flight, for each chunk.
+    """Return the largest number of micro-batches in flight, for each chunk; none where no such moment is.
 
-    Counted from the moment at which every chunk has run a backward until the backward of the last micro-batch.
+    Counted from the moment at which every chunk has run a backward until the first backward of the last micro-batch.
     """
     counts, most, gone_back = [0] * chunks, (0,) * chunks, set[int]()
     for kind, microbatch, chunk in order_of(schedule, stage, num_stages, microbatches, chunks):
@@ -80,7 +80,7 @@ def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: 
         counts[chunk] += (kind is TaskKind.FORWARD) - (kind is TaskKind.BACKWARD)
         if len(gone_back) == chunks and sum(counts) > sum(most):
             most = tuple(counts)
-    return most
+    return most if len(gone_back) == chunks else ()
 
 
 @functools.lru_cache(maxsize=2**12)
