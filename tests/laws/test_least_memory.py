@@ -12,12 +12,10 @@ from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
-from samestep.models.spec import ModelSpec
 from samestep.planning.bounds.data_splits import DataSplits
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Needs
 from samestep.planning.candidate_groups import split_of
-from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.simulation.prediction import memory_of
 from samestep.strategies import programs_of, refusal_of
@@ -26,14 +24,18 @@ from tests.laws.models import LAW, MACHINES, MODELS, Case, cases, data_cases, jo
 HARDWARE = MACHINES["slow"]
 
 
-def _step(model: ModelSpec, job: Job, layout: Layout) -> StepSpec:
-    return StepSpec.of(model, job, layout, HARDWARE.devices_per_node)
+@LAW
+@given(cases() | data_cases())
+def test_no_bound_is_above_the_memory_of_a_step(drawn: Case) -> None:
+    """Neither that of a layout, nor that of all layouts that it is among."""
+    layout, ranks_per_node = drawn.layout, drawn.program.step.ranks_per_node
+    prices = Prices(drawn.model, drawn.job, replace(HARDWARE, devices_per_node=ranks_per_node))
+    needs = Needs(prices, 2)
 
+    def step(layout: Layout) -> StepSpec:
+        return StepSpec.of(drawn.model, drawn.job, layout, ranks_per_node)
 
-def _assert_below(needs: Needs, job: Job, layout: Layout, programs: tuple[Program, ...]) -> None:
-    """Assert that no bound of a layout, or of those that it is among, is above the memory of its fullest stage."""
-    prices = needs.prices
-    group = _step(prices.model, job, replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0))
+    group = step(replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0))
     splits = DataSplits(prices, needs, lambda degrees: [degrees.but(**split_of(layout)._asdict())])
     stages = needs.stages(group)
     bounds = {
@@ -42,19 +44,11 @@ def _assert_below(needs: Needs, job: Job, layout: Layout, programs: tuple[Progra
         ),
         "of all splits": needs.stages_bytes(group, stages),
         "of a split": needs.split_need(group, stages, layout).total,
-        "of the layout": needs.need(_step(prices.model, job, layout)).total,
+        "of the layout": needs.need(step(layout)).total,
     }
-    found = max(use.total for use in memory_of(programs, HARDWARE, 2))
+    found = max(use.total for use in memory_of(drawn.programs, HARDWARE, 2))
     above = {name: bound for name, bound in bounds.items() if bound > found * (1 + 1e-9)}
     assert not above, f"{layout}: {found:,}"
-
-
-@LAW
-@given(cases() | data_cases())
-def test_no_bound_is_above_the_memory_of_a_step(drawn: Case) -> None:
-    programs = programs_of(drawn.model, drawn.job, drawn.layout, HARDWARE.devices_per_node)
-    needs = Needs(Prices(drawn.model, drawn.job, HARDWARE), 2)
-    _assert_below(needs, drawn.job, drawn.layout, programs)
 
 
 _WORDS = st.sampled_from(sorted(MODELS)), st.sampled_from(["float32", "bf16"]), st.integers(1, 40)
@@ -66,11 +60,12 @@ def test_what_was_bounded_before_does_not_matter(what: str, precision: str, batc
     """A search bounds many layouts with the sums that it keeps: those of others must not be among them."""
     model, job = MODELS[what], job_of(batch, precision)
     needs = Needs(Prices(model, job, HARDWARE), 2)
+    ranks_per_node = HARDWARE.devices_per_node
     for drawn in every:
         for layout in (possible(drawn), possible(drawn.but(schedule="zero-bubble"))):
-            if refusal_of(_step(model, job, layout)) is None:
+            step = StepSpec.of(model, job, layout, ranks_per_node)
+            if refusal_of(step) is None:
                 alone = Needs(Prices(model, job, HARDWARE), 2)
-                step = _step(model, job, layout)
                 assert needs.need(step) == alone.need(step), layout
 
 

@@ -12,21 +12,19 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from samestep.layout import Layout, Recompute
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import BackwardSizes, Sizes, Units
-from samestep.planning.bounds.pipeline_order import InFlight, in_flight, in_flight_between
+from samestep.planning.bounds.pipeline_order import InFlight, adds_up_all, in_flight, in_flight_between
 from samestep.program.host_modules import is_named
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import master_copy_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Least bytes of the stage that needs most."""
 
     states: float
@@ -48,6 +46,8 @@ class StageHeld(NamedTuple):
     sizes: Sizes
     kept: float
     """Least bytes of activations at its peak."""
+    adds_up: bool
+    """Whether it has gradients of all its chunks at a time, before the last micro-batch's are reduced."""
 
 
 class _AtBackward(NamedTuple):
@@ -80,12 +80,25 @@ def _at_backward(
     ]
 
 
+def _adds_up_all(step: StepSpec, stage: int) -> bool:
+    """Return whether a stage has gradients of all its chunks at a time, before the last micro-batch's are reduced."""
+    words = step.layout
+    return adds_up_all(words.schedule, stage, words.pp, step.num_microbatches, words.virtual_stages)
+
+
+def _sent_bytes(sent: Sequence[int], held: InFlight) -> int:
+    """Return the bytes of a sample that stages have sent each other, given those of each chunk: none of micro-batches of which gradients of
+    weights alone are left."""
+    number: int = sum(map(operator.mul, held.counts, sent))
+    return max(0, number - held.deferred * max(sent))
+
+
 class Needs:
     """Lower bounds of the memory of layouts of one model, job and machine."""
 
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
-        self._known_kept: dict[tuple[object, ...], float] = {}
+        self._known_kept: dict[tuple[object, ...], tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]] = {}
 
     def _on_host(self, step: StepSpec) -> float:
         """Return at least the bytes of weights that may be on the host: no bound counts them."""
@@ -96,31 +109,35 @@ class Needs:
 
     def first_kept(self, step: StepSpec, virtual_stages: int, held: InFlight, recompute: Recompute) -> float:
         """Return the least bytes of activations of the first stage for each sample of a micro-batch, where it has so many in flight."""
-        key = step.layout.cuts, step.layout.pp, virtual_stages, held, recompute, step.splits_backward
+        key = step.layout.cuts, step.layout.pp, virtual_stages, recompute, step.splits_backward
         if key not in self._known_kept:
-            runs, pp = self.prices.runs(step, virtual_stages), step.layout.pp
-            kinds, works = self.prices.sizes(step, recompute), self.prices.backward_sizes(step, recompute)
-            kept = sum(
-                count * number * kinds[kind].kept
-                for count, run in zip(held.counts, runs.counts[::pp], strict=True)
-                for kind, number in run
-            )
-            kept += self._sent_bytes(step, held, 0, pp * virtual_stages)
-            if held.next_chunk is not None:
-                last = runs.kinds[held.next_chunk * pp][-1]
-                kept += max(kinds[last].again + works[last].working, works[last].loss)
-            self._known_kept[key] = kept
-        return self._known_kept[key]
+            self._known_kept[key] = self._first_runs(step, virtual_stages, recompute)
+        kept, works, sent = self._known_kept[key]
+        found: float = sum(map(operator.mul, held.counts, kept)) + _sent_bytes(sent, held)
+        return found if held.next_chunk is None else found + works[held.next_chunk]
 
-    def _sent_bytes(self, step: StepSpec, held: InFlight, stage: int, num_runs: int) -> float:
-        """Return the least bytes, for each sample of a micro-batch, of what a stage has sent and keeps until its gradient has come; in mixed
-        precision also of what it was sent, until that has gone back."""
+    def _first_runs(
+        self, step: StepSpec, virtual_stages: int, recompute: Recompute
+    ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
+        """Return the bytes of a sample that each run of layers of the first stage keeps, those with which its backward begins, and those
+        that it has sent and received."""
+        runs, pp = self.prices.runs(step, virtual_stages), step.layout.pp
+        kinds, works = self.prices.sizes(step, recompute), self.prices.backward_sizes(step, recompute)
+        lasts = [run[-1] for run in runs.kinds[::pp]]
+        return (
+            tuple(sum(number * kinds[kind].kept for kind, number in run) for run in runs.counts[::pp]),
+            tuple(max(kinds[last].again + works[last].working, works[last].loss) for last in lasts),
+            self._sent(step, 0, virtual_stages),
+        )
+
+    def _sent(self, step: StepSpec, stage: int, virtual_stages: int) -> tuple[int, ...]:
+        """Return the least bytes of a sample that each run of layers of a stage has sent and keeps until the gradient has come; in mixed
+        precision also those that it was sent, until that gradient has gone back."""
         pp = step.layout.pp
         if pp == 1:
-            return 0.0
-        kept = [(run < num_runs - 1) + (run > 0 and step.is_mixed) for run in range(stage, num_runs, pp)]
-        number = sum(map(operator.mul, held.counts, kept)) - held.deferred * max(kept)
-        return float(max(0, number) * self.prices.sent_bytes(step.but(samples=1)))
+            return (0,)
+        sent, last = self.prices.sent_bytes(step) // step.microbatch_samples, pp * virtual_stages - 1
+        return tuple(sent * ((run < last) + (run > 0 and step.is_mixed)) for run in range(stage, last + 1, pp))
 
     def first_weights(self, step: StepSpec, virtual_stages: int) -> Sizes:
         """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
@@ -135,7 +152,11 @@ class Needs:
         """Return the sizes of each stage that is unlike the others, in any split of the data axis."""
         step = smallest(step)
         return tuple(
-            StageHeld(self.prices.stage_sizes(step, stage), self._activations(step, stage, None)[0])
+            StageHeld(
+                self.prices.stage_sizes(step, stage),
+                self._activations(step, stage, None)[0],
+                _adds_up_all(step, stage),
+            )
             for stage in self._unlike(step)
         )
 
@@ -147,7 +168,7 @@ class Needs:
     def stages_bytes(self, step: StepSpec, stages: Sequence[StageHeld]) -> float:
         """Bound the memory, in bytes, of all layouts whose stages have these sizes."""
         needed = 0.0
-        for mine, kept in stages:
+        for mine, kept, _ in stages:
             states, gradients = self._least_states(step, mine, least_updated(step, mine))
             needed = max(needed, states, states - gradients + kept)
         return max(0.0, needed - self._on_host(step))
@@ -160,14 +181,12 @@ class Needs:
             stages: the sizes of the group's stages.
             split: the layout.
         """
-        chunks = step.layout.virtual_stages
-        every = (self.split_needs(step, chunks, stage.sizes, stage.kept, split) for stage in stages)
+        every = (self.split_needs(step, stage, split) for stage in stages)
         return max(itertools.chain.from_iterable(every), key=lambda need: need.total)
 
-    def split_needs(
-        self, step: StepSpec, virtual_stages: int, mine: Sizes, kept: float, split: Layout
-    ) -> tuple[Need, ...]:
-        """Bound the memory of a stage with these weights that keeps so many bytes of activations, at each moment that may be its fullest."""
+    def split_needs(self, step: StepSpec, stage: StageHeld, split: Layout) -> tuple[Need, ...]:
+        """Bound the memory of a stage in a split of the data axis, at each moment that may be its fullest."""
+        mine, kept, adds_up = stage
         master, on_host = BYTES_OF[step.master_dtype], self._on_host(step)
         shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
         if split.zero < 2:
@@ -177,8 +196,8 @@ class Needs:
         states, gradients = self._least_states(step, mine, updated)
         gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if split.zero == 2 else 0.0
         need = Need(states - on_host, kept, gathered, gradients)
-        if split.accumulate != "full" or step.num_microbatches == 1 or virtual_stages > 1:
-            return (need,)  # gradients of several chunks need not be there together
+        if split.accumulate != "full" or not adds_up:
+            return (need,)
         whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
         return need, Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
 
@@ -208,24 +227,17 @@ class Needs:
         states = self._states(step, mine, whole) + self.prices.model.buffer_bytes - self._on_host(step)
         late = 0.0 if is_met_again else self._late_gradients(step, mine, whole)
         need = Need(states, kept, unit + always, late)
-        if of_units and step.layout.accumulate == "full" and self._between(step, stage):
+        if of_units and step.layout.accumulate == "full" and _adds_up_all(step, stage):
             return max(need, self._accumulated(step, stage, states, whole, always), key=lambda one: one.total)
         return need
-
-    @staticmethod
-    def _between(step: StepSpec, stage: int) -> tuple[int, ...]:
-        """Return the micro-batches in flight in each chunk while a stage has gradients of all its chunks; none where it never does."""
-        words = step.layout
-        return in_flight_between(words.schedule, stage, words.pp, step.num_microbatches, words.virtual_stages)
 
     def _accumulated(self, step: StepSpec, stage: int, states: float, whole: Units, always: float) -> Need:
         """Bound a stage that keeps whole gradients until the last micro-batch's backward, and only then shards."""
         layout, sizes = step.layout, self.prices.run_sizes(step)
         states += (whole.all_scattered - whole.held_trained) * BYTES_OF[step.master_dtype]
-        counts = self._between(step, stage)
+        counts = in_flight_between(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(counts))
-        held = InFlight(counts, None, 0, 0, None)
-        kept += self._sent_bytes(step, held, stage, layout.pp * layout.virtual_stages)
+        kept += sum(map(operator.mul, counts, self._sent(step, stage, layout.virtual_stages)))
         if any(counts):  # the backward of one of the chunks follows
             kinds, works = self.prices.sizes(step), self.prices.backward_sizes(step)
             lasts = [run[-1] for run in self.prices.runs(step).kinds[stage :: layout.pp]]
@@ -263,7 +275,7 @@ class Needs:
         step = larger if held.latest < rest else step
         sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
         kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
-        kept = samples * (kept + self._sent_bytes(step, held, stage, layout.pp * layout.virtual_stages))
+        kept = samples * (kept + _sent_bytes(self._sent(step, stage, layout.virtual_stages), held))
         if held.next_chunk is None:
             return kept, 0.0
         run = held.next_chunk * layout.pp + stage
