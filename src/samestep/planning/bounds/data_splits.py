@@ -220,6 +220,8 @@ class DataSplits:
         holders = max(1, split.num_shards // split.ep)
         replicas_s = (own.trained / split.num_shards + experts.trained / holders) * size * way.replicas_s
         once_s, each_s = [0.0, 0.0], [0.0, 0.0]
+        if split.zero >= 2:
+            parts = ((own, way.shared_s), (experts, way.experts_s * self.prices.expert_padding(step, holders)))
         for number, (part, rate_s) in enumerate(parts):
             gathers_s, scatters_s = rate_s * part.gathered, rate_s * part.scattered * size
             if split.zero == 1:

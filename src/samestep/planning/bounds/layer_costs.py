@@ -85,6 +85,8 @@ class _RankLayers(NamedTuple):
     """Elements of the largest weight of a block."""
     least_of_experts: int
     """Elements of the smallest expert-sharded weight of a block; 0 if there is none."""
+    expert_rows: frozenset[int]
+    """Rows of the expert-sharded weights."""
     sent: int
     """Least number of elements of a sample that are sent between two blocks."""
     flops: tuple[int, ...]
@@ -170,10 +172,16 @@ class Prices:
                 tuple(tuple(gradient_bytes(local, index)) for index in indices),
                 max((param.numel for param in params), default=0),
                 min(of_experts, default=0),
+                frozenset(p.rows for p in local.model.params if local.holding(p).is_expert_sharded and p.numel),
                 _least_sent(layers[blocks[0] : blocks[-1]], self.model),
                 tuple(layer.forward_flops for layer in layers),
             )
         return self._known_cuts[key]
+
+    def expert_padding(self, step: StepSpec, parts: int) -> float:
+        """Return how many times as large expert-sharded weights are at least whose rows are padded to a multiple of so many ranks."""
+        rows = self.cut(step).expert_rows if parts > 1 else frozenset[int]()
+        return min((-(-one // parts) * parts / one for one in rows), default=1.0)
 
     @staticmethod
     def key(step: StepSpec) -> tuple[object, ...]:

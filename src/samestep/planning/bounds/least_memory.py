@@ -174,7 +174,7 @@ class Needs:
         return max(0.0, needed - self._on_host(step))
 
     def split_need(self, step: StepSpec, stages: Sequence[StageHeld], split: Layout) -> Need:
-        """Bound the memory of a split of the data axis by activations and states, whose pieces are not padded.
+        """Bound the memory of a split of the data axis by activations and states, of which pieces of experts alone are padded.
 
         Args:
             step: the step of its group, under zero=0.
@@ -191,14 +191,17 @@ class Needs:
         shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
         if split.zero < 2:
             states = self._whole_states(step, mine, split.zero, shards, experts)
-            return (Need(states - on_host, kept, 0.0, mine.trained * master),)
-        updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained / experts
+            late = mine.trained * master if split.dp_cp_size == 1 else 0.0  # in buckets they are always there
+            return (Need(states - on_host, kept, 0.0, late),)
+        padding = self.prices.expert_padding(step, experts)
+        updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained * padding / experts
         states, gradients = self._least_states(step, mine, updated)
-        gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if split.zero == 2 else 0.0
+        of_own, of_experts = float(shards > 1), padding * (experts > 1)
+        gathered = mine.in_units * of_own + mine.expert_in_units * of_experts if split.zero == 2 else 0.0
         need = Need(states - on_host, kept, gathered, gradients)
         if split.accumulate != "full" or not adds_up:
             return (need,)
-        whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
+        whole = mine.units_trained * of_own + mine.expert_units_trained * of_experts
         return need, Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
 
     def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
