@@ -22,6 +22,7 @@ from samestep.planning.bounds.layer_costs import Prices, smallest, without_fixed
 from samestep.planning.bounds.layer_kinds import Sizes
 from samestep.planning.bounds.least_memory import Needs, StageHeld
 from samestep.planning.bounds.pipeline_order import InFlight, adds_up_all, in_flight
+from samestep.program.exchange_times import SUMMED
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.step import StepSpec
 from samestep.simulation.collectives import collective_s, group_of
@@ -167,12 +168,13 @@ class DataSplits:
         if key not in self._known_ways:
             ways: list[_Way] = []
             known: dict[tuple[object, ...], tuple[float, float, float]] = {}
+            is_plain, whole = step.sharing is SUMMED, BYTES_OF[step.master_dtype]
             for split in self._splits(layout):
                 alike = split.dp_replicate, split.dp_shard, split.zero > 0, split.reduce
-                mine = step.but(layout=split)
                 if alike not in known:
-                    known[alike] = self._rates(mine, split)
-                ways.append(_Way(split, least_reduced_bytes(mine), *known[alike]))
+                    known[alike] = self._rates(step.but(layout=split), split)
+                sent = whole if is_plain else least_reduced_bytes(step.but(layout=split))
+                ways.append(_Way(split, sent, *known[alike]))
             self._known_ways[key] = ways
         return self._known_ways[key]
 
