@@ -252,7 +252,7 @@ def decoders(draw: st.DrawFn, least_layers: int = 1, has_experts: bool = False) 
 def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
     """The programs of a layout over any axes, with any schedule, that no strategy refuses; `words` narrow the layout."""
     layout = draw(layouts())
-    layout = _possible(replace(layout, offload=False, **{name: draw(values) for name, values in words.items()}))
+    layout = possible(replace(layout, offload=False, **{name: draw(values) for name, values in words.items()}))
     model = draw(decoders(layout.pp * layout.virtual_stages, layout.ep > 1))
     job = Job(
         train={"global_batch": draw(st.integers(1, 40))},
@@ -264,7 +264,7 @@ def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
     return _case(model, job, layout, ranks_per_node)
 
 
-def _possible(layout: Layout) -> Layout:
+def possible(layout: Layout) -> Layout:
     """Return the layout without what its other words make impossible, so that few draws are refused."""
     spec = SCHEDULES[layout.schedule]
     if layout.pp == 1:

@@ -203,7 +203,14 @@ class ModelSpec:
 
     def params_of(self, layer: int) -> tuple[ParamSpec, ...]:
         """Return the parameters that a layer owns, by its index, in the module's order."""
-        return tuple(param for param in self.params if param.layer == layer)
+        return self._params_by_layer.get(layer, ())
+
+    @cached_property
+    def _params_by_layer(self) -> dict[int, tuple[ParamSpec, ...]]:
+        found: dict[int, list[ParamSpec]] = {}
+        for param in self.params:
+            found.setdefault(param.layer, []).append(param)
+        return {layer: tuple(params) for layer, params in found.items()}
 
     def entered_before(self, start: int) -> Counter[str]:
         """Return the number of times that earlier layers enter the modules that several layers enter, by path."""

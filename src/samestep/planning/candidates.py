@@ -138,15 +138,19 @@ def ring_of(split: Layout, model: ModelSpec) -> tuple[Layout, ...]:
 def less_cut(degrees: Layout, model: ModelSpec, ranks_per_node: int) -> tuple[Layout, ...]:
     """Return degrees that cut a sequence among fewer ranks, by which the given ones are bounded, and these: first those that leave it whole,
     then those that pass keys and values around a shorter ring of such groups of ranks."""
-    fewer = [degrees.but(cp=cp, dp_replicate=degrees.dp * degrees.cp // cp) for cp in _divisors(degrees.cp)[:-1]]
-    whole = [fewer[0].but(exchange=_DEFAULT.exchange)] if fewer else []
+    if degrees.cp == 1:
+        return (degrees,)
+    samples = degrees.dp * degrees.cp
+    whole = degrees.but(cp=1, dp_replicate=samples, exchange=_DEFAULT.exchange)
     groups = attention_ranks(model, degrees, ranks_per_node)
+    fewer = _divisors(degrees.cp)[1:-1] if groups.ring > 1 else ()
+    shorter = (degrees.but(cp=cp, dp_replicate=samples // cp) for cp in fewer)
     rings = (
         one
-        for one in (fewer[1:] if groups.ring > 1 else ())
+        for one in shorter
         if (mine := attention_ranks(model, one, ranks_per_node)).ring > 1 and mine.heads == groups.heads
     )
-    return (*whole, *rings, degrees)
+    return (whole, *rings, degrees)
 
 
 def splits(degrees: Layout) -> Iterator[Layout]:

@@ -152,12 +152,14 @@ def attention_ranks(model: ModelSpec, layout: Layout, ranks_per_node: int | None
 
 def divisors_by_heads(model: ModelSpec, layout: Layout) -> list[int]:
     """Return the numbers of ranks, fewer than those of `cp`, that divide these and the heads of each attention."""
-    counts = _query_heads(model, layout.tp)
-    return [
-        one
-        for one in range(2, layout.cp)
-        if layout.cp % one == 0 and counts and all(count % one == 0 for count in counts)
-    ]
+    return [*_divisors_by_heads(model, layout.tp, layout.cp)]
+
+
+@cache_by_model
+def _divisors_by_heads(model: ModelSpec, tp: int, degree: int) -> tuple[int, ...]:
+    counts = _query_heads(model, tp)
+    every = (one for one in range(2, degree) if degree % one == 0) if counts else ()
+    return tuple(one for one in every if all(count % one == 0 for count in counts))
 
 
 def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: int | None) -> SlicePlacement:
@@ -175,6 +177,7 @@ def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: 
     return SlicePlacement.of(length, layout.cp, may_split=may_split, heads=ranks.heads if ranks.ring > 1 else 1)
 
 
+@cache_by_model
 def _most_by_heads(model: ModelSpec, tp: int) -> int:
     """Return the largest degree of which every divisor divides the tokens and the heads of each attention."""
     return math.gcd(model.length, *_query_heads(model, tp))

@@ -20,8 +20,9 @@ from samestep.layout import Layout, Recompute
 from samestep.planning.bounds.body_seconds import least_reduced_bytes
 from samestep.planning.bounds.layer_costs import Prices, smallest, without_fixed_costs
 from samestep.planning.bounds.layer_kinds import Sizes
-from samestep.planning.bounds.least_memory import Needs
-from samestep.planning.bounds.pipeline_order import in_flight
+from samestep.planning.bounds.least_memory import Needs, StageHeld
+from samestep.planning.bounds.pipeline_order import InFlight, adds_up_all, in_flight
+from samestep.program.exchange_times import SUMMED
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.step import StepSpec
 from samestep.simulation.collectives import collective_s, group_of
@@ -132,27 +133,30 @@ class DataSplits:
     def _firsts(self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]]) -> list[_FirstStage]:
         """Return first stages, which keep activations of most samples: the least bytes of these for what is computed again, those of the
         rest, and the seconds of communication."""
-        return [
-            (functools.partial(self._kept, step, schedule, chunks), self._held(step, chunks), self._seconds(step))
-            for step in steps
-            for schedule, chunks in schedules
-        ]
+        found: list[_FirstStage] = []
+        for step in steps:
+            samples, took = smallest(step).microbatch_samples, self._seconds(step)
+            for schedule, chunks in schedules:
+                held = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks)
+                kept_of = functools.partial(self._kept, step, chunks, held, samples)
+                found.append((kept_of, self._held(step, schedule, chunks), took))
+        return found
 
-    def _kept(self, step: StepSpec, schedule: str, chunks: int, recompute: Recompute) -> float:
+    def _kept(self, step: StepSpec, chunks: int, held: InFlight, samples: int, recompute: Recompute) -> float:
         """Return the least bytes of activations of a first stage at its fullest."""
-        counts = in_flight(schedule, 0, step.layout.pp, step.num_microbatches, chunks).counts
-        return smallest(step).microbatch_samples * self.needs.first_kept(step, chunks, counts, recompute)
+        return samples * self.needs.first_kept(step, chunks, held, recompute)
 
-    def _held(self, step: StepSpec, virtual_stages: int) -> _Held:
+    def _held(self, step: StepSpec, schedule: str, virtual_stages: int) -> _Held:
         """Return the least bytes of what the first stage holds in each split: all states, and the part of them that is there with all
         activations, with gathered weights. Then the least of these parts."""
         layout = step.layout
-        key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload
+        adds_up = adds_up_all(schedule, 0, layout.pp, step.num_microbatches, virtual_stages)
+        key = layout.cuts[:-2], layout.pp, virtual_stages, layout.dp, layout.offload, adds_up
         if key not in self._known_held:
             held: list[tuple[float, float]] = []
-            weights = self.needs.first_weights(step, virtual_stages)
+            stage = StageHeld(self.needs.first_weights(step, virtual_stages), 0.0, adds_up)
             for way in self._ways(step):
-                need, *more = self.needs.split_needs(step, weights, 0.0, way.split)
+                need, *more = self.needs.split_needs(step, stage, way.split)
                 states = max(need.states, *(one.total for one in more)) if more else need.states
                 held.append((states, need.states - need.gradients + need.gathered))
             self._known_held[key] = held, min(others for _, others in held)
@@ -164,12 +168,13 @@ class DataSplits:
         if key not in self._known_ways:
             ways: list[_Way] = []
             known: dict[tuple[object, ...], tuple[float, float, float]] = {}
+            is_plain, whole = step.sharing is SUMMED, BYTES_OF[step.master_dtype]
             for split in self._splits(layout):
                 alike = split.dp_replicate, split.dp_shard, split.zero > 0, split.reduce
-                mine = step.but(layout=split)
                 if alike not in known:
-                    known[alike] = self._rates(mine, split)
-                ways.append(_Way(split, least_reduced_bytes(mine), *known[alike]))
+                    known[alike] = self._rates(step.but(layout=split), split)
+                sent = whole if is_plain else least_reduced_bytes(step.but(layout=split))
+                ways.append(_Way(split, sent, *known[alike]))
             self._known_ways[key] = ways
         return self._known_ways[key]
 
@@ -217,6 +222,8 @@ class DataSplits:
         holders = max(1, split.num_shards // split.ep)
         replicas_s = (own.trained / split.num_shards + experts.trained / holders) * size * way.replicas_s
         once_s, each_s = [0.0, 0.0], [0.0, 0.0]
+        if split.zero >= 2:
+            parts = ((own, way.shared_s), (experts, way.experts_s * self.prices.expert_padding(step, holders)))
         for number, (part, rate_s) in enumerate(parts):
             gathers_s, scatters_s = rate_s * part.gathered, rate_s * part.scattered * size
             if split.zero == 1:

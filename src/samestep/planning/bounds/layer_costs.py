@@ -23,10 +23,12 @@ from samestep.layout import Recompute
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.planning.bounds.layer_kinds import (
+    BackwardSizes,
     Parts,
     Seconds,
     Sizes,
     Units,
+    least_reduced_last,
     multiple,
     one_of_each,
     quicker,
@@ -42,6 +44,7 @@ from samestep.simulation.clock import queue_of
 from samestep.simulation.collectives import GroupShape, collective_s, group_of
 from samestep.simulation.cost import exposed_s, seconds, work_of
 from samestep.simulation.layer_memory import saved_bytes
+from samestep.simulation.live_bytes import gradient_bytes
 from samestep.simulation.spans import COMPUTE
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balance_chunks, deferred_gradients, elements_sent_before, starts
@@ -76,10 +79,14 @@ class _RankLayers(NamedTuple):
     """With the model of a rank, and what it holds of each weight."""
     weights: tuple[tuple[float, ...], ...]
     """The fields of `Sizes` that describe weights."""
+    gradients: tuple[tuple[int, ...], ...]
+    """The bytes of the gradients of each kind's weights."""
     largest: int
     """Elements of the largest weight of a block."""
     least_of_experts: int
     """Elements of the smallest expert-sharded weight of a block; 0 if there is none."""
+    expert_rows: frozenset[int]
+    """Rows of the expert-sharded weights."""
     sent: int
     """Least number of elements of a sample that are sent between two blocks."""
     flops: tuple[int, ...]
@@ -136,10 +143,11 @@ class Prices:
         self._alike: list[_Alike] = []
         self._known_least: dict[tuple[object, ...], float] = {}
         self._known_samples: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
-        self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
+        self._known_sizes: dict[tuple[object, ...], tuple[tuple[Sizes, ...], tuple[BackwardSizes, ...]]] = {}
         self._known_trained: dict[tuple[object, ...], float] = {}
         self._known_runs: dict[tuple[object, ...], Chunks] = {}
         self._known_stage_units: dict[tuple[object, ...], Units] = {}
+        self._known_last: dict[tuple[object, ...], int] = {}
         self._known_units: dict[tuple[object, ...], list[Units]] = {}
         self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_run_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
@@ -161,12 +169,19 @@ class Prices:
             self._known_cuts[key] = _RankLayers(
                 local,
                 tuple(weights(local, index) for index in indices),
+                tuple(tuple(gradient_bytes(local, index)) for index in indices),
                 max((param.numel for param in params), default=0),
                 min(of_experts, default=0),
+                frozenset(p.rows for p in local.model.params if local.holding(p).is_expert_sharded and p.numel),
                 _least_sent(layers[blocks[0] : blocks[-1]], self.model),
                 tuple(layer.forward_flops for layer in layers),
             )
         return self._known_cuts[key]
+
+    def expert_padding(self, step: StepSpec, parts: int) -> float:
+        """Return how many times as large expert-sharded weights are at least whose rows are padded to a multiple of so many ranks."""
+        rows = self.cut(step).expert_rows if parts > 1 else frozenset[int]()
+        return min((-(-one // parts) * parts / one for one in rows), default=1.0)
 
     @staticmethod
     def key(step: StepSpec) -> tuple[object, ...]:
@@ -329,24 +344,26 @@ class Prices:
 
     def sizes(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Sizes, ...]:
         """Return the sizes of one layer of each kind, under the recomputation of the step or another one."""
+        return self._all_sizes(step, recompute)[0]
+
+    def backward_sizes(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[BackwardSizes, ...]:
+        """Return what the backward of one layer of each kind works on, under the recomputation of the step or another one."""
+        return self._all_sizes(step, recompute)[1]
+
+    def _all_sizes(
+        self, step: StepSpec, recompute: Recompute | None
+    ) -> tuple[tuple[Sizes, ...], tuple[BackwardSizes, ...]]:
         layout = step.layout
-        key = (layout.cuts, recompute or layout.recompute)
+        key = layout.cuts, recompute or layout.recompute, step.splits_backward
         if key not in self._known_sizes:
             layout = layout.but(recompute=key[1])
             cut, one = self.cut(step), step.but(samples=1, layout=layout)
             may_leave = layout.recompute == "offload"
-            saved = (saved_bytes(one, layer, may_leave and layer.is_block) for layer in cut.step.model.layers)
-            self._known_sizes[key] = tuple(
-                Sizes._make(
-                    (
-                        one.kept,
-                        one.whole - one.kept,
-                        one.working - one.working_fixed,
-                        one.loss + one.loss_working - one.loss_fixed,
-                        *held,
-                    )
-                )
-                for one, held in zip(saved, cut.weights, strict=True)
+            saved = [saved_bytes(one, layer, may_leave and layer.is_block) for layer in cut.step.model.layers]
+            parts = zip(saved, cut.weights, strict=True)
+            self._known_sizes[key] = (
+                tuple(Sizes._make((one.kept, one.whole - one.kept, *held)) for one, held in parts),
+                tuple(map(BackwardSizes.of, saved, cut.gradients)),
             )
         return self._known_sizes[key]
 
@@ -358,6 +375,15 @@ class Prices:
             local = step.cut_like(self.cut(step).step)
             self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
         return self._known_units[key]
+
+    def reduced_last_bytes(self, step: StepSpec) -> int:
+        """Return at most the bytes of the gradients that are reduced last in a backward without stages."""
+        layout = step.layout
+        key = (layout.cuts, layout.num_shards)
+        if key not in self._known_last:
+            local = step.cut_like(self.cut(step).step)
+            self._known_last[key] = least_reduced_last(local) * BYTES_OF[step.master_dtype]
+        return self._known_last[key]
 
     # -- all layers, and runs of them ----------------------------------------------------------------------------------
 
@@ -415,7 +441,7 @@ class Prices:
     def run_sizes(self, step: StepSpec) -> tuple[Sizes, ...]:
         """Add up the layers of each run."""
         layout = step.layout
-        key = (layout.cuts, layout.recompute, layout.pp, layout.virtual_stages)
+        key = (layout.cuts, layout.recompute, layout.pp, layout.virtual_stages, step.splits_backward)
         if key not in self._known_run_sizes:
             self._known_run_sizes[key] = self._of_runs(step, self.sizes(step))
         return self._known_run_sizes[key]

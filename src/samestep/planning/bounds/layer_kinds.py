@@ -14,9 +14,11 @@ from samestep.models.layer_parts import PartialSum
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
+from samestep.program.buckets import WEIGHT_BYTES
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 from samestep.program.units import padded_rows
+from samestep.simulation.layer_memory import Saved
 
 
 class Seconds(NamedTuple):
@@ -41,10 +43,6 @@ class Sizes(NamedTuple):
     """Activations after the forward."""
     again: float = 0.0
     """Further activations that exist once they have been recomputed."""
-    working: float = 0.0
-    """Working memory of its backward; its sum over a run has no meaning."""
-    loss: float = 0.0
-    """Working memory of the backward of the loss after it, with the activations of the loss."""
     weights: float = 0.0
     """Bytes of weights in the dtype of the module."""
     trained: float = 0.0
@@ -56,12 +54,43 @@ class Sizes(NamedTuple):
     expert_apart: float = 0.0
     block_trained: float = 0.0
     """Elements that are trained and belong to blocks."""
+    gaps: float = 0.0
+    """Elements that may be left free between trained weights in buffers, of which a rank's part of the states has none."""
     in_units: float = 0.0
     """Bytes of weights that ZeRO-2 and ZeRO-3 gather with their layer, if several ranks have a part each."""
     units_trained: float = 0.0
     """Elements of their gradients."""
     expert_in_units: float = 0.0
     expert_units_trained: float = 0.0
+
+
+class BackwardSizes(NamedTuple):
+    """What the backward of one layer works on, on one rank: bytes of a sample, beside the layer's activations."""
+
+    working: float = 0.0
+    """At most."""
+    boundaries: float = 0.0
+    """The gradients of its input and its output."""
+    left: float = 0.0
+    """At its end: these gradients, and as much of its activations."""
+    loss: float = 0.0
+    """Working memory of the backward of the loss after it, with the activations of the loss."""
+    loss_fixed: float = 0.0
+    """The part of that which a larger micro-batch does not need more of, for any number of samples."""
+    gradient: float = 0.0
+    """The gradient of its largest weight, for any number of samples."""
+
+    @classmethod
+    def of(cls, saved: Saved, gradients: Sequence[int]) -> BackwardSizes:
+        """Return the sizes of a layer, given what it saves of one sample and the bytes of the gradients of its weights."""
+        return cls(
+            working=saved.working - saved.working_fixed,
+            boundaries=saved.boundaries,
+            left=saved.boundaries + min(saved.boundaries, saved.whole),
+            loss=saved.loss + saved.loss_working - saved.loss_fixed,
+            loss_fixed=saved.loss_fixed,
+            gradient=max(gradients, default=0),
+        )
 
 
 class Units(NamedTuple):
@@ -79,6 +108,8 @@ class Units(NamedTuple):
     held: float = 0.0
     """Bytes of all weights that a rank holds."""
     held_trained: float = 0.0
+    kept: float = 0.0
+    """Bytes of weights that are gathered with no layer, and kept until the first layer's backward where there are no stages."""
 
     @property
     def all_gathered(self) -> float:
@@ -132,8 +163,14 @@ def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
         apart(trained),
         apart(of_experts),
         sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
+        sum(-param.numel % _alignment(step, param) for param in trained),
         *_in_units(step, [(param, param.numel) for param in params]),
     )
+
+
+def _alignment(step: StepSpec, param: ParamSpec) -> int:
+    """Return the number of elements of which the place of a weight in a buffer is a multiple, where zero=1 divides it."""
+    return max(step.states.alignment, WEIGHT_BYTES // BYTES_OF[step.working_dtype(param)])
 
 
 def _in_units(step: StepSpec, numels: Sequence[tuple[ParamSpec, int]]) -> list[float]:
@@ -150,15 +187,45 @@ def _in_units(step: StepSpec, numels: Sequence[tuple[ParamSpec, int]]) -> list[f
 def units(step: StepSpec, layer: int) -> Units:
     """Return the gathered and scattered weights of a layer."""
     shared: list[tuple[ParamSpec, int]] = []
-    held = held_trained = 0.0
+    held = held_trained = kept = 0.0
     for param in step.model.params_of(layer):
-        parts = step.ranks.size("dp_expert") if step.holding(param).is_expert_sharded else step.layout.num_shards
+        parts = _num_holders(step, param)
         numel = padded_rows(param, parts)
         held += param.bytes_of(numel, BYTES_OF[step.master_dtype]) / parts
         held_trained += numel / parts * param.trainable
         if parts > 1:
             shared.append((param, numel))
-    return Units._make((*_in_units(step, shared), _awaited(step, layer, shared), held, held_trained))
+            kept += step.weight_bytes(param) if _is_kept(step, param) else 0
+    return Units._make((*_in_units(step, shared), _awaited(step, layer, shared), held, held_trained, kept))
+
+
+def _is_kept(step: StepSpec, param: ParamSpec) -> bool:
+    """Return whether a weight is gathered from the first layer's forward to its backward where there are no stages: one that the first
+    and the last layer share, and one that is gathered with the root."""
+    if step.holding(param).is_expert_sharded or _is_in_unit(step, param):
+        return False
+    is_tied = param.layer == 0 and param.last_layer == len(step.model.layers) - 1
+    return is_tied if param.shared else param.read_outside
+
+
+def least_reduced_last(step: StepSpec) -> int:
+    """Return at most the elements of the gradients that a backward without stages reduces last: those of a unit that the first layer uses,
+    or of one whose input takes no gradient."""
+    if step.model.called_again:
+        return 0
+    reduced = [
+        param for param in step.model.params if param.trainable and param.numel and _num_holders(step, param) > 1
+    ]
+    first = min((param.layer for param in reduced), default=0)
+    last = (
+        p.numel for p in reduced if p.layer == first or not p.takes_gradient or not (p.shared or _is_in_unit(step, p))
+    )
+    return min(last, default=0)
+
+
+def _num_holders(step: StepSpec, param: ParamSpec) -> int:
+    """Return the number of ranks that each have a part of a weight under zero=2 and 3."""
+    return step.ranks.size("dp_expert") if step.holding(param).is_expert_sharded else step.layout.num_shards
 
 
 def _awaited(step: StepSpec, layer: int, numels: Sequence[tuple[ParamSpec, int]]) -> float:

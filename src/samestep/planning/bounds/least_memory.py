@@ -2,30 +2,29 @@
 
 A bound never exceeds what `simulation/memory.py` finds. It is taken first for all ways to split the data axis by the first stage, which
 keeps most samples, then by every stage, then for each of these by its states alone, then for each layout. It adds up the states, each
-divided by the axes that shard it; the activations of as many micro-batches as the schedule has in flight, and the recomputed ones of one
-backward; and the gathered weights and gradients of one layer with those reduced just before, or under zero=2 all weights. Gradients that
-are in no bucket may be allocated only when the activations are freed.
+divided by the axes that shard it; the activations of as many micro-batches as the schedule has in flight, with what stages have sent each
+other of them, and what one backward computes again and works on; and the gathered weights and gradients of one layer with those reduced
+just before, or under zero=2 all weights. Gradients that are in no bucket may be allocated only when the activations are freed.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from samestep.layout import Layout, Recompute
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
-from samestep.planning.bounds.layer_kinds import Sizes, Units
-from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
+from samestep.planning.bounds.layer_kinds import BackwardSizes, Sizes, Units
+from samestep.planning.bounds.pipeline_order import InFlight, adds_up_all, in_flight, in_flight_between
 from samestep.program.host_modules import is_named
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 from samestep.simulation.memory import master_copy_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Least bytes of the stage that needs most."""
 
     states: float
@@ -47,6 +46,8 @@ class StageHeld(NamedTuple):
     sizes: Sizes
     kept: float
     """Least bytes of activations at its peak."""
+    adds_up: bool
+    """Whether it has gradients of all its chunks at a time, before the last micro-batch's are reduced."""
 
 
 class _AtBackward(NamedTuple):
@@ -61,13 +62,35 @@ class _AtBackward(NamedTuple):
 
 
 def _at_backward(
-    one: Sizes, units: _AtBackward, samples: int, freed: float, sent: float
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the bytes of activations and units at the peak of a layer's backward, and at its end."""
-    return (
-        (samples * (one.again + one.working) - freed, units.gathered + sent),
-        (-samples * one.kept - freed, units.gathered + sent + units.whole),
-    )
+    one: Sizes, works: BackwardSizes, units: _AtBackward | None, samples: int, freed: float, sent: float
+) -> list[tuple[float, float]]:
+    """Return the bytes of activations and of units at the moments of a layer's backward that may be its fullest: where it works on most,
+    where the gradient of its largest weight is there, and at its end.
+
+    Gradients of weights that are in no unit, or in one that is not known, come one after the other.
+    """
+    again = samples * one.again - freed
+    if units is None:
+        most = max(samples * works.working, samples * works.boundaries + works.gradient)
+        return [(again + most, 0.0)]
+    gathered = units.gathered + sent
+    return [
+        (again + samples * works.working, gathered + works.gradient),
+        (samples * (works.left - one.kept) - freed, gathered + units.whole),
+    ]
+
+
+def _adds_up_all(step: StepSpec, stage: int) -> bool:
+    """Return whether a stage has gradients of all its chunks at a time, before the last micro-batch's are reduced."""
+    words = step.layout
+    return adds_up_all(words.schedule, stage, words.pp, step.num_microbatches, words.virtual_stages)
+
+
+def _sent_bytes(sent: Sequence[int], held: InFlight) -> int:
+    """Return the bytes of a sample that stages have sent each other, given those of each chunk: none of micro-batches of which gradients of
+    weights alone are left."""
+    number: int = sum(map(operator.mul, held.counts, sent))
+    return max(0, number - held.deferred * max(sent))
 
 
 class Needs:
@@ -75,7 +98,7 @@ class Needs:
 
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
-        self._known_kept: dict[tuple[object, ...], float] = {}
+        self._known_kept: dict[tuple[object, ...], tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]] = {}
 
     def _on_host(self, step: StepSpec) -> float:
         """Return at least the bytes of weights that may be on the host: no bound counts them."""
@@ -84,18 +107,37 @@ class Needs:
         named = (param for param in self.prices.model.params if is_named(step, param))
         return float(sum(param.numel for param in named) * BYTES_OF[step.master_dtype])
 
-    def first_kept(self, step: StepSpec, virtual_stages: int, counts: tuple[int, ...], recompute: Recompute) -> float:
-        """Return the least bytes of activations that the first stage keeps of a sample of so many micro-batches in flight in each chunk."""
-        key = step.layout.cuts, step.layout.pp, virtual_stages, counts, recompute
+    def first_kept(self, step: StepSpec, virtual_stages: int, held: InFlight, recompute: Recompute) -> float:
+        """Return the least bytes of activations of the first stage for each sample of a micro-batch, where it has so many in flight."""
+        key = step.layout.cuts, step.layout.pp, virtual_stages, recompute, step.splits_backward
         if key not in self._known_kept:
-            runs = self.prices.runs(step, virtual_stages).counts[:: step.layout.pp]
-            kinds = self.prices.sizes(step, recompute)
-            self._known_kept[key] = sum(
-                count * number * kinds[kind].kept
-                for count, run in zip(counts, runs, strict=True)
-                for kind, number in run
-            )
-        return self._known_kept[key]
+            self._known_kept[key] = self._first_runs(step, virtual_stages, recompute)
+        kept, works, sent = self._known_kept[key]
+        found: float = sum(map(operator.mul, held.counts, kept)) + _sent_bytes(sent, held)
+        return found if held.next_chunk is None else found + works[held.next_chunk]
+
+    def _first_runs(
+        self, step: StepSpec, virtual_stages: int, recompute: Recompute
+    ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
+        """Return the bytes of a sample that each run of layers of the first stage keeps, those with which its backward begins, and those
+        that it has sent and received."""
+        runs, pp = self.prices.runs(step, virtual_stages), step.layout.pp
+        kinds, works = self.prices.sizes(step, recompute), self.prices.backward_sizes(step, recompute)
+        lasts = [run[-1] for run in runs.kinds[::pp]]
+        return (
+            tuple(sum(number * kinds[kind].kept for kind, number in run) for run in runs.counts[::pp]),
+            tuple(max(kinds[last].again + works[last].working, works[last].loss) for last in lasts),
+            self._sent(step, 0, virtual_stages),
+        )
+
+    def _sent(self, step: StepSpec, stage: int, virtual_stages: int) -> tuple[int, ...]:
+        """Return the least bytes of a sample that each run of layers of a stage has sent and keeps until the gradient has come; in mixed
+        precision also those that it was sent, until that gradient has gone back."""
+        pp = step.layout.pp
+        if pp == 1:
+            return (0,)
+        sent, last = self.prices.sent_bytes(step) // step.microbatch_samples, pp * virtual_stages - 1
+        return tuple(sent * ((run < last) + (run > 0 and step.is_mixed)) for run in range(stage, last + 1, pp))
 
     def first_weights(self, step: StepSpec, virtual_stages: int) -> Sizes:
         """Add up the weights of the runs of layers of the first stage: sizes that do not depend on what is computed again."""
@@ -110,7 +152,11 @@ class Needs:
         """Return the sizes of each stage that is unlike the others, in any split of the data axis."""
         step = smallest(step)
         return tuple(
-            StageHeld(self.prices.stage_sizes(step, stage), self._activations(step, stage, None)[0])
+            StageHeld(
+                self.prices.stage_sizes(step, stage),
+                self._activations(step, stage, None)[0],
+                _adds_up_all(step, stage),
+            )
             for stage in self._unlike(step)
         )
 
@@ -122,36 +168,40 @@ class Needs:
     def stages_bytes(self, step: StepSpec, stages: Sequence[StageHeld]) -> float:
         """Bound the memory, in bytes, of all layouts whose stages have these sizes."""
         needed = 0.0
-        for mine, kept in stages:
+        for mine, kept, _ in stages:
             states, gradients = self._least_states(step, mine, least_updated(step, mine))
             needed = max(needed, states, states - gradients + kept)
         return max(0.0, needed - self._on_host(step))
 
     def split_need(self, step: StepSpec, stages: Sequence[StageHeld], split: Layout) -> Need:
-        """Bound the memory of a split of the data axis by activations and states, whose pieces are not padded.
+        """Bound the memory of a split of the data axis by activations and states, of which pieces of experts alone are padded.
 
         Args:
             step: the step of its group, under zero=0.
             stages: the sizes of the group's stages.
             split: the layout.
         """
-        every = (self.split_needs(step, stage.sizes, stage.kept, split) for stage in stages)
+        every = (self.split_needs(step, stage, split) for stage in stages)
         return max(itertools.chain.from_iterable(every), key=lambda need: need.total)
 
-    def split_needs(self, step: StepSpec, mine: Sizes, kept: float, split: Layout) -> tuple[Need, ...]:
-        """Bound the memory of a stage with these weights that keeps so many bytes of activations, at each moment that may be its fullest."""
+    def split_needs(self, step: StepSpec, stage: StageHeld, split: Layout) -> tuple[Need, ...]:
+        """Bound the memory of a stage in a split of the data axis, at each moment that may be its fullest."""
+        mine, kept, adds_up = stage
         master, on_host = BYTES_OF[step.master_dtype], self._on_host(step)
         shards, experts = split.num_shards, max(1, split.innermost_data_ranks // split.ep)
         if split.zero < 2:
             states = self._whole_states(step, mine, split.zero, shards, experts)
-            return (Need(states - on_host, kept, 0.0, mine.trained * master),)
-        updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained / experts
+            late = mine.trained * master if split.dp_cp_size == 1 else 0.0  # in buckets they are always there
+            return (Need(states - on_host, kept, 0.0, late),)
+        padding = self.prices.expert_padding(step, experts)
+        updated = (mine.trained - mine.expert_trained) / shards + mine.expert_trained * padding / experts
         states, gradients = self._least_states(step, mine, updated)
-        gathered = mine.in_units * (shards > 1) + mine.expert_in_units * (experts > 1) if split.zero == 2 else 0.0
+        of_own, of_experts = float(shards > 1), padding * (experts > 1)
+        gathered = mine.in_units * of_own + mine.expert_in_units * of_experts if split.zero == 2 else 0.0
         need = Need(states - on_host, kept, gathered, gradients)
-        if split.accumulate != "full" or step.num_microbatches == 1:
+        if split.accumulate != "full" or not adds_up:
             return (need,)
-        whole = mine.units_trained * (shards > 1) + mine.expert_units_trained * (experts > 1)
+        whole = mine.units_trained * of_own + mine.expert_units_trained * of_experts
         return need, Need(states - on_host - gradients + whole * master, 0.0, gathered, 0.0)
 
     def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
@@ -170,74 +220,105 @@ class Needs:
         return max((self._need_of(step, stage) for stage in self._unlike(step)), key=lambda need: need.total)
 
     def _need_of(self, step: StepSpec, stage: int) -> Need:
-        mine = self.prices.stage_sizes(step, stage)
+        mine, is_met_again = self.prices.stage_sizes(step, stage), self._is_met_again(step, stage)
         of_units = self.prices.units(step) if step.zero >= 2 else None
-        kept, unit = self._activations(step, stage, of_units)
         whole = self.prices.stage_units(step, stage) if of_units else Units()
-        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
+        # The micro-batch before has left the gradients that it reduced last.
+        sent = self.prices.reduced_last_bytes(step) if of_units and is_met_again and step.layout.pp == 1 else 0.0
+        kept, unit = self._activations(step, stage, of_units, sent)
+        always = (whole.all_gathered if step.zero == 2 else 0.0) + (whole.kept if step.layout.pp == 1 else 0.0)
         states = self._states(step, mine, whole) + self.prices.model.buffer_bytes - self._on_host(step)
-        need = Need(states, kept, gathered, self._late_gradients(step, stage, mine, whole))
-        if of_units and step.layout.accumulate == "full" and step.num_microbatches > 1:
-            return max(need, self._accumulated(step, stage, states, whole), key=lambda one: one.total)
+        late = 0.0 if is_met_again else self._late_gradients(step, mine, whole)
+        need = Need(states, kept, unit + always, late)
+        if of_units and step.layout.accumulate == "full" and _adds_up_all(step, stage):
+            return max(need, self._accumulated(step, stage, states, whole, always), key=lambda one: one.total)
         return need
 
-    def _accumulated(self, step: StepSpec, stage: int, states: float, whole: Units) -> Need:
+    def _accumulated(self, step: StepSpec, stage: int, states: float, whole: Units, always: float) -> Need:
         """Bound a stage that keeps whole gradients until the last micro-batch's backward, and only then shards."""
         layout, sizes = step.layout, self.prices.run_sizes(step)
         states += (whole.all_scattered - whole.held_trained) * BYTES_OF[step.master_dtype]
         counts = in_flight_between(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(counts))
-        return Need(states, kept * step.microbatch_samples, whole.all_gathered if step.zero == 2 else 0.0, 0.0)
+        kept += sum(map(operator.mul, counts, self._sent(step, stage, layout.virtual_stages)))
+        if any(counts):  # the backward of one of the chunks follows
+            kinds, works = self.prices.sizes(step), self.prices.backward_sizes(step)
+            lasts = [run[-1] for run in self.prices.runs(step).kinds[stage :: layout.pp]]
+            kept += min(kinds[last].again + works[last].working for last in lasts)
+        return Need(states, kept * step.microbatch_samples, always, 0.0)
 
-    def _late_gradients(self, step: StepSpec, stage: int, mine: Sizes, whole: Units) -> float:
-        """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""
+    def _is_met_again(self, step: StepSpec, stage: int) -> bool:
+        """Return whether a stage holds as much once more, behind a backward that has left its part of the gradients."""
         layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         _, num_larger = larger_twin(step)
-        is_met_again = held.again is not None and (held.latest >= num_larger or held.again < num_larger)
-        if is_met_again and layout.accumulate == "sharded":
-            return 0.0  # as much is in flight again, behind a backward that has left its part of them
+        is_there = held.again is not None and (held.latest >= num_larger or held.again < num_larger)
+        return is_there and layout.accumulate == "sharded"
+
+    def _late_gradients(self, step: StepSpec, mine: Sizes, whole: Units) -> float:
+        """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""
         if step.zero >= 2:
             return whole.held_trained * BYTES_OF[step.master_dtype]
-        return mine.trained * BYTES_OF[step.master_dtype] if layout.dp_cp_size == 1 else 0.0
+        return mine.trained * BYTES_OF[step.master_dtype] if step.layout.dp_cp_size == 1 else 0.0
 
-    def _activations(self, step: StepSpec, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
-        """Bytes of activations, and of units, at the backward at which a stage holds most."""
+    def _activations(
+        self, step: StepSpec, stage: int, of_units: Sequence[Units] | None, sent: float = 0.0
+    ) -> tuple[float, float]:
+        """Bytes of activations, and of units, at the backward at which a stage holds most.
+
+        Args:
+            step: the step.
+            stage: its number.
+            of_units: the units of a layer of each kind; None where it has none, or they are not known.
+            sent: bytes of gradients that were reduced last before it.
+        """
         layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         larger, rest = larger_twin(step)
         step = larger if held.latest < rest else step
         sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
-        kept = samples * sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
+        kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
+        kept = samples * (kept + _sent_bytes(self._sent(step, stage, layout.virtual_stages), held))
         if held.next_chunk is None:
             return kept, 0.0
         run = held.next_chunk * layout.pp + stage
+        runs, kinds, works = self.prices.runs(step), self.prices.sizes(step), self.prices.backward_sizes(step)
         if step.splits_backward:  # nothing is freed before the gradients of weights, what was computed again included
-            return kept + samples * sizes[run].again * (held.deferred + 1), 0.0
-        runs, kinds = self.prices.runs(step), self.prices.sizes(step)
-        most = samples * max(kinds[kind].loss for kind in runs.tails[run]), 0.0
-        freed = sent = 0.0
+            first = works[runs.kinds[run][0]]
+            most = max(samples * first.working, samples * first.boundaries + first.gradient)
+            return kept + samples * sizes[run].again * (held.deferred + 1) + most, 0.0
+        fullest = self._at_loss(step, of_units, runs.kinds[run][-1], sent)
+        freed = 0.0
         for kind in runs.tails[run]:
             units = self._units_at(step, of_units, kind, runs.counts[run], 2)
-            most = max(most, *_at_backward(kinds[kind], units, samples, freed, sent), key=sum)
+            fullest = max(fullest, *_at_backward(kinds[kind], works[kind], units, samples, freed, sent), key=sum)
             freed += samples * kinds[kind].kept
-            sent = units.sent or sent
+            sent = units.sent if units and units.sent else sent
         blocks = self._blocks(runs.counts[run]) if of_units else []
         if sum(number for _, number in blocks) > 1:
             # The block before the last one is any of them; the last one's gradients are kept as long as its backward.
             each = []
             for kind, _ in blocks:
                 units = self._units_at(step, of_units, kind, runs.counts[run], 3)
-                each.append(max(_at_backward(kinds[kind], units, samples, freed, sent), key=sum))
-            most = max(most, min(each, key=sum), key=sum)
-        return kept + most[0], most[1]
+                each.append(max(_at_backward(kinds[kind], works[kind], units, samples, freed, sent), key=sum))
+            fullest = max(fullest, min(each, key=sum), key=sum)
+        return kept + fullest[0], fullest[1]
+
+    def _at_loss(self, step: StepSpec, of_units: Sequence[Units] | None, kind: int, sent: float) -> tuple[float, float]:
+        """Bytes of activations and of units at the backward of the loss that may follow a run's last layer, of this kind.
+
+        Without stages the last layer's weights are there since its forward.
+        """
+        works = self.prices.backward_sizes(step)[kind]
+        gathered = of_units[kind].all_gathered if of_units and step.zero == 3 and step.layout.pp == 1 else 0.0
+        return step.microbatch_samples * works.loss + works.loss_fixed, gathered + sent
 
     def _units_at(
         self, step: StepSpec, of_units: Sequence[Units] | None, kind: int, run: tuple[tuple[int, int], ...], blocks: int
-    ) -> _AtBackward:
+    ) -> _AtBackward | None:
         """Bytes of a layer's units in its backward; of a block that has another to be gathered ahead of its `blocks`."""
         if of_units is None:
-            return _AtBackward()
+            return None
         one, layer, master = of_units[kind], self.prices.few.layers[kind], BYTES_OF[step.master_dtype]
         parts = [part for part in (one.scattered, one.expert_scattered) if part > 0]
         if step.zero == 2 or not layer.backward_reads_weights or not parts:
@@ -269,14 +350,11 @@ class Needs:
 
     def _whole_states(self, step: StepSpec, mine: Sizes, zero: int, shards: int, experts: int) -> float:
         """Bytes of whole weights and gradients, and of states that are shared by the ranks of a shard under zero=1."""
-        states, each, copy = (
-            step.states.least_number(self.states_per_param),
-            step.states.least_bytes,
-            master_copy_bytes(step),
-        )
-        kept = mine.trained * states * each + mine.apart * copy
+        each = step.states.least_number(self.states_per_param) * step.states.least_bytes
+        master, copy = BYTES_OF[step.master_dtype], master_copy_bytes(step)
+        kept = mine.trained * each + mine.apart * copy
         if zero == 1:
-            of_experts = mine.expert_trained * states * each + mine.expert_apart * copy
+            of_experts = mine.expert_trained * each + mine.expert_apart * copy
             kept = (kept - of_experts) / shards + of_experts / experts
-        gradients = mine.trained * BYTES_OF[step.master_dtype]
-        return mine.weights + gradients + (0.0 if step.layout.offload else kept)
+            kept -= mine.gaps * max(0, each + copy - master - BYTES_OF[step.compute_dtype])
+        return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)

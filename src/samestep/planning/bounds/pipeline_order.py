@@ -69,7 +69,7 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
 def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     """Return the largest number of micro-batches in flight, for each chunk.
 
-    Counted from the moment at which every chunk has run a backward until the backward of the last micro-batch.
+    Counted from the moment at which every chunk has run a backward until the first backward of the last micro-batch.
     """
     counts, most, gone_back = [0] * chunks, (0,) * chunks, set[int]()
     for kind, microbatch, chunk in order_of(schedule, stage, num_stages, microbatches, chunks):
@@ -81,6 +81,22 @@ def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: 
         if len(gone_back) == chunks and sum(counts) > sum(most):
             most = tuple(counts)
     return most
+
+
+@functools.lru_cache(maxsize=2**12)
+def adds_up_all(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> bool:
+    """Return whether every chunk of a stage has run a backward before the first backward of the last micro-batch."""
+    if chunks == 1:
+        return microbatches > 1
+    gone_back = set[int]()
+    for kind, microbatch, chunk in order_of(schedule, stage, num_stages, microbatches, chunks):
+        if kind is TaskKind.BACKWARD:
+            if microbatch == microbatches - 1:
+                return False
+            gone_back.add(chunk)
+            if len(gone_back) == chunks:
+                return True
+    return False
 
 
 @functools.lru_cache(maxsize=2**12)
