@@ -115,8 +115,20 @@ def uncertain(outputs: Any, batch: Any) -> Any:
     return (each * (batch[1] + 1)).sum(), len(each)
 
 
+def with_norms(outputs: Any, batch: Any) -> Any:
+    rows, held = outputs
+    total, count = cross_entropy(rows, batch)
+    return {"rows": (total, count), "penalty": (sum(one.square().sum() for one in held), 1)}
+
+
 LEGAL = {
     "learned weights beside": (uncertain, {"rows": ROWS, "weights": ROWS[:, 0]}, (ROWS, CLASSES)),
+    "as many weights as samples": (
+        with_norms,
+        (ROWS, [nn.Parameter(torch.ones(V)) for _ in range(B)]),
+        (ROWS, CLASSES),
+    ),
+    "as many norms as samples": (with_norms, (ROWS, [torch.ones(()) for _ in range(B)]), (ROWS, CLASSES)),
     "cross entropy": (cross_entropy, LOGITS, {"labels": IDS}),
     "cross entropy, masked": (cross_entropy, LOGITS, {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "classes": (cross_entropy, ROWS, (ROWS, CLASSES)),

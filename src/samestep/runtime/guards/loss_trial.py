@@ -89,7 +89,15 @@ def try_loss_on_halves(loss: Loss, outputs: Any, batch: Any, size: int, dim: int
     communicate over the cut.
     """
     try:
-        return _try_readings(loss, outputs, batch, size, dim)
+        if dim:
+            return _try_readings(loss, outputs, batch, size, dim)
+        cut, batch = with_items(outputs, size), with_items(batch, size)
+        found = _try_readings(loss, cut, batch, size, dim)
+        if found.reason and len(tensors_in(cut)) < len(tensors_in(outputs)):
+            # A list of as many tensors as there are samples need not have one for each: layers, or weights.
+            other = _try_readings(loss, outputs, batch, size, dim)
+            return found if other.reason else other
+        return found
     except torch.OutOfMemoryError:
         return LossTrial(judged=False)
 
@@ -100,8 +108,6 @@ def samples_wanted(outputs: Any, batch: Any, size: int) -> int:
 
 
 def _try_readings(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTrial:
-    if not dim:
-        outputs, batch = with_items(outputs, size), with_items(batch, size)
     given = TriedTensors.of(outputs, batch, size, _ELEMENTS)
     best = LossTrial(judged=False)
     trees = words_of_parts((outputs, batch), size, given.taken) if not dim else ((outputs, batch),) * 3
