@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,45 @@ def test_a_value_of_a_part_of_the_samples_is_refused(layout: str) -> None:
         UnprovenError, match=r"after_step gives a buffer a value that a part of the samples decides.*batch_mean"
     ):
         pool(2).run(trained, "part", layout)
+
+
+class Annealed(Robust):
+    """Groups whose loss is scaled by a number that each step changes, as an attribute that the loss sets by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        found = super().forward(logits, batch) * self.scale
+        self.scale = 0.9 * self.scale
+        return found
+
+
+LOSSES["annealed"] = lambda: samestep.whole_batch(Annealed())
+
+
+def resumed(rank: int, world: int, name: str, layouts: tuple[str, str], folder: str) -> list[float]:
+    """Return the losses of two runs, of which the second goes on from the checkpoint of the first with a loss made anew."""
+    numerics, run = {"precision": "float64"}, {"device": "cpu"}
+    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics=numerics, run=run)
+    found, batches = [], list(zip(POINTS.split(8), LABELS.split(8), strict=True))
+    for part, layout in enumerate(layouts):
+        started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=job)
+        if part:
+            started.load(folder)
+        found += [started.step(batch).loss for batch in batches[2 * part : 2 * part + 2]]
+        if not part:
+            started.save(folder)
+    return found
+
+
+PAIRS = [("dp=2", "pp=2 microbatch=4"), ("pp=2 microbatch=4", "dp=2 zero=3"), ("tp=2", "dp=2 microbatch=2")]
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("layouts", PAIRS, ids=" then ".join)
+@pytest.mark.parametrize("name", ["groups", "annealed"])
+def test_a_resumed_run_has_what_the_loss_kept(name: str, layouts: tuple[str, str], tmp_path: Path) -> None:
+    for losses in pool(2).run(resumed, name, layouts, str(tmp_path)):
+        assert losses == pytest.approx(plain(name), rel=TOLERANCE)
