@@ -27,11 +27,15 @@ class _RecordedError(ModelError):
 
 
 def _on_one_device(given: Any) -> Any:
-    """Return what a call is given, with constants that the forward has made on the host on the meta device of the others."""
+    """Return what a call is given, with masks that the forward has made on the host on the meta device of the others.
+
+    Whole numbers stay where they are: recurrent layers take the sizes of a packed sequence on the host.
+    """
     held = tensors_in(given)
     if len({tensor.is_meta for tensor in held}) < 2:
         return given
-    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), given)
+    of_masks = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.dtype in of_masks else tensor, given)
 
 
 class MaskRecorder(DropoutMode):
