@@ -40,6 +40,7 @@ _LEAVES = frozenset((*_NUMBERS, Tensor, nn.Parameter))
 
 __all__ = [
     "can_be_kept",
+    "fields_of",
     "fold",
     "have_same_values",
     "keystr",
@@ -54,6 +55,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "with_fields",
 ]
 
 
@@ -147,6 +149,20 @@ def _items_of(leaf: Any, records: bool) -> list[tuple[Any, Any]]:
         return list(_stored_fields(leaf))
     held = getattr(leaf, "__dict__", {}) if records else {}
     return list(held.items()) if any(map(_holds_tensors, held.values())) else []
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields that a dataclass stores, with their values; nothing for other values, and for one that is a mapping."""
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, Mapping | type | nn.Module)
+    return dict(_stored_fields(value)) if is_record else {}
+
+
+def with_fields(value: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a copy of a dataclass with other values of some fields."""
+    twin = copy.copy(value)
+    for name, held in changed.items():
+        object.__setattr__(twin, name, held)  # a dataclass may be frozen
+    return twin
 
 
 def _stored_fields(record: Any) -> Iterator[tuple[str, Any]]:

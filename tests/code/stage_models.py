@@ -347,3 +347,51 @@ def sequential() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, CLASSES)
     )
+
+
+class HookedState(nn.Module):
+    """A state whose gradient is halved behind the step that makes it, or behind a later one, as unrolled models do (MuZero).
+
+    It is not guarded, or asks `requires_grad` first; a later stage holds the state too, and a gradient of it there.
+    """
+
+    def __init__(self, behind: int, how: str = "halved") -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.behind, self.how = behind, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = state = torch.tanh(self.first(x))
+        for number, step in enumerate(self.steps):
+            x = x + torch.tanh(step(x))
+            if number == self.behind:
+                self.hook(state)
+        return self.head(x + state)
+
+    def hook(self, state: Tensor) -> None:
+        if self.how == "kept":
+            state.retain_grad()
+        elif self.how == "halved" or state.requires_grad:
+            state.register_hook(lambda gradient: gradient * 0.5)
+
+
+class MaskedOnHost(nn.Module):
+    """Attention under a causal mask that the forward makes without a device, beside a mask of padding, as tutorials write it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, dropout, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        causal = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1])
+        padding = torch.zeros(input_ids.shape, dtype=x.dtype).masked_fill(
+            (input_ids == 0) & (input_ids.cumsum(1) > 0), -9.0
+        )
+        for block in self.blocks:
+            x = x + block(x, x, x, padding, False, causal.to(x.dtype))[0]
+        return self.head(x)

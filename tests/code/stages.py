@@ -108,6 +108,12 @@ CALLS = {
     "one_block": _stages(stage_models.OneBlock),
     "spare_head": _stages(stage_models.Frozen, _vectors),
     "sequential": _stages(stage_models.sequential, _images),
+    "masked_on_host": _stages(stage_models.MaskedOnHost),
+    "dropped_on_host": _stages(functools.partial(stage_models.MaskedOnHost, 0.3)),
+    "hooked_at_once": _stages(functools.partial(stage_models.HookedState, 0), _vectors),
+    "hooked_late": _stages(functools.partial(stage_models.HookedState, 2), _vectors),
+    "hooked_if_needed": _stages(functools.partial(stage_models.HookedState, 2, "asked"), _vectors),
+    "kept_gradient": _stages(functools.partial(stage_models.HookedState, 1, "kept"), _vectors),
 }
 """Models without a list of blocks, whose stages begin with any call."""
 VARYING = {how: _stages(functools.partial(Mixture, how)) for how in ("nonzero", "counts", "mask")}
@@ -142,6 +148,17 @@ OF_CALLS = [
     ("checkpointed", "pp=2 microbatch=4"),
     ("one_block", "pp=2 microbatch=4"),
     ("spare_head", "pp=2 microbatch=4"),
+    ("masked_on_host", "dp=2 zero=3"),
+    ("dropped_on_host", "dp=2 microbatch=2"),
+    ("masked_on_host", "pp=2 microbatch=4"),
+    ("hooked_at_once", "dp=2 zero=3"),
+    ("hooked_late", "dp=2 microbatch=2"),
+    ("hooked_at_once", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("hooked_late", "pp=2 microbatch=4"),
+    ("hooked_late", "pp=2 microbatch=4 recompute=full"),
+    ("hooked_if_needed", "pp=2 microbatch=4"),
+    ("kept_gradient", "dp=2 zero=3"),
+    ("kept_gradient", "pp=2 microbatch=4"),
 ]
 COMPOSED = [
     ("convnet", "pp=4 microbatch=2"),

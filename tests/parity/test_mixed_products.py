@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -118,6 +119,45 @@ def test_they_compute_in_layouts(layout: str) -> None:
         assert any(goes_on for _, goes_on in ranks)  # a stage may have none
         for found, _ in ranks:
             assert found == pytest.approx(expected, rel=3e-2)
+
+
+class Attended(nn.Module):
+    """Attention of torch, whose code reads the weights of its projections, called for two views as a Siamese encoder is."""
+
+    def __init__(self, by_layer: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+        self.mix = layer if by_layer else nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def view(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x.view(-1, 4, 2))
+        mixed = (
+            self.mix(tokens, tokens, tokens, need_weights=False)[0]
+            if len([*self.mix.children()]) == 1
+            else self.mix(tokens)
+        )
+        return self.head(mixed.mean(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(x) + self.view(-x)
+
+
+def attended(rank: int, world: int, by_layer: bool, layout: str, precision: str) -> list[float]:
+    points = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0))
+    job = samestep.Job(train={"global_batch": 8, "steps": 3}, numerics={"precision": precision}, run={"device": "cpu"})
+    build = functools.partial(Attended, by_layer)
+    run = samestep.parallelize(build, "cross_entropy", lambda ps: torch.optim.SGD(ps, lr=0.1), layout=layout, job=job)
+    return [run.step((x, (x.sum(1) > 0).long())).loss for x in points.split(8)]
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=2", "dp=2 zero=3"])
+@pytest.mark.parametrize("by_layer", [False, True], ids=["attention", "layer"])
+def test_projections_of_attention_compute_where_weights_are_gathered(by_layer: bool, layout: str) -> None:
+    expected = attended(0, 1, by_layer, "dp=1", "float32")
+    for found in pool(2).run(attended, by_layer, layout, "bf16"):
+        assert found == pytest.approx(expected, rel=3e-2)
 
 
 def test_operands_of_one_dtype_are_left_as_they_are() -> None:

@@ -330,3 +330,16 @@ def test_a_hook_that_is_refused_stays_refused(layout: str) -> None:
     first = parameter_hooks.later_refusal(given, program, judged)
     assert first
     assert parameter_hooks.later_refusal(given, program, judged) == first
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2", "pp=2 microbatch=1"])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_fails_is_refused_on_one_line(layout: str, register: str) -> None:
+    """As one that looks up the optimizer of a weight does, or one that checks shapes."""
+    weight, optimizers = nn.Parameter(torch.ones(3, 3)), dict[Any, Any]()
+    program: Any = SimpleNamespace(step=SimpleNamespace(layout=Layout.parse(layout), num_microbatches=3))
+    getattr(weight, register)(lambda given: optimizers[given].step())
+    found = parameter_hooks.later_refusal([("a", weight)], program, {})
+    assert "the gradient of a fails on a gradient of its shape (KeyError: " in found
+    assert len(found) < 400
+    assert "\n" not in found

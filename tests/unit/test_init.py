@@ -1,5 +1,6 @@
 """Taped initialisation: equal bits whatever is made first, the statistics of the normal build, and clear refusals."""
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 
@@ -385,6 +386,11 @@ class TestRefusals:
     def test_a_lazy_module(self):
         with pytest.raises(ModelError, match="weight has no shape yet"):
             blueprint(lambda: nn.LazyLinear(3), 0)
+
+    @pytest.mark.parametrize("make", [nn.LazyBatchNorm1d, functools.partial(nn.LazyConv1d, 3, 1)])
+    def test_an_instance_with_a_lazy_module(self, make):
+        with pytest.raises(ModelError, match="weight has no shape yet"):
+            blueprint(nn.Sequential(nn.Linear(2, 3), make()), 0)
 
     def test_a_tensor_that_was_on_meta_before(self):
         outside = torch.empty(3, device="meta")

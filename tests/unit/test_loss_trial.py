@@ -35,6 +35,25 @@ class Output:
     temperature: float = 1.0
 
 
+@dataclass(frozen=True)
+class Batch:
+    rows: Tensor
+    names: list[str]
+    parts: list[Tensor]
+
+
+def of_names(outputs: Any, batch: Any) -> Any:
+    return outputs.square().sum() + sum(len(name) for name in batch.names), len(batch.names)
+
+
+def of_parts(outputs: Any, batch: Any) -> Any:
+    return outputs.square().sum() + sum(one.square().sum() for one in batch[0].parts), len(outputs)
+
+
+def times_names(outputs: Any, batch: Any) -> Any:
+    return outputs.square().sum() * len(batch.names), len(outputs)
+
+
 Pair = namedtuple("Pair", "logits hidden")
 
 
@@ -115,8 +134,26 @@ def uncertain(outputs: Any, batch: Any) -> Any:
     return (each * (batch[1] + 1)).sum(), len(each)
 
 
+def with_norms(outputs: Any, batch: Any) -> Any:
+    rows, held = outputs
+    total, count = cross_entropy(rows, batch)
+    return {"rows": (total, count), "penalty": (sum(one.square().sum() for one in held), 1)}
+
+
 LEGAL = {
     "learned weights beside": (uncertain, {"rows": ROWS, "weights": ROWS[:, 0]}, (ROWS, CLASSES)),
+    "names in a dataclass": (of_names, ROWS, Batch(ROWS, list("abcdef"), [])),
+    "parts in a dataclass": (
+        of_parts,
+        ROWS,
+        (Batch(ROWS, list("abcdef"), [ROWS[i, : i % 3 + 1] for i in range(B)]), 0),
+    ),
+    "as many weights as samples": (
+        with_norms,
+        (ROWS, [nn.Parameter(torch.ones(V)) for _ in range(B)]),
+        (ROWS, CLASSES),
+    ),
+    "as many norms as samples": (with_norms, (ROWS, [torch.ones(()) for _ in range(B)]), (ROWS, CLASSES)),
     "cross entropy": (cross_entropy, LOGITS, {"labels": IDS}),
     "cross entropy, masked": (cross_entropy, LOGITS, {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "classes": (cross_entropy, ROWS, (ROWS, CLASSES)),
@@ -194,6 +231,7 @@ COUPLED = {
     "mean over unequal counts": (mean_times_size, LOGITS, {"labels": IDS}),
     "mean of rows that labels pick": (mean_of_picked, LOGITS[IDS != 1], {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "contrastive": (contrastive, ROWS, {"x": ROWS}),
+    "number of names in a dataclass": (times_names, ROWS, Batch(ROWS, list("abcdef"), [])),
     "contrastive, two views": (contrastive, torch.cat([ROWS, ROWS.sin()]), {"x": ROWS}),
     "penalty on the spread": (with_spread, 0.01 * ROWS, {"x": ROWS}),
     "balance": (with_balance, ROWS, {"x": ROWS}),

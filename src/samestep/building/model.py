@@ -174,7 +174,7 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
     """
     inner = unwrap(model)
-    if getattr(type(inner), "takes_batch", False):
+    if _takes_batch(model):
         with nullcontext() if plainly or not isinstance(batch, Mapping) else packed_documents(inner):
             return model(batch)
     accepted, own = _accepted_arguments(type(inner).forward), vars(inner).get(_LOSS_WITHIN, _OUTSIDE)
@@ -194,6 +194,11 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
         inputs = tuple(batch) if own.is_given_labels else (batch[0], *batch[2:])
         return model(*inputs[: max(1, accepted.num_positional)])
     return model(batch)
+
+
+def _takes_batch(model: nn.Module) -> bool:
+    """Return whether a forward of the user's own stands around a model or the one that it wraps (`several_models.py`)."""
+    return any(getattr(type(one), "takes_batch", False) for one in (model, unwrap(model)))
 
 
 @dataclass(slots=True)
@@ -241,7 +246,7 @@ def give_labels(module: nn.Module) -> None:
 def why_unfit(model: nn.Module, batch: Any) -> str:
     """Return why a forward fails on a batch: it needs labels, or names none of its keys; empty if it names one, or
     none at all."""
-    if getattr(type(unwrap(model)), "takes_batch", False):
+    if _takes_batch(model):
         return ""
     names = _accepted_arguments(type(unwrap(model)).forward).names
     if (

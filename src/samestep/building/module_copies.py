@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from samestep.building.torch_seams import is_traceable_wrapper_subclass
 
@@ -89,7 +90,9 @@ def tensors_in_functions(module: nn.Module) -> tuple[str, Tensor | None]:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 where it has none, or shares it."""
+    """Return the address of a tensor's memory; 0 where it has none, as a lazy module's, or shares it."""
+    if is_lazy(tensor):
+        return 0
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 

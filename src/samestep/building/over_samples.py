@@ -72,22 +72,37 @@ class Ignored:
         """Hold nothing."""
 
 
-class _OfAnyLoop:
-    """The keeper outside of a run: values are written when the next optimizer has stepped."""
+class NextValues:
+    """The keeper that holds values until it is told to write them."""
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Hold a value; of several for one buffer the last one counts."""
+        self._values[id(buffer)] = buffer, value.detach().clone()
+
+    def write(self) -> None:
+        """Write the values into their buffers."""
+        values, self._values = list(self._values.values()), {}
+        write(values)
+
+
+class _OfAnyLoop(NextValues):
+    """The keeper outside of a run: values are written when the next optimizer has stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._handle: RemovableHandle | None = None
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Hold a value until the next step of any optimizer of torch."""
-        self._values[id(buffer)] = buffer, value.detach().clone()
+        super().keep(buffer, value)
         if self._handle is None:
             self._handle = register_optimizer_step_post_hook(self._write)
 
     def _write(self, *_: object) -> None:
-        values, self._values = list(self._values.values()), {}
-        write(values)
+        self.write()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -106,7 +121,7 @@ def write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 def after_step(buffer: Tensor, value: Tensor) -> None:
     """Let a buffer have a value after the step's update, such as a centre or a codebook that follows the samples of the step.
 
-    It is called in a forward, and all of this step read the buffer as it was. The value is computed of what is the same on all ranks:
+    It is called in a forward or a loss, and all of this step read the buffer as it was. The value is computed of what is the same on all ranks:
     of the buffer, and of `batch_sum`, `batch_mean` and `batch_cat`, which here are over all micro-batches too. Of several calls for one
     buffer the last one counts. Outside of a run the value is written when the next optimizer of torch has stepped.
 

@@ -132,13 +132,15 @@ def _around_one(model: Built, forward: Forward) -> Built:
 def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
     """Return a module with the parameters and submodules of a model, whose forward is the user's function of the model and a batch.
 
-    The user's function calls the model's own forward, without the hooks of the module, which are those of the outer forward.
+    The user's function calls the model's own forward, without the hooks of the module, which are those of the outer forward. A forward
+    that the instance holds, as one that was replaced and one of `torch.compile`, would hide the outer one: it is put aside.
     """
     given = type(model)
 
     class Inner(given):  # type: ignore[misc, valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return given.forward(self, *args, **kwargs)
+            held = vars(self).get(_HELD)
+            return given.forward(self, *args, **kwargs) if held is None else held(*args, **kwargs)
 
     class Outer(given):  # type: ignore[misc, valid-type]
         takes_batch = True
@@ -148,15 +150,32 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
             object.__setattr__(inner, "__dict__", self.__dict__)
             return forward(inner, batch, *carried)
 
+        def __init__(self, *args: Any) -> None:  # a copy of one of torch.compile is made anew
+            super().__init__(*args)
+            _put_aside(self)
+
     for made in (Inner, Outer):
         made.__name__, made.__qualname__, made.__module__ = given.__name__, given.__qualname__, given.__module__
     outer = copy.copy(model)
     outer.__class__ = Outer
+    _put_aside(outer)
     return outer
+
+
+_HELD = "_forward_of_instance"
+
+
+def _put_aside(module: nn.Module) -> None:
+    """Rename the forward that an instance holds in its attributes, if it holds one."""
+    held = vars(module)
+    if "forward" in held:
+        held[_HELD] = held.pop("forward")
 
 
 def as_given(module: nn.Module) -> nn.Module:
     """Return a model without the user's forward around it: of the class that `parallelize` was given."""
     if getattr(type(module), "takes_batch", False) and not isinstance(module, Models):
         module.__class__ = type(module).__bases__[0]
+        if _HELD in vars(module):
+            vars(module)["forward"] = vars(module).pop(_HELD)
     return module

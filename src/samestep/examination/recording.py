@@ -19,10 +19,23 @@ from samestep.randomness.distributions import DRAWS
 from samestep.randomness.mode import IN_ORDER, Draw, DrawKey, DropoutMode, track_modules
 from samestep.randomness.replacements import HANDLERS
 from samestep.randomness.row_hashes import OF_NO_SAMPLE
+from samestep.trees import tensors_in, tree_map_only
 
 
 class _RecordedError(ModelError):
     """Random numbers have been recorded, and need not be drawn."""
+
+
+def _on_one_device(given: Any) -> Any:
+    """Return what a call is given, with masks that the forward has made on the host on the meta device of the others.
+
+    Whole numbers stay where they are: recurrent layers take the sizes of a packed sequence on the host.
+    """
+    held = tensors_in(given)
+    if len({tensor.is_meta for tensor in held}) < 2:
+        return given
+    of_masks = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.dtype in of_masks else tensor, given)
 
 
 class MaskRecorder(DropoutMode):
@@ -46,12 +59,8 @@ class MaskRecorder(DropoutMode):
             # A step raises its own errors, so none is raised here; nor may a trace of costs see what is only tried here.
             unseen = disable_current_modes() if self._placing is None else nullcontext()
             with suppress(ModelError), unseen, torch.no_grad():
-                handler(
-                    self,
-                    func,
-                    *args,
-                    **{**(kwargs or {}), **({"inplace": False} if (kwargs or {}).get("inplace") else {})},
-                )
+                given, named = _on_one_device((args, kwargs or {}))
+                handler(self, func, *given, **{**named, **({"inplace": False} if named.get("inplace") else {})})
         outcome = func(*args, **(kwargs or {}))
         if self._placing is not None and func in DRAWS and len(self.masks) > num_recorded:
             self._placing.place(outcome, self.masks[-1].rows)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
+from samestep.building.over_samples import Ignored, keeping
 from samestep.building.own_loss import settle_own_loss
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.examination.examine import Source, examine
@@ -66,6 +67,7 @@ from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
 from samestep.state.fingerprints import FirstState
 from samestep.state.kept_tensors import AlikeTensors
+from samestep.state.snapshot import modules_of
 from samestep.strategies import program_of
 
 
@@ -85,6 +87,9 @@ class PreparedModel:
     """Running statistics, which a skipped step restores."""
     first_state: FirstState
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
+    of_loss: nn.Module
+    """The modules that the loss reaches, as its children."""
+    first_of_loss: FirstState
     replaced: ReplacedWeights
     dropout: DropoutState
     remarks: tuple[str, ...] = ()
@@ -123,6 +128,7 @@ class Assembly:
     weights: Weights
 
 
+@keeping(Ignored())
 def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank.
 
@@ -233,6 +239,7 @@ def _prepare_model(
     traced, program, spec, model = decided.traced, decided.program, decided.spec, axes.traced.module
     written = [state.full_name for state in traced.analysis.states if state.kind == "weight"]
     running = batch_norm.running_buffers(model, spec)
+    of_loss = modules_of(decided.source.loss)
     return PreparedModel(
         module=model,
         spec=spec,
@@ -243,6 +250,8 @@ def _prepare_model(
             [*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)]
         ),
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
+        of_loss=of_loss,
+        first_of_loss=FirstState.of(of_loss, {}),
         replaced=ReplacedWeights.of(model, written, program),
         dropout=axes.dropout_state(decided.job.run),
         remarks=waived,

@@ -180,7 +180,8 @@ class Interpreter:
             if not over_batch.left:
                 parallel.stage.finish_forward()
             if parallel.stage.is_last(task.chunk):
-                with self.trials.trying(self.assembly, self.step, "the loss"):
+                of_loss = parallel.batch_norms.of_loss(task.microbatch)
+                with self.trials.trying(self.assembly, self.step, "the loss"), of_loss:
                     over_batch.keep(task.microbatch, outputs, samples, objective.loss)
 
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> AbstractContextManager[None]:

@@ -208,6 +208,15 @@ class Snapshot:
         return {repr(key): self._skeleton(item, tensors, depth - 1) for key, item in items.items()}
 
 
+def modules_of(function: Callable[..., Any]) -> nn.Module:
+    """Return a module whose children are those that a function such as a loss reaches, and itself if it is one."""
+    found = nn.Module()
+    reached = [("loss", function)] if isinstance(function, nn.Module) else Reached(function).modules
+    for name, part in reached:
+        found.add_module(name.replace(".", "/"), part)
+    return found
+
+
 class GivenWeights:
     """The weights of all modules at one moment, for which a forward may put others."""
 

@@ -146,8 +146,6 @@ def shared_samples(model: nn.Module, program: Program, mesh: Mesh) -> SharedSamp
 class BatchNorms(SharedSamples):
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
 
-    are_used = True
-
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         """Replace the forwards of the modules that call batch norm."""
         step = program.step
@@ -229,7 +227,7 @@ class BatchNorms(SharedSamples):
 
     def of_loss(self, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of the loss of a micro-batch; collective over `dp` where it asks for values of all samples."""
-        return self.values.of_step(microbatch)
+        return self.values.of_loss(microbatch)
 
     def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
         """Return the context of a forward of held-out samples, which ranks share as one micro-batch.

@@ -62,13 +62,17 @@ class BatchValues:
             )
 
     def of_step(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context of a forward, or a loss, of a micro-batch of the step.
+        """Return the context of a forward of a micro-batch of the step.
 
         Collective over `dp` where the code inside asks for values of all samples, in its backward too.
         """
         if not (self.are_used or self.keeps) or self._batch is None:
             return _NOTHING
         return self._of_step(microbatch, self._batch.num_samples)
+
+    def of_loss(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context of a loss, which may give buffers of its own a value after the step; collective as `of_step` is."""
+        return _NOTHING if self._batch is None else self._of_step(microbatch, self._batch.num_samples)
 
     @contextmanager
     def _of_step(self, microbatch: int, num_samples: int) -> Iterator[None]:

@@ -2,15 +2,20 @@
 
 They run without gradients, unless the model takes gradients within its own forward (a gradient penalty, an energy), which
 then needs the graph of its operations. So whoever keeps something for a backward asks `has_backward`, and whoever must act
-alike in every part of a forward, of which a model may run some without gradients, `is_forward_only`.
+alike in every part of a forward, of which a model may run some without gradients, `is_forward_only`. A hook that the model's
+code puts on the gradient of a tensor is one that is never called.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from samestep.building.over_samples import Ignored, keeping
 
@@ -23,10 +28,29 @@ def forward_only(*, takes_gradients: bool) -> Iterator[None]:
     """Run the forwards inside without a backward, and without gradients unless the model itself takes some."""
     _NESTED[0] += 1
     try:
-        with torch.set_grad_enabled(takes_gradients), keeping(Ignored()):
+        with torch.set_grad_enabled(takes_gradients), keeping(Ignored()), _hooks_unused():
             yield
     finally:
         _NESTED[0] -= 1
+
+
+@contextmanager
+def _hooks_unused() -> Iterator[None]:
+    """Let code put hooks on the gradients of tensors that have none here, and keep these gradients: torch refuses both."""
+    register, retain = Tensor.register_hook, Tensor.retain_grad
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        return register(tensor, hook) if tensor.requires_grad else RemovableHandle(OrderedDict())
+
+    def retain_grad(tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            retain(tensor)
+
+    Tensor.register_hook, Tensor.retain_grad = register_hook, retain_grad  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Tensor.register_hook, Tensor.retain_grad = register, retain  # type: ignore[method-assign]
 
 
 def is_forward_only() -> bool:

@@ -69,6 +69,7 @@ class MixedProducts(TorchFunctionMode):
         self.num_casts = 0
         """Operations whose operands were cast."""
         rules = {self._of_product: _PRODUCTS, self._of_norm: _NORMS, self._of_write: _WRITES, self._of_full: _IN_FULL}
+        rules[self._of_attention] = (F.multi_head_attention_forward,)
         self._rules = {function: rule for rule, functions in rules.items() for function in functions}
 
     def __torch_function__(
@@ -88,6 +89,10 @@ class MixedProducts(TorchFunctionMode):
     def _of_product(self, values: list[Any]) -> torch.dtype | None:
         """Return the dtype to which operands are cast, as the other rules do; None if they stay as they are."""
         return self._compute if len(self._dtypes(values[:3])) > 1 else None  # an attention's mask is its fourth
+
+    def _of_attention(self, values: list[Any]) -> torch.dtype | None:
+        """Return the dtype of an attention with its projections, whose products within no function mode sees."""
+        return self._compute if len(self._dtypes(values)) > 1 else None
 
     def _of_norm(self, values: list[Any]) -> torch.dtype | None:
         is_mixed = self._dtypes(values[:1]) == {self._master} and self._compute in self._dtypes(values)

@@ -76,6 +76,7 @@ class Record(_ManifestModel):
     unsaved: list[StrictStr]
     attributes: list[tuple[StrictStr, StrictStr, Any]] = []
     extra: list[tuple[StrictStr, Any]] = []
+    loss: list[tuple[StrictStr, StrictStr, Any]] = []
 
 
 class StampedSource(_ManifestModel):

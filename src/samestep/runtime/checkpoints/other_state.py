@@ -6,6 +6,7 @@
     the state of lanes                     that of each data rank's samples (`axes/lanes.py`)
     the place in a stream of data          what the stream's `state_dict` returns, from rank 0
     attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
+    buffers and attributes of a loss       those that have changed, of the modules that it reaches, from the stage that computes it
 
 A value is kept if it is made of numbers, text, tensors, generators, lists, tuples, sets and dicts of these; the manifest
 holds the structure and the files the tensors. What has changed and cannot be kept is named in the manifest: a resume is
@@ -96,6 +97,7 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
             for path, module in extra.items()
             if (kept := writer.kept({"extra state": module.get_extra_state()}, path or "the model"))
         ]
+        record["loss"] = _kept_of_loss(run, writer) if run.program.step.stage == run.layout.pp - 1 else []
     if (state := run.data.stream_state(run.steps_taken)) is not None:
         record["stream"] = writer.kept({"state": state}, "the stream of the data").get("state")
     mesh = run.assembly.parallel.mesh
@@ -105,6 +107,28 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if writer.unsaved:
         warnings.warn(f"a checkpoint does not hold {'; '.join(writer.unsaved)}: a resume is refused", stacklevel=3)
     return record, writer.tensors
+
+
+def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
+    """Return the path, the name and the value of each buffer and attribute of the loss that has changed and can be kept."""
+    model = run.assembly.model
+    first = model.first_of_loss
+    buffers = [
+        (*_place_of(name), buffer)
+        for name, buffer in model.of_loss.named_buffers()
+        if fingerprint(buffer) != first.buffers.get(name)
+    ]
+    attributes = [one for one in attributes_of(model.of_loss) if digest(one[2]) != first.attributes.get(one[:2])]
+    return [
+        [path, key, kept[key]]
+        for path, key, value in (*buffers, *attributes)
+        if (kept := writer.kept({key: value}, f"the loss's {path}", is_known=True))
+    ]
+
+
+def _place_of(name: str) -> tuple[str, str]:
+    path, _, key = name.rpartition(".")
+    return path, key
 
 
 def _nested_states(run: PreparedRun) -> dict[str, Any]:
@@ -194,8 +218,22 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
                 held.set_state(found)
             else:
                 setattr(modules[path], key, _like(held, found))
+        for path, key, value in record.get("loss", ()):
+            _give_back_of_loss(run.assembly.model.of_loss, path, key, unpack_plain(value, read))
         for path, value in record.get("extra", ()):
             modules[path].set_extra_state(unpack_plain(value, read))
+
+
+def _give_back_of_loss(of_loss: nn.Module, path: str, key: str, value: Any) -> None:
+    """Set a buffer or an attribute of a loss's module, unless the loss has no such module any more."""
+    module = dict(of_loss.named_modules()).get(path)
+    if module is None:
+        return
+    held = getattr(module, key, None)
+    if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+        held.detach().copy_(value)
+    else:
+        setattr(module, key, _like(held, value))
 
 
 def _give_back_options(run: PreparedRun, groups: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]) -> None:

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss_result import UNNAMED, VALUES, Loss, is_same_count, loss_result
 from samestep.building.named_tensors import cast_floating
-from samestep.building.over_samples import within
+from samestep.building.over_samples import keeping, within
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.roundings import EXACT, LIMITS_OF_SUMS
 from samestep.runtime.axes.precision import RaiseIslands
@@ -65,6 +65,10 @@ _OTHERS = 8
 _KEEPS = (
     "its {} is {:.9g} at first and {:.9g} when it is called again on the same{}, so it keeps something between calls"
 )
+_KEEPS_OF_PART = (
+    "samestep.after_step gives a buffer a value that a part of the samples decides, and each rank and micro-batch has others: "
+    "one of samestep.batch_mean or batch_sum works, and so does samestep.whole_batch(loss)"
+)
 _GOES_BACK = "it calls backward() by itself, and so adds a gradient of its own for each part of a batch"
 
 
@@ -89,7 +93,15 @@ def try_loss_on_halves(loss: Loss, outputs: Any, batch: Any, size: int, dim: int
     communicate over the cut.
     """
     try:
-        return _try_readings(loss, outputs, batch, size, dim)
+        if dim:
+            return _try_readings(loss, outputs, batch, size, dim)
+        cut, batch = with_items(outputs, size), with_items(batch, size)
+        found = _try_readings(loss, cut, batch, size, dim)
+        if found.reason and len(tensors_in(cut)) < len(tensors_in(outputs)):
+            # A list of as many tensors as there are samples need not have one for each: layers, or weights.
+            other = _try_readings(loss, outputs, batch, size, dim)
+            return found if other.reason else other
+        return found
     except torch.OutOfMemoryError:
         return LossTrial(judged=False)
 
@@ -100,8 +112,6 @@ def samples_wanted(outputs: Any, batch: Any, size: int) -> int:
 
 
 def _try_readings(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTrial:
-    if not dim:
-        outputs, batch = with_items(outputs, size), with_items(batch, size)
     given = TriedTensors.of(outputs, batch, size, _ELEMENTS)
     best = LossTrial(judged=False)
     trees = words_of_parts((outputs, batch), size, given.taken) if not dim else ((outputs, batch),) * 3
@@ -146,7 +156,7 @@ def _try_sums(loss: Loss, trees: Trees, parts: Parts) -> LossTrial:
         try:
             given = [(trees[0], parts[0]), *zip(trees, parts, strict=True)]
             values = _ValuesOfWhole()
-            with within(values):
+            with within(values), keeping(values):
                 whole, again, *halves = [values.evaluate(loss, tree, part, raised, graph) for tree, part in given]
         except torch.OutOfMemoryError:
             raise
@@ -158,6 +168,8 @@ def _try_sums(loss: Loss, trees: Trees, parts: Parts) -> LossTrial:
         for name, (total, _) in whole.amounts.items():
             if math.isfinite(total) and abs(again.amounts[name][0] - total) > EXACT * abs(total):
                 return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0], ""))
+        if values.parts_differ():
+            return LossTrial(_KEEPS_OF_PART)
         return _compare_halves(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
     text = f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})"
@@ -196,17 +208,36 @@ def _evaluate_alone(loss: Loss, tree: Any, leaves: list[Tensor], way: tuple[bool
 
 
 class _ValuesOfWhole:
-    """The scope of `samestep.batch_sum` and its like in a trial: halves are given what the first evaluation, of the whole, has found."""
+    """The scope of `samestep.batch_sum` and its like in a trial: halves are given what the first evaluation, of the whole, has found.
+
+    It is the keeper of `samestep.after_step` too: what a buffer gets then must follow from these alone.
+    """
 
     def __init__(self) -> None:
+        self._kept: list[dict[int, Tensor]] = []
+        """Next values of buffers in each evaluation, by the identities of the buffers."""
         self._found: list[Any] = []
         self._next: Iterator[Any] | None = None
 
     def evaluate(self, *given: Any) -> _LossValue:
         """Evaluate a loss, the first time on the whole."""
+        self._kept.append({})
         value = _evaluate_loss(*given)
         self._next = iter(self._found)
         return value
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Note what a buffer gets after the step."""
+        self._kept[-1][id(buffer)] = value.detach().clone()
+
+    def parts_differ(self) -> bool:
+        """Return whether a buffer gets another value from a part of the samples than from all of them."""
+        whole, *others = self._kept
+        return any(
+            other.keys() != whole.keys()
+            or not all(torch.allclose(other[key], value, rtol=EXACT, equal_nan=True) for key, value in whole.items())
+            for other in others
+        )
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of the rows of the whole."""

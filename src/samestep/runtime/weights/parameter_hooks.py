@@ -21,7 +21,7 @@ from samestep.building.first_read import FirstRead
 from samestep.building.initial_values import Blueprint
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.building.torch_seams import DisableTorchFunction
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import LayoutError, ModelError, first_line
 from samestep.independence.operation_trial import compare_sums_of
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
@@ -94,10 +94,7 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
             found = function(drawn)
             outcome = compare_sums_of(changed, [drawn], [None], _ALLOWED, generator, _SCALES)
     except Exception as error:
-        raise ModelError(
-            f"a hook on the gradient of {name} fails on a gradient of its shape ({type(error).__name__}: {error}): "
-            "tensors that it needs can be buffers of the module"
-        ) from error
+        raise _failing(name, error) from error
     if not torch.equal(before, value):
         raise ModelError(f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so")
     if outcome != "same" or not torch.equal(state, torch.get_rng_state()):
@@ -107,6 +104,13 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
             "of the gradient in the optimizer's step"
         )
     return drawn, found
+
+
+def _failing(name: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"a hook on the gradient of {name} fails on a gradient of its shape ({type(error).__name__}: {first_line(error)}): "
+        "tensors that it needs can be buffers of the module"
+    )
 
 
 _ALL = -1
@@ -165,9 +169,12 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
     try:
         if divides:
             _check_linear(name, function, value)
+        is_apart = not is_cut or _is_by_elements(function, value)
     except ModelError as error:
         return str(error)
-    if is_cut and not _is_by_elements(function, value):
+    except Exception as error:  # of the user's own code, which may raise anything
+        return str(_failing(name, error))
+    if not is_apart:
         return (
             f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight: "
             "tp=1 (and ep=1) works"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.named_tensors import copy_module
@@ -66,6 +68,10 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return empty.set_(one.untyped_storage(), 0, tuple(shape), (0,) * len(shape))
 
 
+_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
+"""What code does with the gradient of a tensor once it is there."""
+
+
 class StageForward(TorchFunctionMode):
     """The forward of one chunk on one micro-batch: a function mode, to which its modules with weights report their calls.
 
@@ -104,6 +110,8 @@ class StageForward(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._depth or is_transformed():
             return func(*args, **kwargs)
+        if func in _HOOKS and not self._makes(args[0]):
+            return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None
         given = tensors_in((args, kwargs), records=True)
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not reads or reads_shape_alone(func) or not self._is_next(name_of(func), reads, is_call=False):
@@ -141,6 +149,10 @@ class StageForward(TorchFunctionMode):
         """
         if self._next != len(self._flow.events):
             raise self._differs("its end")
+
+    def _makes(self, tensor: Tensor) -> bool:
+        """Return whether the whole gradient of a tensor arises here: with the stage that has made its value."""
+        return tensor not in self._numbers or self._flow.values[self._numbers[tensor]].event in self._events.numbers
 
     def _is_next(self, name: str, reads: tuple[int, ...], *, is_call: bool) -> bool:
         if self._next >= len(self._flow.events):

@@ -1,0 +1,173 @@
+"""Buffers of a loss that follow the samples of the step are those of a plain loop in every layout, whatever else calls the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.errors import UnprovenError
+from tests.laboratory import TOLERANCE
+from tests.pool import pool
+
+CLASSES = 3
+POINTS = torch.randn(32, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LABELS = torch.randint(CLASSES, (32,), generator=torch.Generator().manual_seed(1))
+
+
+class Centred(nn.Module):
+    """Logits less a centre that follows their mean, as in DINO's loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def mean(self, logits: Tensor) -> Tensor:
+        return samestep.batch_mean(logits.detach())
+
+    def forward(self, logits: Tensor, batch: Any) -> Any:
+        samestep.after_step(self.centre, 0.9 * self.centre + 0.1 * self.mean(logits))
+        return F.cross_entropy(logits - self.centre, batch[1], reduction="sum"), len(logits)
+
+
+class CentredByPart(Centred):
+    """The same by the mean of the samples at hand."""
+
+    def mean(self, logits: Tensor) -> Tensor:
+        return logits.detach().mean(0)
+
+
+class Robust(nn.Module):
+    """Weights of groups that grow with the groups' losses (group DRO)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64))
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        of_group = F.one_hot(batch[1], CLASSES).to(logits.dtype)
+        groups = F.cross_entropy(logits, batch[1], reduction="none") @ of_group / of_group.sum(0).clamp(min=1)
+        share = (self.share * torch.exp(0.5 * groups.detach())).softmax(0)
+        samestep.after_step(self.share, share)
+        return (groups * share).sum()
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "sum": Centred,
+    "whole": lambda: samestep.whole_batch(CentredByPart()),
+    "groups": lambda: samestep.whole_batch(Robust()),
+    "part": CentredByPart,
+}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)).double()
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def plain(name: str) -> list[float]:
+    """Return the losses of a loop without samestep, in which a buffer follows when the optimizer has stepped."""
+    model, loss, found = _model(), LOSSES[name](), []
+    optimizer = _sgd(model.parameters())
+    for batch in zip(POINTS.split(8), LABELS.split(8), strict=True):
+        given = loss(model(batch[0]), batch)
+        mean = given[0] / given[1] if isinstance(given, tuple) else given
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+        found.append(float(mean.detach()))
+    return found
+
+
+def trained(rank: int, world: int, name: str, layout: str) -> list[float]:
+    """Return the losses of a run that evaluates its loss on other samples between its steps."""
+    numerics, run = {"precision": "float64"}, {"device": "cpu"}
+    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics=numerics, run=run)
+    started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=job)
+    found = []
+    for batch in zip(POINTS.split(8), LABELS.split(8), strict=True):
+        found.append(started.step(batch).loss)
+        started.evaluate((POINTS[:8] + 1, LABELS[:8]))
+    return found
+
+
+ROWS = [
+    ("sum", "dp=2"),
+    ("sum", "dp=2 zero=3"),
+    ("sum", "tp=2"),
+    ("sum", "pp=2"),
+    ("whole", "dp=2 zero=3"),
+    ("whole", "dp=2 microbatch=2"),
+    ("whole", "pp=2 microbatch=4"),
+    ("groups", "dp=2 zero=1 microbatch=2"),
+    ("groups", "tp=2"),
+    ("groups", "pp=2 microbatch=4"),
+    ("part", "tp=2"),
+]
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize(("name", "layout"), ROWS)
+def test_a_buffer_of_a_loss_follows_its_steps_alone(name: str, layout: str) -> None:
+    for losses in pool(2).run(trained, name, layout):
+        assert losses == pytest.approx(plain(name), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2 microbatch=4"])
+def test_a_value_of_a_part_of_the_samples_is_refused(layout: str) -> None:
+    with pytest.raises(
+        UnprovenError, match=r"after_step gives a buffer a value that a part of the samples decides.*batch_mean"
+    ):
+        pool(2).run(trained, "part", layout)
+
+
+class Annealed(Robust):
+    """Groups whose loss is scaled by a number that each step changes, as an attribute that the loss sets by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        found = super().forward(logits, batch) * self.scale
+        self.scale = 0.9 * self.scale
+        return found
+
+
+LOSSES["annealed"] = lambda: samestep.whole_batch(Annealed())
+
+
+def resumed(rank: int, world: int, name: str, layouts: tuple[str, str], folder: str) -> list[float]:
+    """Return the losses of two runs, of which the second goes on from the checkpoint of the first with a loss made anew."""
+    numerics, run = {"precision": "float64"}, {"device": "cpu"}
+    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics=numerics, run=run)
+    found, batches = [], list(zip(POINTS.split(8), LABELS.split(8), strict=True))
+    for part, layout in enumerate(layouts):
+        started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=job)
+        if part:
+            started.load(folder)
+        found += [started.step(batch).loss for batch in batches[2 * part : 2 * part + 2]]
+        if not part:
+            started.save(folder)
+    return found
+
+
+PAIRS = [("dp=2", "pp=2 microbatch=4"), ("pp=2 microbatch=4", "dp=2 zero=3"), ("tp=2", "dp=2 microbatch=2")]
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("layouts", PAIRS, ids=" then ".join)
+@pytest.mark.parametrize("name", ["groups", "annealed"])
+def test_a_resumed_run_has_what_the_loss_kept(name: str, layouts: tuple[str, str], tmp_path: Path) -> None:
+    for losses in pool(2).run(resumed, name, layouts, str(tmp_path)):
+        assert losses == pytest.approx(plain(name), rel=TOLERANCE)

@@ -1,0 +1,100 @@
+"""A forward of the user's own around an instance that holds another forward than its class: a replaced one, or a compiled one."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from tests.laboratory import TOLERANCE
+from tests.pool import pool
+
+POINTS = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LABELS = torch.randint(3, (16,), generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def by_function(net: nn.Module) -> nn.Module:
+    """As code does that wraps the forward of a model of a library."""
+    before = net.forward
+    net.forward = lambda x: 2 * before(x)  # type: ignore[method-assign, assignment]
+    return net
+
+
+def by_method(net: nn.Module) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x)))
+
+    net.forward = types.MethodType(forward, net)  # type: ignore[method-assign]
+    return net
+
+
+def compiled(net: nn.Module) -> Any:
+    return torch.compile(net, backend="aot_eager")
+
+
+CHANGES = {"by_function": by_function, "by_method": by_method, "compiled": compiled}
+
+
+def _model(name: str) -> Any:
+    torch.manual_seed(0)
+    return CHANGES[name](Net().double())
+
+
+def two_views(model: Any, batch: Any) -> Tensor:
+    """Both names of the batch fit the model's own forward too."""
+    return model(batch["x"]) + model(-0.5 * batch["x"])
+
+
+def _loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits, batch["labels"], reduction="sum"), len(logits)
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def _batches() -> list[dict[str, Tensor]]:
+    return [{"x": x, "labels": y} for x, y in zip(POINTS.split(8), LABELS.split(8), strict=True)]
+
+
+def plain(name: str) -> list[float]:
+    model, found = _model(name), []
+    optimizer = _sgd(model.parameters())
+    for batch in _batches():
+        total, count = _loss(two_views(model, batch), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        found.append(float(total.detach()) / count)
+    return found
+
+
+def trained(rank: int, world: int, name: str, layout: str) -> list[float]:
+    job = samestep.Job(train={"global_batch": 8, "steps": 2}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    run = samestep.parallelize(_model(name), _loss, _sgd, layout=layout, job=job, forward=two_views)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # of torch.compile itself
+        return [run.step(batch).loss for batch in _batches()]
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_forward_around_it_is_run(name: str, layout: str) -> None:
+    for losses in pool(2).run(trained, name, layout):
+        assert losses == pytest.approx(plain(name), rel=TOLERANCE)
