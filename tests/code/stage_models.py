@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import LENGTH, VOCABULARY
@@ -395,3 +395,25 @@ class MaskedOnHost(nn.Module):
         for block in self.blocks:
             x = x + block(x, x, x, padding, False, causal.to(x.dtype))[0]
         return self.head(x)
+
+
+class Distributed(nn.Module):
+    """Distributions of torch between layers, which look at what they are given: drawn from, asked for densities, or for entropies."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.mean, self.spread = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        own = distributions.Normal(self.mean(x), F.softplus(self.spread(x)) + 0.1)
+        if self.how == "drawn":
+            x = own.rsample()
+        elif self.how == "density":
+            x = own.log_prob(x)
+        else:
+            x = x * own.entropy() + distributions.kl_divergence(own, distributions.Normal(x, torch.ones_like(x)))
+        return distributions.Categorical(logits=self.head(x)).logits

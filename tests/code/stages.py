@@ -114,6 +114,10 @@ CALLS = {
     "hooked_late": _stages(functools.partial(stage_models.HookedState, 2), _vectors),
     "hooked_if_needed": _stages(functools.partial(stage_models.HookedState, 2, "asked"), _vectors),
     "kept_gradient": _stages(functools.partial(stage_models.HookedState, 1, "kept"), _vectors),
+    **{
+        how: _stages(functools.partial(stage_models.Distributed, how), _vectors)
+        for how in ("drawn", "density", "entropy")
+    },
 }
 """Models without a list of blocks, whose stages begin with any call."""
 VARYING = {how: _stages(functools.partial(Mixture, how)) for how in ("nonzero", "counts", "mask")}
@@ -159,6 +163,12 @@ OF_CALLS = [
     ("hooked_if_needed", "pp=2 microbatch=4"),
     ("kept_gradient", "dp=2 zero=3"),
     ("kept_gradient", "pp=2 microbatch=4"),
+    ("drawn", "pp=2 microbatch=4"),
+    ("drawn", "tp=2"),
+    ("density", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("density", "tp=2"),
+    ("entropy", "pp=2 microbatch=4"),
+    ("entropy", "dp=2 zero=3"),
 ]
 COMPOSED = [
     ("convnet", "pp=4 microbatch=2"),

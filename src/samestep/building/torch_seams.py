@@ -22,6 +22,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     inductor_options                _inductor.list_mode_options               none for a backend that is a function
     num_graph_breaks                _dynamo.utils.counters                    torch._dynamo.explain, which runs the code
     flash_attention(_backward)      aten._scaled_dot_product_flash_...        none that returns the log-sum-exp
+    distributions_unchecked         Distribution._validate_args               Distribution.set_default_validate_args, which writes alone
     default_store, names_of_groups  distributed_c10d                          none
     abandon_groups                  distributed_c10d                          none
 """
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
 from torch.autograd import graph
+from torch.distributions import Distribution
 from torch.overrides import (
     _get_current_function_mode as current_function_mode,
 )
@@ -218,6 +220,17 @@ def disable_current_modes() -> AbstractContextManager[Any]:
     """Return a context without the dispatch modes that are active, but with those of a compiler that traces; it costs nothing where
     there are none."""
     return nullcontext() if not num_dispatch_modes() or graph_is_made() else _disable_current_modes()
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let torch's distributions be made and asked without a look at the values that they are given, on which no result depends."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def graph_is_made() -> bool:

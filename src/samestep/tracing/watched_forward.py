@@ -26,6 +26,7 @@ from samestep.building.surface import process_randomness
 from samestep.building.torch_seams import (
     disable_compiler,
     disable_current_modes,
+    distributions_unchecked,
     num_dispatch_modes,
     transforms_beside_hooks,
 )
@@ -164,6 +165,7 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
         return call_model(module, batch), batch
 
 
+@distributions_unchecked()
 def watch_forward(
     module: nn.Module,
     sample: Any,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.model import call_model
-from samestep.building.torch_seams import disable_compiler, is_compiled
+from samestep.building.torch_seams import disable_compiler, distributions_unchecked, is_compiled
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import with_first
@@ -210,7 +210,7 @@ class Stage(PartOfStep):
             events = StageEvents.of(self._layers, layers, flow)
         mode = StageForward(flow, events, self._mesh.device, receive, send)
         reporting = self._replace_modules(lambda path, _: Reporting(self._stand_ins[path], path, mode))
-        with reporting, self._weights.placed(flow, mode), mode, seen_by(mode):
+        with reporting, self._weights.placed(flow, mode), distributions_unchecked(), mode, seen_by(mode):
             outputs = call_model(self._model, samples)
         mode.finish()
         if layers.start > 0 and not is_forward_only():
