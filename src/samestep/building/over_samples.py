@@ -9,7 +9,7 @@ forwards runs, an object that does so is the present scope. Function modes see e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from typing import Protocol
 
 import torch
@@ -55,13 +55,16 @@ def within(scope: Scope | None) -> Iterator[None]:
         _present.pop()
 
 
-@contextmanager
-def keeping(keeper: Keeper) -> Iterator[None]:
-    """Let a keeper hold the next values of buffers, inside."""
-    _keepers.append(keeper)
-    try:
-        yield
-    finally:
+class Keeping(ContextDecorator):
+    """A context, or a decorator, in which a keeper holds the next values of buffers; it may be entered again, and within itself."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def __enter__(self) -> None:
+        _keepers.append(self._keeper)
+
+    def __exit__(self, *_: object) -> None:
         _keepers.pop()
 
 
@@ -72,19 +75,24 @@ class Ignored:
         """Hold nothing."""
 
 
+IGNORING = Keeping(Ignored())
+"""The context of code that is no part of a step."""
+
+
 class NextValues:
     """The keeper that holds values until it is told to write them."""
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        """Buffers with their next values, by the buffers' identities."""
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Hold a value; of several for one buffer the last one counts."""
-        self._values[id(buffer)] = buffer, value.detach().clone()
+        self.held[id(buffer)] = buffer, value.detach().clone()
 
     def write(self) -> None:
         """Write the values into their buffers."""
-        values, self._values = list(self._values.values()), {}
+        values, self.held = list(self.held.values()), {}
         write(values)
 
 

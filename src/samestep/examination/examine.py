@@ -25,7 +25,7 @@ from samestep.building.loss_result import Loss as Loss
 from samestep.building.model import JobModel, give_labels
 from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
-from samestep.building.over_samples import Ignored, keeping
+from samestep.building.over_samples import IGNORING
 from samestep.building.training_modules import refuse_scripts, set_training
 from samestep.errors import ModelError, failures_of
 from samestep.examination import plan_search
@@ -60,7 +60,7 @@ class Source:
     """The model, built and traced already, where a forked worker inherits it."""
 
 
-@keeping(Ignored())
+@IGNORING
 def examine(source: Source, job: Job, example: Any, layout: Layout | None = None) -> TracedModel:
     """Return the model of a source with all that a layout needs to know of it; what `source.prepared` covers is not found out again.
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
-from samestep.building.over_samples import Ignored, keeping
+from samestep.building.over_samples import IGNORING
 from samestep.building.own_loss import settle_own_loss
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.examination.examine import Source, examine
@@ -128,7 +128,7 @@ class Assembly:
     weights: Weights
 
 
-@keeping(Ignored())
+@IGNORING
 def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank.
 

@@ -74,6 +74,7 @@ class Interpreter:
         store.begin_step(waits=self.of.waits)
         for part in parallel.step_parts:
             part.begin_step(batch, microbatches.shapes_of)
+        parallel.batch_norms.of_losses.held.clear()  # a step that was skipped has written none
         objective.sums.begin_step(batch.shares)
         with parallel.checkpoints:
             for task in parallel.program.tasks_of(index):

@@ -23,8 +23,8 @@ record                     ─► RecordedRun   where the time of steps goes    
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from samestep import calls
 from samestep.building.loss import named_loss
 from samestep.building.loss_scope import scoped
-from samestep.building.over_samples import Ignored, keeping
+from samestep.building.over_samples import IGNORING
 from samestep.building.several_models import Built, Forward, as_one
 from samestep.errors import LayoutError
 from samestep.examination.examine import Loss, Source
@@ -206,14 +206,11 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
             report = receiver(report, batch, is_part)
         return report
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Let the run compute inside: with the kernels of its job, with weights that no loop has meanwhile, and without a trace of
-        what is no part of a step.
-        """
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return a context in which the run computes: with the kernels of its job, with weights that no loop has meanwhile, and without a
+        trace of what is no part of a step."""
         in_loops = [one.weights.in_loops for one in self._own.assemblies if one.weights.in_loops]
-        with keeping(Ignored()), computing(in_loops, self._kernels()):
-            yield
+        return computing(in_loops, self._kernels) if in_loops or self._kernels else IGNORING
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2]."""

@@ -347,6 +347,8 @@ class Stepper:
             self.refusals.raise_own()
             for part in assembly.parallel.step_parts:
                 part.end_update()
+            if assembly.parallel.batch_norms.of_losses.held:
+                assembly.parallel.batch_norms.of_losses.write()
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from samestep.building.attention import AttentionCall, DocumentMask
 from samestep.building.attention.by_document import lengths_of
 from samestep.building.model import call_model, why_unfit
-from samestep.building.over_samples import keeping, within
+from samestep.building.over_samples import Keeping, within
 from samestep.building.surface import process_randomness
 from samestep.building.torch_seams import (
     disable_compiler,
@@ -199,7 +199,7 @@ def watch_forward(
             stack.enter_context(report_functions(watch.applied, watch.hooked))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(within(TracedValues(watch.take_values)))
-            stack.enter_context(keeping(watch))
+            stack.enter_context(Keeping(watch))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _unpack_saved))
             stack.enter_context(transforms_beside_hooks())

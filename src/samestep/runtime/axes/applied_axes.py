@@ -139,7 +139,7 @@ class AppliedAxes:
             stage=stage,
             step_parts=(
                 *([stage] if isinstance(stage, pipeline.Stage) else []),
-                norms,
+                *([norms] if norms.are_used else []),
                 *([precise.casts] if precise.casts else []),
                 *RepeatedState.parts_of(traced.analysis.states, traced.module, program),
             ),

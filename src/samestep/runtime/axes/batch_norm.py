@@ -146,8 +146,11 @@ def shared_samples(model: nn.Module, program: Program, mesh: Mesh) -> SharedSamp
 class BatchNorms(SharedSamples):
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
 
+    are_used = True
+
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         """Replace the forwards of the modules that call batch norm."""
+        super().__init__()
         step = program.step
         self._groups, self._data_rank = step.sample_groups, mesh.index("dp") if step.layout.dp > 1 else 0
         self._job_groups = step.sample_groups

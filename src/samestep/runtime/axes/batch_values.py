@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.building.over_samples import Ignored, keeping, within, write
+from samestep.building.over_samples import IGNORING, Keeping, within, write
 from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.runtime.axes.data_ranks import DataRanks
@@ -76,7 +76,7 @@ class BatchValues:
 
     @contextmanager
     def _of_step(self, microbatch: int, num_samples: int) -> Iterator[None]:
-        with keeping(Ignored() if is_forward_only() else self):
+        with IGNORING if is_forward_only() else Keeping(self):
             if self._is_late:
                 with self._late.of(microbatch):
                     yield
@@ -136,13 +136,13 @@ class BatchValues:
         @contextmanager
         def replaying() -> Iterator[None]:
             if not sizes:
-                with within(Absent() if self._is_late else None), keeping(Ignored()):
+                with within(Absent() if self._is_late else None), IGNORING:
                     yield
                 return
             before = self._repeats, self._records, self._sizes
             self._repeats, self._records, self._sizes = iter(found), [], sizes
             try:
-                with within(self), keeping(Ignored()):
+                with within(self), IGNORING:
                     yield
             finally:
                 self._repeats, self._records, self._sizes = before

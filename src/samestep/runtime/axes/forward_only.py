@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from samestep.building.over_samples import Ignored, keeping
+from samestep.building.over_samples import IGNORING
 
 _NESTED = [0]
 """How many such forwards this process is in; autograd's threads run none."""
@@ -28,7 +28,7 @@ def forward_only(*, takes_gradients: bool) -> Iterator[None]:
     """Run the forwards inside without a backward, and without gradients unless the model itself takes some."""
     _NESTED[0] += 1
     try:
-        with torch.set_grad_enabled(takes_gradients), keeping(Ignored()), _hooks_unused():
+        with torch.set_grad_enabled(takes_gradients), IGNORING, _hooks_unused():
             yield
     finally:
         _NESTED[0] -= 1

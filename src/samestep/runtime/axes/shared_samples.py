@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
-from samestep.building.over_samples import NextValues, keeping
+from samestep.building.over_samples import Keeping, NextValues
 from samestep.runtime.axes.step_part import PartOfStep
 from samestep.tracing.checkpointed import Contexts
 
@@ -14,8 +15,13 @@ _NOTHING = nullcontext()
 class SharedSamples(PartOfStep):
     """The samples of a model in which no sample sees another one; `BatchNorms` are those of other models."""
 
+    are_used: ClassVar[bool] = False
+    """Whether a step has to do with them."""
+
     def __init__(self) -> None:
-        self._next_values = NextValues()
+        self.of_losses = NextValues()
+        """The values that the losses of a step give buffers, which the update writes."""
+        self._keeping = Keeping(self.of_losses)
 
     @property
     def takes_statistics(self) -> bool:
@@ -37,11 +43,7 @@ class SharedSamples(PartOfStep):
 
     def of_loss(self, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of the loss of a micro-batch; collective over `dp` where it asks for values of all samples."""
-        return keeping(self._next_values)
-
-    def end_update(self) -> None:
-        """Write the next values of buffers that the loss has given."""
-        self._next_values.write()
+        return self._keeping
 
     def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
         """Return the context of a forward of held-out samples, which ranks share as one micro-batch; collective as `of` is."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,8 +29,8 @@ _ON_CPUS = ("flash", "math")
 _NO_KERNEL = re.compile(r"No (viable backend for scaled_dot_product_attention|available kernel)")
 
 
-def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes the context in which a step runs with the kernels of a job.
+def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return what makes the context in which a step runs with the kernels of a job; None if it chooses none.
 
     Raises:
         JobError: the device has no such kernel of attention.
@@ -46,7 +46,7 @@ def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManage
     if word != "auto" and (word == "math" or device.type == "cpu" or job.numerics.precision != "float64"):
         found.append(functools.partial(_attention, word))
     if len(found) < 2:
-        return found[0] if found else nullcontext
+        return found[0] if found else None
     return functools.partial(_within_all, found)
 
 

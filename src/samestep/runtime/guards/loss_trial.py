@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss_result import UNNAMED, VALUES, Loss, is_same_count, loss_result
 from samestep.building.named_tensors import cast_floating
-from samestep.building.over_samples import keeping, within
+from samestep.building.over_samples import Keeping, within
 from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.roundings import EXACT, LIMITS_OF_SUMS
 from samestep.runtime.axes.precision import RaiseIslands
@@ -156,7 +156,7 @@ def _try_sums(loss: Loss, trees: Trees, parts: Parts) -> LossTrial:
         try:
             given = [(trees[0], parts[0]), *zip(trees, parts, strict=True)]
             values = _ValuesOfWhole()
-            with within(values), keeping(values):
+            with within(values), Keeping(values):
                 whole, again, *halves = [values.evaluate(loss, tree, part, raised, graph) for tree, part in given]
         except torch.OutOfMemoryError:
             raise

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from samestep.building.over_samples import IGNORING
 from samestep.errors import LayoutError
 from samestep.models.spec import is_below
 from samestep.program.program import Program
@@ -396,12 +397,14 @@ def _returns_whole(program: Program, path: str) -> bool:
 
 
 @contextmanager
-def computing(models: Sequence[WeightsInLoops], kernels: AbstractContextManager[None]) -> Iterator[None]:
-    """Let a run compute inside, with weights that no loop has meanwhile."""
+def computing(
+    models: Sequence[WeightsInLoops], kernels: Callable[[], AbstractContextManager[None]] | None
+) -> Iterator[None]:
+    """Let a run compute inside, with weights that no loop has meanwhile; what is no part of a step leaves no trace."""
     for one in models:
         one.take()
     try:
-        with kernels:
+        with IGNORING, kernels() if kernels else nullcontext():
             yield
     finally:
         for one in models:
