@@ -197,7 +197,7 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
 
 
 def _takes_batch(model: nn.Module) -> bool:
-    """Return whether a forward of the user's own stands around a model or the one that it wraps (`several_models.py`)."""
+    """Return whether a user's forward is put around a model, or around the one that it wraps (`several_models.py`)."""
     return any(getattr(type(one), "takes_batch", False) for one in (model, unwrap(model)))
 
 

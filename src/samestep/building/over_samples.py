@@ -80,7 +80,7 @@ IGNORING = Keeping(Ignored())
 
 
 class NextValues:
-    """The keeper that holds values until it is told to write them."""
+    """The keeper that holds the next values of buffers until `write` is called."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}

@@ -224,7 +224,7 @@ def disable_current_modes() -> AbstractContextManager[Any]:
 
 @contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """Let torch's distributions be made and asked without a look at the values that they are given, on which no result depends."""
+    """Let torch's distributions take values without checking them, inside; no result depends on these checks."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

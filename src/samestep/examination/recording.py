@@ -27,7 +27,7 @@ class _RecordedError(ModelError):
 
 
 def _on_one_device(given: Any) -> Any:
-    """Return what a call is given, with masks that the forward has made on the host on the meta device of the others.
+    """Return the arguments of a call, with masks of the host moved to the meta device of the other tensors.
 
     Whole numbers stay where they are: recurrent layers take the sizes of a packed sequence on the host.
     """

@@ -112,28 +112,8 @@ def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], 
     stream = decoder.sequence * decoder.hidden
     is_head = name.startswith("norm")
     is_embedding = name.startswith("embed")
-    forward: tuple[PartialSum, ...] = ()
-    backward: tuple[PartialSum, ...] = ()
-    boundaries: tuple[Boundary, ...] = ()
-    if is_block:
-        parts = [("self_attn", "q_proj", "o_proj")]
-        if not made.dispatches:
-            parts.append(("mlp", "up_proj", "down_proj"))
-        elif decoder.shared_experts:
-            parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
-        forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
-        backward = tuple(
-            PartialSum(owner=f"{part}.{first}", elements=stream, beside=_separable(made, part, decoder.hidden))
-            for part, first, _ in reversed(parts)
-        )
-        kinds: tuple[BoundaryKind, ...] = ("gather", "scatter")
-        owners = [(part, f"{part}.{last}") for part, _, last in parts]
-        boundaries = tuple(
-            Boundary(owner=owner, elements=stream, kind=kind)
-            for pair in owners
-            for owner, kind in zip(pair, kinds, strict=True)
-        )
-    elif is_embedding:
+    forward, backward, boundaries = _block_exchanges(decoder, made) if is_block else ((), (), ())
+    if is_embedding:
         forward = (PartialSum(owner="model.embed_tokens", elements=stream),)
     elif is_head:
         backward = (PartialSum(owner="lm_head", elements=stream),)
@@ -172,6 +152,31 @@ def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], 
         dispatches=made.dispatches,
         token_parts=made.token_parts,
     )
+
+
+def _block_exchanges(
+    decoder: Decoder, made: Counts
+) -> tuple[tuple[PartialSum, ...], tuple[PartialSum, ...], tuple[Boundary, ...]]:
+    """Return the sums of a block under a tensor cut, of its forward and of its backward, and its boundaries under sequence parallelism."""
+    stream = decoder.sequence * decoder.hidden
+    parts = [("self_attn", "q_proj", "o_proj")]
+    if not made.dispatches:
+        parts.append(("mlp", "up_proj", "down_proj"))
+    elif decoder.shared_experts:
+        parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
+    forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
+    backward = tuple(
+        PartialSum(owner=f"{part}.{first}", elements=stream, beside=_separable(made, part, decoder.hidden))
+        for part, first, _ in reversed(parts)
+    )
+    kinds: tuple[BoundaryKind, ...] = ("gather", "scatter")
+    owners = [(part, f"{part}.{last}") for part, _, last in parts]
+    boundaries = tuple(
+        Boundary(owner=owner, elements=stream, kind=kind)
+        for pair in owners
+        for owner, kind in zip(pair, kinds, strict=True)
+    )
+    return forward, backward, boundaries
 
 
 def _separable(made: Counts, part: str, inner: int) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ _OF_ROWS = frozenset(("_fused_rms_norm", "_log_softmax", "_softmax", "native_lay
 
 
 class OtherWork(NamedTuple):
-    """What the operations of a layer's forward do that are no matrix products, and how much less of it fused groups do."""
+    """The work of a layer's forward that is no matrix product, in elements and operations, and the part of it that fused groups spare."""
 
     moved: int = 0
     """Elements read and written."""

@@ -64,6 +64,7 @@ from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
+from samestep.tracing.moved_elements import OtherWork
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder, Region
 from samestep.tracing.token_parts import of_one_sample, token_parts_of
@@ -254,7 +255,6 @@ def _layer_specs(
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
         kept = inputs[index] | results
-        other = watch.moved.of({*layer.regions}, watch.sizes, watch.returned)
         spec = LayerSpec(
             name=layer.name,
             modules=tuple(layer.modules),
@@ -276,12 +276,6 @@ def _layer_specs(
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
-            moved_elements=other.moved // num_samples,
-            moved_cut_elements=other.moved_cut // num_samples,
-            kernels=other.kernels,
-            fusible_elements=other.fusible // num_samples,
-            fusible_cut_elements=other.fusible_cut // num_samples,
-            fusible_kernels=other.fusible_kernels,
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=_exchanges_of(layer, watch, num_samples),
             token_parts=tuple(
@@ -292,6 +286,7 @@ def _layer_specs(
             kept=tuple(one for region, one in outside if region in layer.regions),
         )
         most, of_norms = (sets.get(index, WorkingSet()) for sets in (working, in_norms))
+        spec = _with_other_work(spec, watch.moved.of({*layer.regions}, watch.sizes, watch.returned), num_samples)
         specs.append(_with_working(spec, most, of_norms, num_samples))
     if head := _head_of(specs[-1], {watch.sizes[key] // num_samples for key in outputs[-1]}):
         logits = head.logits * num_samples
@@ -300,6 +295,19 @@ def _layer_specs(
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _with_other_work(spec: LayerSpec, other: OtherWork, num_samples: int) -> LayerSpec:
+    """Return a layer with what one sample's forward moves besides its products, and the part of it that fused groups spare."""
+    return dataclasses.replace(
+        spec,
+        moved_elements=other.moved // num_samples,
+        moved_cut_elements=other.moved_cut // num_samples,
+        kernels=other.kernels,
+        fusible_elements=other.fusible // num_samples,
+        fusible_cut_elements=other.fusible_cut // num_samples,
+        fusible_kernels=other.fusible_kernels,
+    )
 
 
 def _with_working(spec: LayerSpec, most: WorkingSet, of_norms: WorkingSet, num_samples: int) -> LayerSpec:

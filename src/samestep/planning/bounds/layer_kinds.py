@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 class BackwardSizes(NamedTuple):
-    """What the backward of one layer works on, on one rank: bytes of a sample, beside the layer's activations."""
+    """The bytes that the backward of one layer needs on one rank for each sample, in addition to the layer's activations."""
 
     working: float = 0.0
     """At most."""

@@ -248,7 +248,7 @@ class Needs:
         return Need(states, kept * step.microbatch_samples, always, 0.0)
 
     def _is_met_again(self, step: StepSpec, stage: int) -> bool:
-        """Return whether a stage holds as much once more, behind a backward that has left its part of the gradients."""
+        """Return whether a stage holds as much once more after a backward whose gradients stay until they are reduced."""
         layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         _, num_larger = larger_twin(step)

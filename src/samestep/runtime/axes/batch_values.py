@@ -71,7 +71,7 @@ class BatchValues:
         return self._of_step(microbatch, self._batch.num_samples)
 
     def of_loss(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context of a loss, which may give buffers of its own a value after the step; collective as `of_step` is."""
+        """Return the context of a loss, which may set its buffers after the step; it is collective where `of_step` is."""
         return _NOTHING if self._batch is None else self._of_step(microbatch, self._batch.num_samples)
 
     @contextmanager

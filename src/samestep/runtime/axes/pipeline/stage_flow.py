@@ -151,7 +151,7 @@ class StageForward(TorchFunctionMode):
             raise self._differs("its end")
 
     def _makes(self, tensor: Tensor) -> bool:
-        """Return whether the whole gradient of a tensor arises here: with the stage that has made its value."""
+        """Return whether this stage computes the value of a tensor, so that its whole gradient is computed here."""
         return tensor not in self._numbers or self._flow.values[self._numbers[tensor]].event in self._events.numbers
 
     def _is_next(self, name: str, reads: tuple[int, ...], *, is_call: bool) -> bool:
