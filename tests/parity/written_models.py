@@ -23,7 +23,8 @@ class Spelled(nn.Module):
         self.spelling, self.kv_heads, self.p = spelling, kv_heads, dropout
         size = WIDTH // HEADS
         self.norm, self.query = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.key, self.value = nn.Linear(WIDTH, kv_heads * size), nn.Linear(WIDTH, kv_heads * size)
+        # A bias of the keys would have no gradient but that of roundings: weights of a softmax do not change with it.
+        self.key, self.value = nn.Linear(WIDTH, kv_heads * size, bias=False), nn.Linear(WIDTH, kv_heads * size)
         self.out, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
         self.ff = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
