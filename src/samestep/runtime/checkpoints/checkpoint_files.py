@@ -34,6 +34,8 @@ class OpenCheckpoint:
 
     folder: Path
     shapes: Mapping[str, list[int]]
+    trained: frozenset[str]
+    """The weights that the run trained, of each of which the files hold all elements."""
     cuts: dict[str, WeightSlice] = field(default_factory=dict)
     """Slice of the weight that each name with an @ stands for."""
     values: dict[str, list[_ElementRun]] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: a file holds other tensors than the manifest says, or there are no averages.
         """
-        stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})})
+        stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})}, frozenset(manifest["shapes"]))
         for part in manifest["parts"]:
             file = stack.enter_context(safe_open(folder / part["file"], "pt"))
             if sorted(file.keys()) != sorted(part["tensors"]):

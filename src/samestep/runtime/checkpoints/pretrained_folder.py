@@ -24,6 +24,7 @@ from torch import Tensor
 
 from samestep.building.initial_values import Blueprint
 from samestep.building.pretrained_form import PretrainedForm, SavedGroup
+from samestep.errors import CheckpointError
 from samestep.models.weight_files import INDEX
 from samestep.output import durable_files
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
@@ -86,8 +87,15 @@ def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
 
 
 def values(plan: Blueprint, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
-    """Return a function from a tensor's name to its value: the checkpoint's, or the first value if it has not
-    changed."""
+    """Return a function from a tensor's name to its value: the checkpoint's, or the first value of what a run does not train and has
+    not changed.
+
+    Raises:
+        CheckpointError: the files lack a trained weight.
+    """
+    lacking = [name for name in stored.trained - stored.values.keys() if math.prod(stored.shapes[name])]
+    if lacking:
+        raise CheckpointError(f"{stored.folder} lacks all elements of {min(lacking)} (value)")
     canonical = plan.canonical
     names_of: dict[str, list[str]] = {}
     for name, first in canonical.items():
