@@ -27,7 +27,7 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import Along, Dependences
 from samestep.independence.value_numbers import ValueNumbers
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import COUNTS, ModelSpec
 from samestep.models.written_attention import MadeMask, WrittenAttention
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.forward import ValueOf
@@ -310,16 +310,9 @@ def _entering(
         yield
 
 
-_COUNTS = (
-    "forward_flops", "saved_elements", "saved_pair_elements", "saved_norm_elements", "saved_selective_elements", "saved_cut_elements",
-    "saved_selective_cut_elements", "working_elements", "working_cut_elements", "moved_elements", "moved_cut_elements", "kernels",
-    "fusible_elements", "fusible_cut_elements", "fusible_kernels",
-)  # fmt: skip
-
-
 def _changed(layer: LayerSpec, before: LayerSpec, after: LayerSpec, found: Found) -> LayerSpec:
     """Return a layer with what changes from one forward to the other."""
-    counts = {name: max(0, getattr(layer, name) + getattr(after, name) - getattr(before, name)) for name in _COUNTS}
+    counts = {name: max(0, getattr(layer, name) + getattr(after, name) - getattr(before, name)) for name in COUNTS}
     products = [*layer.products]
     if len(products) == len(before.products):
         products, rest = [], [*zip(layer.products, before.products, strict=True)]

@@ -246,11 +246,14 @@ def cache_by_model(
     return cached
 
 
-_OF_ATTENTIONS = (
+COUNTS = (
     "forward_flops", "saved_elements", "saved_pair_elements", "saved_norm_elements", "saved_selective_elements", "saved_cut_elements",
     "saved_selective_cut_elements", "working_elements", "working_cut_elements", "moved_elements", "moved_cut_elements", "kernels",
     "fusible_elements", "fusible_cut_elements", "fusible_kernels",
-    "products", "exchanges", "gathered_parts", "token_moves", "written",
+)  # fmt: skip
+"""Fields of a layer that add up what its operations do and keep, attentions among them."""
+_OF_ATTENTIONS = (
+    *COUNTS, "products", "exchanges", "gathered_parts", "token_moves", "written",
 )  # fmt: skip
 """What the attentions of a layer, exchanged or not, make of it."""
 

@@ -114,7 +114,7 @@ def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
     model = run.assembly.model
     first = model.first_of_loss
     buffers = [
-        (*_place_of(name), buffer)
+        (*name.rpartition(".")[::2], buffer)
         for name, buffer in model.of_loss.named_buffers()
         if fingerprint(buffer) != first.buffers.get(name)
     ]
@@ -124,11 +124,6 @@ def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
         for path, key, value in (*buffers, *attributes)
         if (kept := writer.kept({key: value}, f"the loss's {path}", is_known=True))
     ]
-
-
-def _place_of(name: str) -> tuple[str, str]:
-    path, _, key = name.rpartition(".")
-    return path, key
 
 
 def _nested_states(run: PreparedRun) -> dict[str, Any]:
