@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import io
 import os
 import pickle
 import re
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.building import drawn_rows
-from samestep.errors import JobError
+from samestep.errors import JobError, WorkerError
 from samestep.runtime.processes import join as joining
 from samestep.runtime.processes import local_workers, start_method, workers
 from samestep.runtime.processes.host_names import LOOPBACK
@@ -271,6 +273,29 @@ def test_only_rank_0_speaks_and_quiet_silences_it(capfd: pytest.CaptureFixture[s
         assert "warning 1" not in err
         run_workers(_speak, ranks=2, timeout_s=60, quiet=True)
         assert "".join(capfd.readouterr()) == ""
+
+
+_PIECES = 2000
+
+
+def _speak_in_pieces(place: RankInfo, fails: bool) -> None:
+    for number in range(_PIECES):
+        print(number, "von", chr(0x4E00 + number), end=" ")
+        if number % 100 == 0:
+            print("half", number, file=sys.stderr)
+    dist.barrier()
+    if fails and place.rank == 0:
+        raise ValueError("of rank 0")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_streams_that_are_no_files_get_every_piece_in_its_order(fails: bool) -> None:
+    """As a notebook's cell, whose stream sends each piece of a forked process through a socket of its own."""
+    ends = pytest.raises(WorkerError, match="of rank 0") if fails else contextlib.nullcontext()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err, ends:
+        run_workers(_speak_in_pieces, (fails,), ranks=2, timeout_s=60)
+    assert out.getvalue() == "".join(f"{number} von {chr(0x4E00 + number)} " for number in range(_PIECES))
+    assert err.getvalue() == "".join(f"half {number}\n" for number in range(0, _PIECES, 100))
 
 
 def _own_listening_sockets(place: RankInfo) -> list[str]:

@@ -7,21 +7,24 @@ Documentation/admin-guide/cgroup-v2.rst (memory.events) and cgroup-v1/memory.rst
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
 import re
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from samestep.errors import JobError
 from samestep.output import temporary_folder
@@ -121,6 +124,7 @@ class LocalWorkers:
         self._asked: set[int] = set()
         """Ranks that have not answered yet how far they have come."""
         self._memory_kills = count()
+        self._copies: tuple[_Copy, ...] = ()
 
     def start(self) -> None:
         """Start all workers.
@@ -130,6 +134,10 @@ class LocalWorkers:
         """
         options = self._options
         method = start_method(options.device_type, options.threads, (self._main, self._args))
+        if method == "fork" and not options.quiet and not (_is_of_a_file(sys.stdout) and _is_of_a_file(sys.stderr)):
+            options = dataclasses.replace(options, quiet=True)
+            files = {"0.out": sys.stdout, "0.err": sys.stderr}
+            self._copies = tuple(_Copy(self._folder / name, stream) for name, stream in files.items() if stream)
         context: Any = multiprocessing.get_context(method)
         defaults = interface_variables(options.interface) | allocator_variables(options.device_type)
         defaults |= temporary_folder.compiler_cache()
@@ -164,6 +172,8 @@ class LocalWorkers:
 
     def hear(self) -> Iterator[tuple[int, str, Any]]:
         """Yield the received messages, as rank, word and value; a death is a failure too."""
+        for one in self._copies:
+            one.go_on()
         for rank, pipe, process in zip(self.ranks, self._pipes, self._processes, strict=False):
             exit_code = process.exitcode  # before the pipe is read: nothing comes after a death
             while not pipe.closed and pipe.poll():
@@ -222,9 +232,43 @@ class LocalWorkers:
                 _kill_group(process)
         for process in self._processes:
             process.join(_LEAVE_GRACE_S)
+        for one in self._copies:
+            one.go_on()
         for pipe in self._pipes:
             pipe.close()
         temporary_folder.remove(self._folder)
+
+
+class _Copy:
+    """A copy of what rank 0 writes, to a stream of this process that is not a file, such as a notebook's.
+
+    A forked worker could not write to such a stream itself: it leads to a buffer of this process, or to a socket for each
+    piece of text, in whatever order they arrive.
+    """
+
+    def __init__(self, written: Path, stream: TextIO) -> None:
+        self._written, self._stream, self._read_bytes = written, stream, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def go_on(self) -> None:
+        """Copy what was written since the last time."""
+        if not self._written.exists():
+            return
+        with self._written.open("rb") as file:
+            file.seek(self._read_bytes)
+            new = file.read()
+        self._read_bytes += len(new)
+        if text := self._decoder.decode(new):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _is_of_a_file(stream: TextIO) -> bool:
+    """Return whether a stream writes to a descriptor, which a forked worker inherits."""
+    try:
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() >= 0
+    except (OSError, ValueError):
+        return False
 
 
 @contextlib.contextmanager

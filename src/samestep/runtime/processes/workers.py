@@ -161,8 +161,8 @@ def run_workers(
     """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
 
     A single rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack
-    of memory still ends in one line. Rank 0 writes to the terminal, the others to files, which are read only after a
-    failure. The first SIGINT or SIGTERM asks all workers to stop (`stop_requested`), and a second one kills them; SIGUSR1
+    of memory still ends in one line. Rank 0 writes to the terminal (a notebook shows it below the cell), the others to files,
+    which are read only after a failure. The first SIGINT or SIGTERM asks all workers to stop (`stop_requested`), and a second one kills them; SIGUSR1
     asks them to save (`save_requested`), and SIGUSR2 to record steps (`record_requested`).
 
     Args:
