@@ -36,6 +36,7 @@ from benchmarks.script_kinds import (  # noqa: E402
     losses,
     models,
     optimizers,
+    rollouts,
     states,
     training,
     vision,
@@ -46,7 +47,7 @@ from samestep.runtime.axes.precision import RaiseIslands  # noqa: E402
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
-    for room in (losses, states, optimizers, data, models, language, vision, training, agents, adversarial)
+    for room in (losses, states, optimizers, data, models, language, vision, training, agents, adversarial, rollouts)
     for kind in room.KINDS
 }
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-8, 1e-6

@@ -363,6 +363,125 @@ def test_copies_of_the_model_are_plain_modules(layout: str, body: Any) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+def called(rank: int, world: int, layout: str) -> list[Any]:
+    """What the model and its parts compute within, in both modes, before and after writes; and what the run has then."""
+    run = run_of(rank, world, layout, Tied)
+    trained(run, 1)
+    x = Points()[0]["x"][None]
+    with run.gathered() as model:
+        found = [model(x)["logits"], model(mask=None, x=x)["logits"], model.norm(x), model.blocks[1](x)]
+        model.eval()
+        found.append(model(x)["logits"])
+        model.train()
+        with torch.no_grad():
+            model.norm.weight.mul_(0.5)
+            found.append(model(x)["logits"])
+            model.norm.bias = nn.Parameter(model.norm.bias + 1)
+            found.append(model(x)["logits"])
+        assert all(part._compiled_call_impl is not None for part in model.modules())
+    assert all(part._compiled_call_impl is None for part in run.model.modules())
+    return [*found, *run.state_dict(on_every_rank=True).values(), *map(torch.tensor, trained(run, 1, 1))]
+
+
+def began(rank: int, world: int, layout: str) -> list[Any]:
+    """The same before the first step, where the loop writes too, reads the state twice and takes a copy."""
+    optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(Source(Tied, loss, optimizer), Layout.parse(layout), JOB, place)
+    first, x = run.state_dict(on_every_rank=True), Points()[0]["x"][None]
+    with run.gathered() as model:
+        assert type(model) is Tied
+        found = [*model.state_dict().values(), model.norm(x), model(x)["logits"], copy.deepcopy(model)(x)["logits"]]
+        with pytest.raises(ModelError, match=r"run\.step within run\.gathered"):
+            trained(run, 1)
+    assert all(
+        torch.equal(one, run.state_dict(on_every_rank=True)[name]) for name, one in first.items() if name != "seen"
+    )
+    with run.gathered() as model, torch.no_grad():
+        assert float(model.seen) == 1.0
+        model.head.weight.mul_(0.5)
+    return [*first.values(), *found, *map(torch.tensor, trained(run, 2)), *run.state_dict(on_every_rank=True).values()]
+
+
+@pytest.mark.parametrize("body", [called, began])
+@pytest.mark.parametrize("layout", SETTING)
+def test_a_forward_within_is_that_of_one_device(layout: str, body: Any) -> None:
+    (alone,) = everywhere("dp=1", body)
+    for found in everywhere(layout, body):
+        for ours, theirs in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def of_transformers() -> nn.Module:
+    """A model of which tensor parallelism sets attributes anew: the numbers of features of its layers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(32, (6,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def next_tokens(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    wanted = batch["input_ids"][:, 1:]
+    return nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), wanted, reduction="sum"), wanted.numel()
+
+
+def generated(rank: int, world: int, layout: str) -> list[Tensor]:
+    """What transformers generates within, by the model and by a copy, before the first step and after two."""
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    sgd = optimizer_source(lambda params: torch.optim.SGD(params, lr=0.5), None)
+    run = Run(Source(of_transformers, next_tokens, sgd), Layout.parse(layout), JOB, place)
+    stream, prompts, found = samestep.batches(Texts(), JOB), torch.tensor([[1, 2, 3], [4, 5, 6]]), []
+    for _ in range(3):
+        with run.gathered() as model, torch.no_grad():
+            for one in (model, copy.deepcopy(model)):
+                found.append(
+                    one.eval().generate(
+                        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=5, do_sample=False
+                    )
+                )
+                found.append(one(prompts).logits)
+        run.step(next(stream))
+    return found
+
+
+@pytest.mark.parametrize("layout", SETTING)
+def test_transformers_generate_within_what_they_generate_on_one_device(layout: str) -> None:
+    (alone,) = everywhere("dp=1", generated)
+    for found in everywhere(layout, generated):
+        for ours, theirs in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def unequal(rank: int, world: int, layout: str) -> str:
+    optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
+    run = Run(
+        Source(Tied, loss, optimizer),
+        Layout.parse(layout),
+        JOB,
+        RankInfo(rank, rank, world, world, torch.device("cpu")),
+    )
+    with pytest.raises(ModelError) as error, run.gathered() as model, torch.no_grad():
+        model.norm.weight.add_(rank)
+    return str(error.value)
+
+
+def test_ranks_that_write_differently_before_the_first_step_are_refused() -> None:
+    for refusal in everywhere("dp=2", unequal):
+        assert refusal.startswith(
+            "run.gathered(): ranks have written different values into norm.weight, of which one is"
+        )
+
+
 def misplaced(rank: int, world: int, layout: str) -> list[str]:
     run, found = run_of(rank, world, layout), []
     for change in (

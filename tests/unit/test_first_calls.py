@@ -163,7 +163,7 @@ def test_of_a_damaged_checkpoint_or_another_model_nothing_is_read(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"is missing or damaged"):
         run.state_dict()
     with pytest.raises(LayoutError, match=r"not prepared yet"):
-        run_of().state_dict()
+        run_of().save(tmp_path)
 
 
 # -- rows of lists ---------------------------------------------------------------------------------

@@ -283,6 +283,30 @@ def test_a_sum_over_samples_may_be_none_over_tokens() -> None:
     assert try_loss_on_halves(mean_of_each, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
 
 
+@pytest.mark.parametrize("largest", [1e-6, 1.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(8))
+def test_sums_whose_terms_cancel_pass_and_coupled_ones_do_not(seed: int, dtype: torch.dtype, largest: float) -> None:
+    """As in the first step of GRPO, where each ratio is 1 and the advantages of a group add up to nothing."""
+    drawn = torch.Generator().manual_seed(seed)
+    logits = torch.randn(8, V, generator=drawn).to(dtype)
+    old = logits.log_softmax(-1).amax(-1)
+    rewards = torch.rand(2, 4, generator=drawn, dtype=dtype)
+    advantage = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).view(-1) * largest
+
+    def clipped(outputs: Any, batch: Any) -> Any:
+        ratio = (outputs.log_softmax(-1).amax(-1) - batch["old"]).exp()
+        return -torch.min(ratio * batch["advantage"], ratio.clamp(0.8, 1.2) * batch["advantage"]).sum(), len(outputs)
+
+    def whitened(outputs: Any, batch: Any) -> Any:
+        given = batch["advantage"]
+        return clipped(outputs, batch | {"advantage": (given - given.mean()) / (given.std() + 1e-8)})
+
+    batch = {"old": old, "advantage": advantage}
+    assert try_loss_on_halves(clipped, logits, batch, 8) == LossTrial()
+    assert try_loss_on_halves(whitened, logits, batch, 8).reason.startswith("its sum is")
+
+
 class Centred(nn.Module):
     """A loss with a running mean of the outputs (DINO), which it reads before it writes."""
 

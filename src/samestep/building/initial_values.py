@@ -374,6 +374,20 @@ def _call(source: Callable[[], nn.Module]) -> nn.Module:
         raise
 
 
+def fill(
+    blueprint: Blueprint, value: Callable[[str], Tensor], device: torch.device, float_dtype: torch.dtype | None = None
+) -> None:
+    """Set every parameter of the module to `value` of its first name, and all other tensors as `fill_rest` does."""
+    made: dict[str, nn.Parameter] = {}
+    for name, param in list(blueprint.module.named_parameters(remove_duplicate=False)):
+        first = blueprint.canonical.get(name, name)
+        if first not in made:
+            made[first] = nn.Parameter(value(first), param.requires_grad)
+        path, _, leaf = name.rpartition(".")
+        setattr(blueprint.module.get_submodule(path), leaf, made[first])
+    fill_rest(blueprint, device, float_dtype)
+
+
 def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dtype | None = None) -> None:
     """Set every buffer and tensor attribute of the module that is still on meta to its value.
 

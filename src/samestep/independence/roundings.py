@@ -7,7 +7,7 @@
 | outputs of a sample in a batch and alone, weights of two layouts (`allowance`) | measured | measured | measured |
 
 Two orders of the same sums differ by about 1e-16 in float64, and a wrong sum by 1e-3 and more. Two numbers are compared relative to the
-largest finite value expected. Kernels add up the elements of another shape in another order, so the allowance of a sample that is run
+largest finite value expected, and sums of a loss at least to a hundredth of its count. Kernels add up the elements of another shape in another order, so the allowance of a sample that is run
 alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`),
 and what linear layers read too: where the terms of a product cancel, the sum is far smaller than the rounding of its terms.
 """
@@ -28,6 +28,9 @@ EXACT = 1e-9
 """The largest relative difference of two orders of the same sums in float64."""
 LIMITS_OF_SUMS = {torch.float64: EXACT, torch.float32: 1e-5}
 """The largest relative difference of a few samples' sums; there is none for dtypes in which a wrong sum may differ by less than roundings."""
+LEAST_MEAN = 1e-2
+"""The least mean of a loss, its sum over its count, relative to which its sums are compared: terms of both signs may cancel, as in the
+first step of GRPO, where sums are roundings of their terms."""
 _VALUES = {torch.float64: EXACT, torch.float32: 1e-4}
 NUM_PERTURBED = 8
 """The number of forwards, or of runs of `verify`, that measure what one rounding does."""

@@ -37,7 +37,9 @@ class HeldAssembly(OneReplica):
             LayoutError: the run is not prepared yet.
         """
         if not self.assemblies:
-            raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
+            raise LayoutError(
+                "the run is not prepared yet: run.prepare(batch) works, with a batch as run.step takes it, and so does a step"
+            )
         return self
 
     @property

@@ -134,7 +134,7 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         self._parts.forget()
 
     def prepare(self, example: Any) -> None:
-        """Build the model in its layout, unless that is done; `example` is a batch of `samestep.batches`, or samples of one from
+        """Build the model in its layout, unless that is done; `example` is a batch as `step` takes it, or samples of one from
         `batch.samples`.
         """
         if self._own.is_prepared:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samestep import calls
 from samestep.building.families import facts_of, quiet
-from samestep.building.initial_values import fill_rest
+from samestep.building.initial_values import fill
 from samestep.building.model import blueprint_of
 from samestep.datasets import open_tokenizer
 from samestep.datasets.chat import opening
@@ -263,17 +263,10 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
         return None
     stored.check(plan.module)
     model = plan.module
-    made: dict[str, nn.Parameter] = {}
     with ExitStack() as stack:
         files = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack, averaged=averaged)
         value = pretrained_folder.values(plan, files)
-        for name, param in list(model.named_parameters(remove_duplicate=False)):
-            first = plan.canonical[name]
-            if first not in made:
-                made[first] = nn.Parameter(value(first).to(torch.float32, copy=True), param.requires_grad)
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, made[first])
-        fill_rest(plan, cpu)
+        fill(plan, lambda name: value(name).to(torch.float32, copy=True), cpu)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name in plan.canonical:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def load(run: PreparedRun, given: Mapping[str, Any], note_written: Callable[[], 
     Raises:
         ModelError: names are missing or unexpected, or a tensor has another shape; or ranks have different ones.
     """
-    state = _of_all_ranks(run, given)
+    state = of_all_ranks(run, given)
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
     _check(run, state)
     firsts = run.assembly.model.state_names
@@ -74,7 +75,7 @@ def _whole_shapes(run: PreparedRun) -> dict[str, torch.Size]:
     return {name: held[first] for name, first in run.assembly.model.state_names.items() if first in held}
 
 
-def _of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the state dict of rank 0 where the other ranks were given an empty one, else that of this rank.
 
     Raises:
@@ -137,6 +138,19 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
+def load_into(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Set the weights and buffers of a plain model to those of a state dict, with which a run is to begin.
+
+    Raises:
+        ModelError: names are missing or unexpected, or a tensor has another shape.
+    """
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        faults = "; ".join(line.strip() for line in str(error).splitlines()[1:])
+        raise ModelError(f"run.load_state_dict: {faults} the model's own state_dict() works") from None
+
+
 def _set(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         checkpoint.set_weights(run, values.get)
@@ -151,6 +165,34 @@ def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
 
 
 # -- whole weights in the model --------------------------------------------------------------------
+
+
+@dataclass
+class Kept:
+    """A plain model that a loop has, and the state dict with what it has written into it; empty where it has written nothing."""
+
+    model: nn.Module
+    written: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def kept(run: PreparedRun, model: nn.Module) -> Iterator[Kept]:
+    """Let a loop have a plain model, and note at the end what it has written into it.
+
+    Collective over the world, see [Note: collective calls].
+
+    Raises:
+        ModelError: ranks have written different values.
+    """
+    found = Kept(model)
+    before = {name: fingerprint(one) for name, one in _tensors(model).items()}
+    yield found
+    if _compare(run, _tensors(model)) != before:
+        found.written = copied(model.state_dict())
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.detach() for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
 
 class _Slot(NamedTuple):

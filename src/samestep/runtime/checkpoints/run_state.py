@@ -3,7 +3,10 @@
 A run that is not prepared has no weights yet. What it is given is kept until its model is built:
 
     load(folder)             reads the step from the checkpoint    ─┐
-    load_state_dict(dict)    copies the dict                       ─┴─► prepare ─► begin: the first, then the second
+    load_state_dict(dict)    copies the dict                       ─┼─► prepare ─► begin: the first, then the second
+    gathered()               copies what is written, as a dict     ─┘
+
+What it is asked for meanwhile is that of a plain model, which has the values that the run will begin with.
 """
 
 from __future__ import annotations
@@ -140,6 +143,9 @@ class RunState:
         """
         if (unread := self._unread) is not None:
             return self._stored(unread) if on_every_rank or self._own.place.rank == 0 else {}
+        if not self._own.is_prepared:
+            found = given_weights.copied(self._first(torch.device("cpu")).state_dict())
+            return found if on_every_rank or self._own.place.rank == 0 else {}
         with self._run.replicas.outer():
             return whole_state.state_dict(self._run, on_every_rank=on_every_rank)
 
@@ -160,12 +166,30 @@ class RunState:
         Raises:
             ModelError: ranks have written different values.
         """
+        if not self._own.is_prepared:
+            with self._lending(Lent.WHOLE), given_weights.kept(self._run, self._first(self._own.place.device)) as first:
+                yield first.model
+            self._dict = first.written or self._dict
+            return
         with (
             given_weights.gathered(self._run, self._note_written) as model,
             self._lending(Lent.WHOLE),
             plain_copies.allowed(model, self._own),
         ):
             yield model
+
+    def _first(self, device: torch.device) -> nn.Module:
+        """Return a plain model with the values that a run which is not prepared will begin with.
+
+        Raises:
+            ModelError: the run was given the state dict of another model.
+        """
+        model = plain_copies.first_model(self._own, device)
+        if self._checkpoint is not None:
+            model.load_state_dict(self._stored(self._checkpoint))
+        if self._dict is not None:
+            given_weights.load_into(model, given_weights.of_all_ranks(self._run, self._dict))
+        return model
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -85,11 +85,11 @@ class SavedRun:
         """Return a context in which `run.model` has all weights, whole and in master precision, to be read and written.
 
         It is so in every layout, on every rank: in a pipeline the weights of all stages. What all ranks write alike is kept at
-        its end. Within it the run takes no step and no forward. A `copy.deepcopy` of the model or of a part of it, as
-        `AveragedModel` makes, and what `torch.save` or pickle writes of it, is a plain module, which the loop may call.
+        its end. Within it the run takes no step. A forward of the model or of a part of it is that of a plain module with these
+        weights, on each rank by itself, and `copy.deepcopy`, as `AveragedModel` makes, `torch.save` and pickle give plain modules
+        that the loop may keep. Before the first step it is the model that the run will begin with.
 
         Raises:
-            LayoutError: the run is not prepared yet.
             ModelError: ranks have written different values; or the context is entered within another one.
         """
         self._state.refuse("gathered")
@@ -98,10 +98,8 @@ class SavedRun:
     def state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
         """Return the whole model's weights and persistent buffers, on the host, for `load_state_dict` of the plain module.
 
-        Ranks other than 0 return an empty dict, unless `on_every_rank`. Weights are in master precision.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
+        Ranks other than 0 return an empty dict, unless `on_every_rank`. Weights are in master precision; before the first step they are
+        those that the run will begin with.
         """
         self._state.refuse("state_dict", Lent.WHOLE)
         return self._state.state_dict(on_every_rank=on_every_rank)

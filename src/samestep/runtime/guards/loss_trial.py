@@ -33,7 +33,7 @@ from samestep.building.loss_result import UNNAMED, VALUES, Loss, is_same_count, 
 from samestep.building.named_tensors import cast_floating
 from samestep.building.over_samples import Keeping, within
 from samestep.building.torch_seams import disable_current_modes
-from samestep.independence.roundings import EXACT, LIMITS_OF_SUMS
+from samestep.independence.roundings import EXACT, LEAST_MEAN, LIMITS_OF_SUMS
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.guards.loss_parts import (
     MOVED,
@@ -267,7 +267,8 @@ def _compare_halves(whole: _LossValue, halves: list[_LossValue], raised: bool) -
     for index, word in ((1, "count"), (0, "sum")):
         for name, amount in (of_parts or judged).items():
             all_of, both = amount[index], [half.amounts.get(name, (0.0, 0.0))[index] for half in halves]
-            if not abs(all_of - sum(both)) <= tolerance * max(abs(all_of), *map(abs, both)):
+            least = 0.0 if index else LEAST_MEAN * abs(amount[1])
+            if not abs(all_of - sum(both)) <= tolerance * max(least, abs(all_of), *map(abs, both)):
                 found = f"its {word}{_of(name)} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
                 rounds = f", and it is rounded to {whole.rounded_to}: a loss that computes it in float32 works"
                 return LossTrial(found + rounds if whole.rounded_to and not index else found)

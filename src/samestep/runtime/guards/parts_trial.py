@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from samestep.independence.roundings import LIMITS_OF_SUMS
+from samestep.independence.roundings import LEAST_MEAN, LIMITS_OF_SUMS
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.guards.repeat import FAILURES, Repeat
@@ -55,6 +55,7 @@ class PartsTrial:
         if not len(whole) == len(first) == len(second):  # a term that counts nothing may be left out
             return False
         scale = torch.stack([whole.abs(), first.abs(), second.abs()]).amax(0)
+        scale[::2] = scale[::2].maximum(LEAST_MEAN * scale[1::2])  # each sum is in front of its count
         return bool(((whole - first - second).abs() <= allowed * scale).all())
 
     def _amounts(self, again: Repeat, indices: Indices) -> Tensor | None:
