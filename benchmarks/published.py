@@ -19,11 +19,12 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
-| rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each       |
+| rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each; DeepSeek-V3's to four of eight groups of experts |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them; logits never in 8 or 4 bits |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | which memory was measured   | what tensors had at most; in torchtitan what the allocator took from the device, which its log prints |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
+| what its script says        | what that says (`published_scripts.py`): batches and recompute of LLMQ, recompute of AutoModel, CUDA graphs of the model zoo |
 | all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
 What software made of a machine is in `published_machines.py`, of precisions in `published_precision.py`, of recompute in `published_recompute.py`, of a loss in `published_memory.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
@@ -48,6 +49,7 @@ from published_mixers import MIXERS, with_mixers
 from published_models import Recipe, decoder_of, is_compiled, recipe_of
 from published_precision import precision_of, wide_layers
 from published_recompute import as_it_recomputes, recompute_of
+from published_scripts import with_script
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
@@ -124,6 +126,7 @@ def case_of(row: Row) -> Case:
     Raises:
         SkippedError: it cannot be predicted.
     """
+    row = with_script(row)
     if not is_timed(row) and not number(row, "metric_memory_gib") and not is_out_of_memory(row):
         raise SkippedError("nothing was measured")
     if is_calculated(row):

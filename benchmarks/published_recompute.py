@@ -23,9 +23,10 @@ BILLION = 1e9
 """Weights from which on everybody recomputed blocks, before there was FlashAttention."""
 COUNTS_FOUR = 3.5
 """Forwards from which on a source counts four in a step, not three."""
-_ENDS_EARLY = re.compile("mosaic|maxtext|google", re.IGNORECASE)
+_ENDS_EARLY = re.compile("mosaic|maxtext|google|automodel|llmq", re.IGNORECASE)
 """Sources of libraries that repeat a block's forward no further than its backward asks for: by torch's checkpoint without
-reentrance, as torchtitan does too, or by a compiler that leaves out what nobody reads."""
+reentrance (torch's `checkpoint_wrapper`, in AutoModel), as torchtitan does too, by a compiler that leaves out what nobody reads, or by
+hand (`_recompute_block` of LLMQ)."""
 
 
 def as_it_recomputes(row: Row, model: ModelSpec) -> ModelSpec:
