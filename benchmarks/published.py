@@ -52,6 +52,8 @@ from published_recompute import as_it_recomputes, recompute_of
 from published_scripts import with_script
 
 from samestep.hardware import Hardware
+from samestep.job_tables import ALL_LINEAR, LoraTable
+from samestep.models.adapted_spec import add_adapters
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import LayerSpec
@@ -73,6 +75,8 @@ MUON_STARTS = 40
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
 _ADAPTERS = r"\bq?lora\b|task=lora"
+_ADAPTS_ALL = "automodel"
+"""Sources with adapters on all linear layers of a block (`target_modules: '*_proj'`), and not on those of its attention alone."""
 LARGE = 6e9
 """Weights from which on nobody replicates Adam's states."""
 
@@ -227,7 +231,7 @@ def _model(
     if decoder is None:
         model = resnet()
     else:
-        model = with_its_loss(row, spec(decoder, known or "published"), recipe, is_packed=is_packed)
+        model = with_its_loss(row, _spec_of(decoder, known or "published", source), recipe, is_packed=is_packed)
         model = with_mixers(model, decoder, MIXERS[known]) if known else model
     if splits and not is_titan(row):
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
@@ -235,6 +239,14 @@ def _model(
     if has_stages:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     return _interned(model)
+
+
+def _spec_of(decoder: Decoder, name: str, source: str) -> ModelSpec:
+    """Return the shape of a decoder, with its adapters where its source has them."""
+    if not decoder.adapter_rank or not re.search(_ADAPTS_ALL, source, re.IGNORECASE):
+        return spec(decoder, name)
+    adapters = LoraTable(targets=(ALL_LINEAR,), r=decoder.adapter_rank)
+    return add_adapters(spec(replace(decoder, adapter_rank=0), name), adapters)
 
 
 @lru_cache(maxsize=64)

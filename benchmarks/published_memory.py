@@ -21,6 +21,9 @@ QUANTIZED = 0.516
 
 _EAGER_LOSS = "torchtitan benchmarks 2024"
 """Sources that compiled blocks and left the loss as it was, of which compiling made errors then (train.py of December 2024)."""
+_FUSED_LOSS = "llm-foundry"
+"""Sources whose loss is one kernel over logits in 16 bits: FlashAttention's cross entropy (`loss_fn` of ComposerMPTCausalLM, by default
+`fused_crossentropy`)."""
 
 
 def is_timed(row: Row) -> bool:
@@ -64,6 +67,8 @@ def with_its_loss(row: Row, model: ModelSpec, recipe: Recipe | None, *, is_packe
     if recipe:
         model = _in_chunks(model, recipe.loss_chunks)
         return _packed(model) if is_packed else model
+    if re.search(_FUSED_LOSS, row.get("source") or ""):
+        return _in_chunks(model, 1)
     return _in_whole(model) if re.search(_EAGER_LOSS, row.get("source") or "") else model
 
 

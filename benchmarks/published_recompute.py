@@ -39,9 +39,10 @@ def as_it_recomputes(row: Row, model: ModelSpec) -> ModelSpec:
 
 
 def _repeated_to_its_end(layer: LayerSpec) -> LayerSpec:
-    """Repeat all of a block, as the checkpoints of Megatron-LM and DeepSpeed do."""
+    """Repeat all of a block, its last sum over `tp` too, as the checkpoints of Megatron-LM and DeepSpeed do: torch's checkpoint with
+    reentrance calls the whole forward again (`CheckpointFunction.backward`)."""
     products = tuple(replace(product, is_repeated=True) for product in layer.products)
-    return replace(layer, products=products) if layer.is_block else layer
+    return replace(layer, products=products, repeats_last_sum=True) if layer.is_block else layer
 
 
 def _without_every_second(layer: LayerSpec) -> LayerSpec:

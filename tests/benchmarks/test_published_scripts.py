@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import forecast
 import published
 from published_experts import nodes_of_a_token
 from published_scripts import with_script
+
+from samestep.program.ops import OpKind
 
 OF_AUTOMODEL = {
     "source": "NVIDIA NeMo AutoModel performance summary", "gpu": "H100", "gpus_per_node": "8", "seq_len": "4096", "precision": "BF16",
@@ -106,3 +109,42 @@ def test_a_token_of_a_benchmark_in_turn_goes_to_one_node() -> None:
     drawn = published.case_of({**EXPERTS, "source": "own, type=flex", "model": "Kimi-K2"}).sent_rows
     assert turned == 1 / 8 < grouped < drawn < 1
     assert grouped == pytest.approx(nodes_of_a_token(8, 8, 8, 4) / 8)
+
+
+@pytest.mark.parametrize("sequence", ["True", "False"])
+@pytest.mark.parametrize(
+    ("source", "sums"), [("Megatron-LM", 2), ("MosaicML llm-foundry", 1), ("NVIDIA NeMo AutoModel", 1)]
+)
+def test_checkpoints_that_run_a_forward_to_its_end_sum_as_often_again(source: str, sums: int, sequence: str) -> None:
+    """Of the two sums over tp of each block's forward, the repeated one has both, or ends before the last."""
+    row = {
+        **OF_AUTOMODEL, "source": source, "model": "GPT", "n_layers": "4", "hidden": "1024", "heads": "8", "tp": "4", "n_gpus": "4",
+        "recompute": "full", "global_batch": "1", "sequence_parallel": sequence,
+    }  # fmt: skip
+    (program,) = forecast.programs_for(published.case_of(row), "full")
+    kinds = (OpKind.REDUCE_SCATTER,) if sequence == "True" else (OpKind.ALL_REDUCE,)
+    repeated = [
+        op
+        for body in program.bodies.values()
+        for op in body
+        if op.axis == "tp" and op.kind in kinds and any("recompute" in name for name in op.after)
+    ]
+    backwards = sum(op.kind is OpKind.RECOMPUTE for body in program.bodies.values() for op in body)
+    assert len(repeated) == sums * backwards > 0
+
+
+def test_adapters_are_on_the_layers_that_a_source_names() -> None:
+    """AutoModel's recipes adapt all linear layers of a block, Megatron-LM's those of attention; all other weights are frozen."""
+    row = {
+        **OF_AUTOMODEL,
+        "model": "Llama3 8B",
+        "n_gpus": "8",
+        "dp_shard": "8",
+        "global_batch": "8",
+        "notes": "task=lora",
+    }
+    every, few = (published.case_of({**row, "source": source}).model for source in (row["source"], "Megatron-LM"))
+    trained, fewer = ([one.name for one in model.params if one.trainable] for model in (every, few))
+    assert len(trained) == 2 * 7 * 32 > len(fewer) > 0
+    assert any("mlp.down_proj" in name for name in trained)
+    assert not any("mlp" in name for name in fewer)
