@@ -19,11 +19,12 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
-| rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each       |
+| rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each; DeepSeek-V3's to four of eight groups of experts |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them; logits never in 8 or 4 bits |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | which memory was measured   | what tensors had at most; in torchtitan what the allocator took from the device, which its log prints |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
+| what its script says        | what that says (`published_scripts.py`): batches and recompute of LLMQ, recompute of AutoModel, CUDA graphs of the model zoo |
 | all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
 What software made of a machine is in `published_machines.py`, of precisions in `published_precision.py`, of recompute in `published_recompute.py`, of a loss in `published_memory.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
@@ -48,8 +49,11 @@ from published_mixers import MIXERS, with_mixers
 from published_models import Recipe, decoder_of, is_compiled, recipe_of
 from published_precision import precision_of, wide_layers
 from published_recompute import as_it_recomputes, recompute_of
+from published_scripts import with_script
 
 from samestep.hardware import Hardware
+from samestep.job_tables import ALL_LINEAR, LoraTable
+from samestep.models.adapted_spec import add_adapters
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import LayerSpec
@@ -71,6 +75,8 @@ MUON_STARTS = 40
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
 _ADAPTERS = r"\bq?lora\b|task=lora"
+_ADAPTS_ALL = "automodel"
+"""Sources with adapters on all linear layers of a block (`target_modules: '*_proj'`), and not on those of its attention alone."""
 LARGE = 6e9
 """Weights from which on nobody replicates Adam's states."""
 
@@ -124,6 +130,7 @@ def case_of(row: Row) -> Case:
     Raises:
         SkippedError: it cannot be predicted.
     """
+    row = with_script(row)
     if not is_timed(row) and not number(row, "metric_memory_gib") and not is_out_of_memory(row):
         raise SkippedError("nothing was measured")
     if is_calculated(row):
@@ -224,7 +231,7 @@ def _model(
     if decoder is None:
         model = resnet()
     else:
-        model = with_its_loss(row, spec(decoder, known or "published"), recipe, is_packed=is_packed)
+        model = with_its_loss(row, _spec_of(decoder, known or "published", source), recipe, is_packed=is_packed)
         model = with_mixers(model, decoder, MIXERS[known]) if known else model
     if splits and not is_titan(row):
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
@@ -232,6 +239,14 @@ def _model(
     if has_stages:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     return _interned(model)
+
+
+def _spec_of(decoder: Decoder, name: str, source: str) -> ModelSpec:
+    """Return the shape of a decoder, with its adapters where its source has them."""
+    if not decoder.adapter_rank or not re.search(_ADAPTS_ALL, source, re.IGNORECASE):
+        return spec(decoder, name)
+    adapters = LoraTable(targets=(ALL_LINEAR,), r=decoder.adapter_rank)
+    return add_adapters(spec(replace(decoder, adapter_rank=0), name), adapters)
 
 
 @lru_cache(maxsize=64)

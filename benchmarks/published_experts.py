@@ -26,12 +26,37 @@ ROUTING = 12
 """Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""
 
 
+_GROUPS = ((r"deepseek.?v?3(?!\d)", 8, 4),)
+"""Models whose tokens choose among the experts of so many groups only: how many there are, and of how many a token chooses. DeepSeek-AI
+2024, arXiv:2412.19437, section 2.1.2: a token goes to at most four nodes; `n_group` and `topk_group` of its configuration."""
+_IN_TURN = re.compile("automodel", re.IGNORECASE)
+"""Sources whose tokens go to experts that follow each other: token t to those from t k on (FakeBalancedGate of NeMo AutoModel, which all
+of its benchmarks have). Megatron-LM's balanced routing draws experts at random."""
+
+
 def sent_rows(row: Row, machine: Hardware, decoder: Decoder | None, ep: int) -> float:
     """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once."""
     nodes = -(-ep // machine.devices_per_node)
     if decoder is None or decoder.top_k < 2 or nodes < 2 or not _sends_once(row, machine):
         return 1.0
-    return float(nodes * (1 - (1 - 1 / nodes) ** decoder.top_k) / decoder.top_k)
+    if _IN_TURN.search(joined(row, "source")):
+        return -(-decoder.top_k * nodes // decoder.experts) / decoder.top_k
+    name = row.get("model") or ""
+    groups, chosen = next((few for pattern, *few in _GROUPS if re.search(pattern, name, re.IGNORECASE)), (1, 1))
+    return nodes_of_a_token(decoder.top_k, nodes, groups, chosen) / decoder.top_k
+
+
+def nodes_of_a_token(choices: int, nodes: int, groups: int = 1, chosen: int = 1) -> float:
+    """Return the expected nodes of so many choices, drawn from the experts of `chosen` of all groups; nodes hold equal numbers of experts,
+    in order, so that one has several groups, or several have parts of one."""
+    if nodes >= groups:  # a node has one part in nodes / groups of a group
+        return nodes * chosen / groups * (1 - (1 - groups / nodes / chosen) ** choices)
+    here, ways = groups // nodes, math.comb(groups, chosen)
+    met = sum(
+        math.comb(here, mine) * math.comb(groups - here, chosen - mine) * (1 - (1 - mine / chosen) ** choices)
+        for mine in range(1, min(here, chosen) + 1)
+    )
+    return nodes * met / ways
 
 
 def _sends_once(row: Row, machine: Hardware) -> bool:

@@ -21,6 +21,9 @@ QUANTIZED = 0.516
 
 _EAGER_LOSS = "torchtitan benchmarks 2024"
 """Sources that compiled blocks and left the loss as it was, of which compiling made errors then (train.py of December 2024)."""
+_FUSED_LOSS = "llm-foundry"
+"""Sources whose loss is one kernel over logits in 16 bits: FlashAttention's cross entropy (`loss_fn` of ComposerMPTCausalLM, by default
+`fused_crossentropy`)."""
 
 
 def is_timed(row: Row) -> bool:
@@ -64,6 +67,8 @@ def with_its_loss(row: Row, model: ModelSpec, recipe: Recipe | None, *, is_packe
     if recipe:
         model = _in_chunks(model, recipe.loss_chunks)
         return _packed(model) if is_packed else model
+    if re.search(_FUSED_LOSS, row.get("source") or ""):
+        return _in_one_kernel(model)
     return _in_whole(model) if re.search(_EAGER_LOSS, row.get("source") or "") else model
 
 
@@ -71,10 +76,9 @@ def _in_chunks(model: ModelSpec, chunks: int) -> ModelSpec:
     """Let the loss make float32 of one chunk of the logits at a time.
 
     It keeps all logits, and gives up each chunk of them for its gradient, of which one more chunk is held. The memory model counts a
-    loss's input beside what the loss keeps, so each of the two is given half of that. One kernel reads all logits twice and writes
-    gradients: of the nine times that a loss goes over them otherwise, one and a half are left.
+    loss's input beside what the loss keeps, so each of the two is given half of that.
     """
-    *others, head = model.layers
+    *others, head = _in_one_kernel(model).layers
     logits = head.output_elements
     held = (logits + logits // chunks) // 2
     head = replace(
@@ -83,8 +87,17 @@ def _in_chunks(model: ModelSpec, chunks: int) -> ModelSpec:
         loss_working_elements=held,
         working_elements=head.working_elements - head.working_cut_elements,
         working_cut_elements=0,
-        moved_elements=head.moved_elements - 15 * logits // 2,
-        moved_cut_elements=head.moved_cut_elements - 15 * logits // 2,
+    )
+    return replace(model, layers=(*others, head))
+
+
+def _in_one_kernel(model: ModelSpec) -> ModelSpec:
+    """Let one kernel read all logits twice and write their gradients: of the nine times that a loss goes over them otherwise, one and a
+    half are left."""
+    *others, head = model.layers
+    spared = 15 * head.output_elements // 2
+    head = replace(
+        head, moved_elements=head.moved_elements - spared, moved_cut_elements=head.moved_cut_elements - spared
     )
     return replace(model, layers=(*others, head))
 

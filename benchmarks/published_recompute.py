@@ -23,9 +23,10 @@ BILLION = 1e9
 """Weights from which on everybody recomputed blocks, before there was FlashAttention."""
 COUNTS_FOUR = 3.5
 """Forwards from which on a source counts four in a step, not three."""
-_ENDS_EARLY = re.compile("mosaic|maxtext|google", re.IGNORECASE)
+_ENDS_EARLY = re.compile("mosaic|maxtext|google|automodel|llmq", re.IGNORECASE)
 """Sources of libraries that repeat a block's forward no further than its backward asks for: by torch's checkpoint without
-reentrance, as torchtitan does too, or by a compiler that leaves out what nobody reads."""
+reentrance (torch's `checkpoint_wrapper`, in AutoModel), as torchtitan does too, by a compiler that leaves out what nobody reads, or by
+hand (`_recompute_block` of LLMQ)."""
 
 
 def as_it_recomputes(row: Row, model: ModelSpec) -> ModelSpec:
@@ -38,9 +39,10 @@ def as_it_recomputes(row: Row, model: ModelSpec) -> ModelSpec:
 
 
 def _repeated_to_its_end(layer: LayerSpec) -> LayerSpec:
-    """Repeat all of a block, as the checkpoints of Megatron-LM and DeepSpeed do."""
+    """Repeat all of a block, its last sum over `tp` too, as the checkpoints of Megatron-LM and DeepSpeed do: torch's checkpoint with
+    reentrance calls the whole forward again (`CheckpointFunction.backward`)."""
     products = tuple(replace(product, is_repeated=True) for product in layer.products)
-    return replace(layer, products=products) if layer.is_block else layer
+    return replace(layer, products=products, repeats_last_sum=True) if layer.is_block else layer
 
 
 def _without_every_second(layer: LayerSpec) -> LayerSpec:

@@ -131,3 +131,16 @@ def test_a_step_whose_middle_is_left_out_holds_as_much(cells: dict[str, str], ba
     assert [memory.during_step(forecast._shortened(program)).total for program in whole] == held
     assert all(len(forecast._shortened(program).tasks) < len(program.tasks) for program in whole)
     assert [memory.during_step(program).total for program in forecast.written(case)[0]] == held
+
+
+def test_a_fused_loss_goes_over_its_logits_once_and_a_half() -> None:
+    """MPT's loss is one kernel over logits in 16 bits; others make them float32, and read and write them nine times."""
+    row = {
+        "model": "MPT-7b", "gpu": "a100_80gb", "n_gpus": "8", "n_layers": "2", "hidden": "1024", "heads": "8", "seq_len": "512",
+        "vocab": "51200", "precision": "bf16", "metric_step_time_s": "1",
+    }  # fmt: skip
+    fused, plain = (
+        published.case_of({**row, "source": source}).model.layers[-1]
+        for source in ("MosaicML llm-foundry benchmarking README", "other")
+    )
+    assert plain.moved_elements - fused.moved_elements == 7.5 * 512 * 51200

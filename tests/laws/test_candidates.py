@@ -120,3 +120,15 @@ def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_li
     step_s = {one.layout: one.step_s for one in predictions(model, given_job, hardware, every)}
     assert quickest(step_s, every) == quickest(step_s, considered)
     assert plan(model, given_job, hardware, devices, top=1).best[0].step_s == min(step_s.values())
+
+
+@given(st.integers(2, 3000))
+def test_a_share_that_two_or_three_divides_may_have_equal_micro_batches(share: int) -> None:
+    """A share's half and third are looked at where they are whole, which makes all micro-batches equal; powers of two up to 32 alone."""
+    given_job = job_of(global_batch=share)
+    sizes = {
+        one.microbatch for one in candidates.vary_microbatches(Layout(), given_job, thin=next(iter(MACHINES.values())))
+    }
+    whole = {share // number for number in (2, 3) if share % number == 0}
+    assert {size for size in whole if size & (size - 1)} <= sizes
+    assert all(size is None or 1 <= size < share for size in sizes)

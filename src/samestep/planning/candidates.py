@@ -46,7 +46,7 @@ from samestep.strategies.context import attention_ranks, divisors_by_heads, exch
 from samestep.strategies.pipeline import num_starts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-"""Micro-batch sizes, in samples, of a thinned list, besides a rank's whole share, its half, its quarter, and so on (`_halves`)."""
+"""Micro-batch sizes, in samples, of a thinned list, besides a rank's whole share, its half, its quarter, and so on, and its third (`_parts`)."""
 MOST_PLANNED = 2**13
 """The largest number of micro-batches in the thinned list: playing many of them takes long, and their bubbles are equal."""
 
@@ -194,16 +194,19 @@ def vary_microbatches(split: Layout, job: Job, *, thin: Hardware | None = None) 
     What `accumulate` says is about several micro-batches.
     """
     share = -(-job.train.global_batch // split.dp)
-    for microbatch in dict.fromkeys((*MICROBATCHES, *_halves(share))) if thin else range(1, share):
+    for microbatch in dict.fromkeys((*MICROBATCHES, *_parts(share))) if thin else range(1, share):
         if microbatch < share <= microbatch * (MOST_PLANNED if thin else MOST_MICROBATCHES):
             yield split.but(microbatch=microbatch)
     if split.accumulate == _DEFAULT.accumulate:
         yield split.but(microbatch=None)
 
 
-def _halves(share: int) -> Iterator[int]:
-    """Yield the half of a rank's share of the samples, its quarter, and so on, rounded up, above the powers of two that divide it."""
+def _parts(share: int) -> Iterator[int]:
+    """Yield the half of a rank's share of the samples, its quarter, and so on, rounded up, above the powers of two that divide it; and
+    its third, where that is whole, so that an odd share may have equal micro-batches."""
     power = share & -share
+    if share % 3 == 0 and share // 3 > power:
+        yield share // 3
     while (share := -(-share // 2)) > power:
         yield share
 

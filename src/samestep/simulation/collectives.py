@@ -7,12 +7,15 @@ between nodes (Thakur, Rabenseifner, Gropp 2005, doi:10.1177/1094342005051521; N
                                                      one rank a node, PAT: L = A log2 N, at PAT_REACHED of the rate
     all_reduce                 2(L + (n-1)/n S/B)    the same ring twice,
                                                      or trees between nodes: L = (n/N-1) a + A log2 N, at TREE_REACHED
-    all_to_all                   (n-1) (a + S/(nB))  every rank sends to every other rank over its own port
+    all_to_all                 a + (n-1)/n S/B       every rank sends to all other ranks at once, over its own port
+                               (n-1) (a + S/(nB))    by gloo, one after the other
     send, shift                        A + S/B       a recv waits for the send and takes no time itself
     reduce, broadcast            (n-1) (A + S/B)     naive: the root receives or sends whole buffers one by one
 
 so reduce=root moves n times the bytes of a ring over one link. Of what NCCL may choose from the fastest counts, and where a
 profile has `ll128_latency_s` it is also tried with these shorter hops and LL128_REACHED of the rate. gloo has only the ring.
+An exchange of NCCL is a group of sends and receives, of which its kernel serves as many peers at once as it has channels, times eight
+(src/transport/net.cc, maxConcurrentPeers; src/include/channel.h): 256 and more, so the hop counts once, within a node as between nodes.
 
 So the bandwidth that is reached grows with the size of the message and falls with the number of ranks by the latency of
 the hops alone. The rate of very large messages itself is not lower on more nodes: for the eight ports of a node it was
@@ -99,7 +102,8 @@ def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float
     part = size_bytes / group.num_ranks
     away = group.num_ranks - group.inside if group.nodes > 1 else 0
     here = group.num_ranks - 1 - away
-    near_s = here * (near.latency_s + part / near.bytes_per_s)
+    rounds = here if hardware.library == "gloo" else min(here, 1)
+    near_s = rounds * near.latency_s + here * part / near.bytes_per_s
     return max(near_s, away * part / (far.bytes_per_s * _network_efficiency(hardware)) + far.latency_s * bool(away))
 
 
