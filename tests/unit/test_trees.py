@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.trees import fold, map_tensors, operands, replace_tensors, tensors_in
+from samestep.trees import (
+    fold,
+    keystr,
+    map_tensors,
+    operands,
+    replace_tensors,
+    tensors_in,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
 
@@ -59,6 +71,30 @@ def test_tensors_are_found_and_changed_in_one_order(name):
     assert type(twin) is type(value)
     assert torch.equal(torch.stack(tensors_in(twin)), torch.stack(found) + 1)
     assert [*map(id, tensors_in(value))] == [*map(id, found)], "the original is as it was"
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_every_walk_sees_the_same_leaves(name):
+    value = NESTED[name]
+    found = tensors_in(value)
+    with_paths, form = tree_flatten_with_path(value)
+    leaves, same = tree_flatten(value)
+    assert form == same
+    assert len({keystr(path) for path, _ in with_paths}) == len(with_paths)
+    for walked in (tree_leaves(value), [leaf for _, leaf in with_paths], leaves):
+        assert [id(leaf) for leaf in walked if isinstance(leaf, Tensor)] == [*map(id, found)]
+    again = tree_unflatten([leaf + 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+    mapped = tree_map_only(Tensor, lambda tensor: tensor + 1, value)
+    for twin in (again, mapped):
+        assert type(twin) is type(value)
+        assert torch.equal(torch.stack(tensors_in(twin)), torch.stack(found) + 1)
+        assert tree_flatten(twin)[1] == form
+    assert [*map(id, tensors_in(value))] == [*map(id, found)], "the original is as it was"
+
+
+def test_records_with_other_parts_have_other_forms():
+    forms = [tree_flatten(one)[1] for one in (Output(ONE, [TWO]), Output(ONE, TWO), UserDict(x=ONE), UserDict(y=ONE))]
+    assert all(one != other for place, one in enumerate(forms) for other in forms[:place])
 
 
 @pytest.mark.parametrize("value", [Rows([1]), Output(3), nn.Linear(1, 1), Output, SimpleNamespace(x=ONE), "text", None])

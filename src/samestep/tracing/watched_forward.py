@@ -40,7 +40,7 @@ from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_autocast import autocast_on_meta
 from samestep.tracing.meta_tensors import KnownConstants, NeedsValuesError
-from samestep.trees import tensors_in, tree_leaves
+from samestep.trees import tensors_in
 
 
 class _Attention(torch.autograd.Function):
@@ -183,7 +183,7 @@ def watch_forward(
     """
     batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
-        tensors = [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
+        tensors = tensors_in(held, records=True)
         watch.lookups.given |= {
             watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors
         }
