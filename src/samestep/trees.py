@@ -2,7 +2,7 @@
 
     tree_leaves, tree_map_only, what users nest: whatever torch's pytree knows, and mappings, dataclasses, tuples and lists of other
     tree_flatten, tree_unflatten  classes, where they hold a tensor (a `BatchEncoding` of transformers is such a mapping)
-    tensors_in, map_tensors     the same for tensors alone; with `records` also objects that hold a tensor, or a list or dict of some, as a
+    tensors_in, map_tensors     the same for tensors alone, and objects besides that hold a tensor, or a list or dict of some, as a
                                 plain attribute
     parts_of, with_parts        one container of any of these classes: its parts, and a copy with other parts
     operands                    what torch's operators nest: one list at most
@@ -21,12 +21,14 @@ import copy
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MemberDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
+from torch.distributions.transforms import _InverseTransform
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, keystr, tree_map
 from torch.utils._pytree import tree_flatten as _flatten
 from torch.utils._pytree import tree_flatten_with_path as _flatten_with_path
@@ -87,41 +89,52 @@ def _changed(kind: Any, change: Callable[[Any], Any], leaf: Any) -> Any:
     return with_parts(leaf, {key: tree_map_only(kind, change, part) for key, part in parts_of(leaf).items()})
 
 
-def tree_leaves(value: Any) -> list[Any]:
+def tree_leaves(value: Any, _above: tuple[int, ...] = ()) -> list[Any]:
     """Return the leaves of a nested value in torch's order, faster than torch, which takes microseconds for each."""
     if type(value) in _LEAVES:
         return [value]
     if type(value) not in (tuple, list, dict):
         found = _leaves(value)
-        return (
-            _opened(value)
-            if len(found) == 1 and found[0] is value
-            else [one for leaf in found for one in _opened(leaf)]
-        )
+        if len(found) == 1 and found[0] is value:
+            return _opened(value, _above)
+        return [one for leaf in found for one in _opened(leaf, _above)]
     found = []
     for item in value.values() if type(value) is dict else value:
         if type(item) in _LEAVES:
             found.append(item)
         else:
-            found += tree_leaves(item)
+            found += tree_leaves(item, _above)
     return found
 
 
-def _opened(leaf: Any) -> list[Any]:
+def _opened(leaf: Any, above: tuple[int, ...] = ()) -> list[Any]:
     """Return the leaves of a container that torch's pytree does not know, if it holds a tensor; else itself."""
-    inner = _inner_leaves(leaf) if _is_opened(type(leaf)) else ()
+    inner = _inner_leaves(leaf, above) if _is_opened(type(leaf)) else ()
     return [*inner] if any(isinstance(one, Tensor) for one in inner) else [leaf]
 
 
-def _inner_leaves(container: Any) -> list[Any]:
-    return [leaf for part in parts_of(container).values() for leaf in tree_leaves(part)]
+class _HoldsItselfError(Exception):
+    """A container is found among its own parts."""
+
+
+def _inner_leaves(container: Any, above: tuple[int, ...] = ()) -> list[Any]:
+    """Return the leaves of the parts of a container; none where it holds itself, which no walk opens."""
+    if id(container) in above:
+        raise _HoldsItselfError(id(container))
+    below = (*above, id(container))
+    try:
+        return [leaf for part in parts_of(container).values() for leaf in tree_leaves(part, below)]
+    except _HoldsItselfError as error:
+        if error.args[0] != id(container):
+            raise
+        return []
 
 
 def _are_containers(kind: type) -> bool:
     """Return whether objects of a class are containers: of any kind, known to torch's pytree or not."""
-    if issubclass(kind, Tensor | nn.Module | type):
+    if issubclass(kind, Tensor | nn.Module | type | torch.Size):
         return False
-    return issubclass(kind, Mapping | list | tuple) or dataclasses.is_dataclass(kind)
+    return issubclass(kind, Mapping | list | tuple | Distribution | Transform) or dataclasses.is_dataclass(kind)
 
 
 _is_opened: Callable[[Any], bool] = functools.cache(_are_containers)
@@ -215,7 +228,7 @@ def have_same_values(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def tensors_in(value: Any, *, records: bool = False) -> list[Tensor]:
+def tensors_in(value: Any, _above: tuple[int, ...] = ()) -> list[Tensor]:
     """Return the tensors in a nested value, in the order in which `map_tensors` changes them."""
     if isinstance(value, Tensor):
         return [value]
@@ -223,49 +236,65 @@ def tensors_in(value: Any, *, records: bool = False) -> list[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        else:
-            for item in _items_of(leaf, records).values():
-                found += tensors_in(item, records=records)
+        elif type(leaf) not in _LEAVES:
+            found += _tensors_of(leaf, _above)
     return found
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any], *, records: bool = False) -> Any:
+def _tensors_of(leaf: Any, above: tuple[int, ...] = ()) -> list[Tensor]:
+    """Return the tensors that a leaf of torch's pytree holds; none where it holds itself."""
+    if not (items := _items_of(leaf)):
+        return []
+    if id(leaf) in above:
+        raise _HoldsItselfError(id(leaf))
+    below = (*above, id(leaf))
+    try:
+        return [tensor for item in items.values() for tensor in tensors_in(item, below)]
+    except _HoldsItselfError as error:
+        if error.args[0] != id(leaf):
+            raise
+        return []
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a copy of a nested value with `change` applied to its tensors; what holds none is the same object."""
 
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is dict:
-        return {key: map_tensors(item, change, records=records) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)([map_tensors(item, change, records=records) for item in value])
+        return type(value)([map_tensors(item, change) for item in value])
     if type(value) in _LEAVES:
         return value
 
     def leaf(item: Any) -> Any:
         if isinstance(item, Tensor):
             return change(item)
-        items = _items_of(item, records)
-        if not any(tensors_in(held, records=records) for held in items.values()):
+        if not _tensors_of(item):
             return item
-        return with_parts(item, {key: map_tensors(held, change, records=records) for key, held in items.items()})
+        return with_parts(item, {key: map_tensors(held, change) for key, held in _items_of(item).items()})
 
     return tree_map(leaf, value)
 
 
-def _items_of(leaf: Any, records: bool) -> dict[Any, Any]:
+def _items_of(leaf: Any) -> dict[Any, Any]:
     """Return what a leaf of torch's pytree holds by its keys, places or names: an object of a class unknown to it."""
-    if _is_opened(type(leaf)) or not records or isinstance(leaf, type | nn.Module):
+    if _is_opened(type(leaf)) or isinstance(leaf, type | nn.Module):
         return parts_of(leaf)
     held: dict[str, Any] = getattr(leaf, "__dict__", {})
     return dict(held) if any(map(_holds_tensors, held.values())) else {}
 
 
 def parts_of(value: Any) -> dict[Any, Any]:
-    """Return the parts of a list, a tuple, a mapping or a dataclass by their places, keys or names; nothing for other values."""
+    """Return the parts of a list, a tuple, a mapping, a dataclass or a distribution by their places, keys or names; nothing for other
+    values."""
     if not _is_opened(type(value)):
         return {}
     if isinstance(value, Mapping):
         return dict(value.items())
+    if isinstance(value, Distribution | Transform):
+        return {name: held for name, held in vars(value).items() if not isinstance(held, _InverseTransform)}
     return dict(enumerate(value) if isinstance(value, list | tuple) else _stored_fields(value))
 
 
@@ -282,7 +311,19 @@ def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
             twin[key] = held
         else:
             object.__setattr__(twin, key, held)  # a dataclass may be frozen
+    if isinstance(value, Distribution):
+        _set_batch(twin, tensors_in(parts_of(value)), tensors_in([*parts.values()]))
     return twin
+
+
+def _set_batch(twin: Distribution, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Give a distribution with other numbers of samples in its tensors a batch of as many."""
+    held = twin._batch_shape[:1]
+    sizes = [
+        other.shape[:1] for one, other in zip(before, after, strict=True) if one.shape[:1] == held != other.shape[:1]
+    ]
+    if held and sizes:
+        twin._batch_shape = sizes[0] + twin._batch_shape[1:]
 
 
 def _stored_fields(record: Any) -> Iterator[tuple[str, Any]]:
@@ -332,7 +373,7 @@ def replace_tensors(name: str, value: Any, change: Callable[[str, Tensor], Tenso
         after = tuple(replace_tensors(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
         return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
     elif not isinstance(value, Mapping | list | tuple):
-        for key, item in _items_of(value, records=True).items():
+        for key, item in _items_of(value).items():
             after = replace_tensors(f"{name}.{key}", item, change, depth - 1)
             if after is not item:
                 object.__setattr__(value, key, after)  # a dataclass may be frozen

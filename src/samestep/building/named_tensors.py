@@ -131,7 +131,7 @@ def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if value is None or isinstance(value, _PLAIN):
         return value
-    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t, records=True)
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 _PLAIN = (int, float, str, bytes)

@@ -120,7 +120,7 @@ class ReadAhead:
     def _read_here(self, wanted: Wanted) -> Any:
         with self._lock:
             samples = self._read(wanted)
-        return map_tensors(samples, lambda tensor: tensor.pin_memory(), records=True) if self._pin else samples
+        return map_tensors(samples, lambda tensor: tensor.pin_memory()) if self._pin else samples
 
 
 class _InThread:

@@ -63,7 +63,7 @@ def _fits(values: Any, count: int) -> bool:
         return not values.dim() or values.shape[0] == count
     if isinstance(values, list):
         return _is_container(values, count) or len(values) == count
-    if isinstance(values, str | bytes | bool | int | float | None):
+    if isinstance(values, str | bytes | bool | int | float | torch.dtype | torch.device | torch.Size | None):
         return True
     parts = parts_of(values).values()
     return (bool(parts) or isinstance(values, Mapping | tuple)) and all(_fits(part, count) for part in parts)

@@ -180,7 +180,7 @@ class _SampleProver(Prover):
     def given(self, batch: Any) -> Any:
         """Return the batch of the forward; each of its tensors has a row for each sample, or several as a graph has vertices."""
         with disable_current_modes():
-            for leaf in tensors_in(batch, records=True):
+            for leaf in tensors_in(batch):
                 if leaf.dim():
                     self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))
                     self.known.are_placed &= leaf.shape[0] == NUM_SAMPLES

@@ -160,7 +160,7 @@ def _length(sample: Any) -> int:
 
 
 def _shorten_sample(sample: Any, length: int, wanted: int) -> Any:
-    return map_tensors(sample, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t, records=True)
+    return map_tensors(sample, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t)
 
 
 def _refusal_of(

@@ -274,8 +274,8 @@ def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:
     """
     parallel = assembly.parallel
     with _forward_only(assembly):
-        moved = map_tensors(samples, lambda leaf: leaf.to(parallel.mesh.device), records=True)
-        rows = next((len(leaf) for leaf in tensors_in(moved, records=True) if leaf.dim()), 1)
+        moved = map_tensors(samples, lambda leaf: leaf.to(parallel.mesh.device))
+        rows = next((len(leaf) for leaf in tensors_in(moved) if leaf.dim()), 1)
         with _drawing(assembly, seed, range(rows)):
             outputs = forward(assembly, cast_floating(moved, assembly.model.master_dtype))
         if outputs is not None:

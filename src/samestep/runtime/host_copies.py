@@ -25,7 +25,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def batch_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device; a GPU copies from the host while it computes, and later computations wait for the copy."""
     if device.type != "cuda":
-        return map_tensors(batch, lambda tensor: tensor if tensor.device == device else tensor.to(device), records=True)
+        return map_tensors(batch, lambda tensor: tensor if tensor.device == device else tensor.to(device))
     aside, here = _copying(device), torch.cuda.current_stream(device)
 
     def moved(tensor: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def batch_to_device(batch: Any, device: torch.device) -> Any:
         found.record_stream(here)  # its memory is that stream's until what is asked there now is done
         return found
 
-    batch = map_tensors(batch, moved, records=True)
+    batch = map_tensors(batch, moved)
     here.wait_stream(aside)
     return batch
 

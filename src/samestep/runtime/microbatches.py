@@ -76,7 +76,7 @@ class Microbatches:
                 self._held[microbatch] = found
             after_reading(self._assembly.model.module)
             self.wait_s += time.perf_counter() - began
-            self._shapes[microbatch] = tuple([one.shape for one in tensors_in(found[0], records=True)])
+            self._shapes[microbatch] = tuple([one.shape for one in tensors_in(found[0])])
         return self._held[microbatch]
 
     def samples_again(self, microbatch: int) -> Any:

@@ -407,10 +407,10 @@ class ForwardTracer(DispatchMode):
 
     def copies_of(self, sample: Any, count: int) -> Any:
         """Return `count` copies of a sample as a batch on the meta device."""
-        copies = map_tensors(sample, lambda one: torch.cat([one] * count) if one.dim() else one, records=True)
+        copies = map_tensors(sample, lambda one: torch.cat([one] * count) if one.dim() else one)
         self.values.make_room(copies)
-        batch = map_tensors(copies, self.to_meta, records=True)
-        for one in tensors_in(batch, records=True):
+        batch = map_tensors(copies, self.to_meta)
+        for one in tensors_in(batch):
             (self.looks.tokens if is_whole(one) else self.looks.data).add(self.key(one))
         return batch
 

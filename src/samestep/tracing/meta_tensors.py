@@ -146,7 +146,7 @@ class KnownValues:
 
     def make_room(self, batch: Any) -> None:
         """Keep values in tensors as large as those of a batch, whatever the length of its samples."""
-        sizes = [leaf.numel() for leaf in tensors_in(batch, records=True) if not leaf.is_floating_point()]
+        sizes = [leaf.numel() for leaf in tensors_in(batch) if not leaf.is_floating_point()]
         room = KNOWN_TIMES * max(sizes, default=0)
         self.limit, self._limit_of_constants = max(KNOWN_ELEMENTS, room), max(KNOWN_CONSTANTS, room)
 

@@ -183,7 +183,7 @@ def watch_forward(
     """
     batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
-        tensors = tensors_in(held, records=True)
+        tensors = tensors_in(held)
         watch.lookups.given |= {
             watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors
         }

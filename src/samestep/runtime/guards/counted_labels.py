@@ -111,7 +111,7 @@ def with_first(samples: Any, labels: Tensor, value: Any) -> Any:
 
 
 def _replaced(samples: Any, leaf: Tensor, changed: Tensor) -> Any:
-    return map_tensors(samples, lambda one: changed if one is leaf else one, records=True)
+    return map_tensors(samples, lambda one: changed if one is leaf else one)
 
 
 def _is_whole(value: Tensor) -> bool:

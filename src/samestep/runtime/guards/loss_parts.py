@@ -335,4 +335,4 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
                 setattr(twin, name, leaf(item))
         return twin
 
-    return map_tensors(value, leaf, records=True)
+    return map_tensors(value, leaf)

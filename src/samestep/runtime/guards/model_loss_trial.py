@@ -192,9 +192,7 @@ def _plain(rule: Rule, labels: Labels) -> list[Any]:
 
 
 def _rows(samples: Any, rows: slice, num_samples: int) -> Any:
-    return map_tensors(
-        samples, lambda leaf: leaf[rows] if leaf.dim() and len(leaf) == num_samples else leaf, records=True
-    )
+    return map_tensors(samples, lambda leaf: leaf[rows] if leaf.dim() and len(leaf) == num_samples else leaf)
 
 
 def _applies(rule: Rule, loss: ModelLoss, own: Any, labels: Tensor | None) -> bool:

@@ -83,7 +83,7 @@ class NamedSamples:
 
     def shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
-        return [leaf.shape[1:] for leaf in tensors_in(self.read(indices), records=True)]
+        return [leaf.shape[1:] for leaf in tensors_in(self.read(indices))]
 
 
 class Repeat(NamedSamples):

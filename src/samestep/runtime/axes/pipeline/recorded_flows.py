@@ -31,7 +31,7 @@ from samestep.trees import map_tensors, tensors_in
 
 def shapes_in(samples: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of the tensors in a micro-batch."""
-    return tuple([leaf.shape for leaf in tensors_in(samples, records=True)])
+    return tuple([leaf.shape for leaf in tensors_in(samples)])
 
 
 def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
@@ -90,7 +90,7 @@ def _repeat_sample(example: Any, times: int, step: StepSpec) -> Any:
     if has_items(example):
         repeated = rows_of(example, [0] * times, num_samples(example) or 1)
     else:
-        repeated = map_tensors(example, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, records=True)
+        repeated = map_tensors(example, lambda t: torch.cat([t[:1]] * times) if t.dim() else t)
     return cast_floating(repeated, DTYPES[step.master_dtype])
 
 
