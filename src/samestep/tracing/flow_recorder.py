@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.building.torch_seams import disable_current_modes, is_transformed
+from samestep.building.torch_seams import backward_hooks_pass_on, disable_current_modes, is_transformed
 from samestep.models.spec import is_below
 from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import (
@@ -33,6 +33,7 @@ from samestep.tracing.flow import (
     changes_of,
     containers_in,
     contents_of,
+    given_to,
     makes_event,
     name_of,
     reads_shape_alone,
@@ -140,6 +141,7 @@ class FlowRecorder(TorchFunctionMode):
                     enter, leave = self._enter(path), self._leave(path, facts)
                     hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                     hooks.enter_context(part.register_forward_hook(leave, with_kwargs=True))
+            hooks.enter_context(backward_hooks_pass_on())
             hooks.enter_context(self)
             hooks.enter_context(seen_by(self))
             self._is_active = True
@@ -244,7 +246,7 @@ class FlowRecorder(TorchFunctionMode):
             self._note_gradient(*args, **kwargs)
         if self._depth or self._running is not None or is_transformed():
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
+        given = given_to(func, args, kwargs)
         self._note_untracked(given, name_of(func))
         if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in given):
             return func(*args, **kwargs)
