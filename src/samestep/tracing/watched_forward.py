@@ -104,6 +104,15 @@ def _known_mask(watch: ForwardTracer, mask: Tensor | None) -> Tensor | None:
     return DocumentMask.of(documents, lengths_of(documents))
 
 
+def _check_mask(call: AttentionCall) -> None:
+    """Fail as torch's kernels do where a mask is of other heads than the queries, such as one of all heads on a rank that has some."""
+    scores, mask = (*call.query.shape[:-1], call.key.shape[-2]), call.attn_mask
+    if isinstance(mask, DocumentMask) or mask is None or mask.shape[:-2] == scores[:-2]:
+        return
+    if torch.broadcast_shapes(mask.shape, scores) != torch.Size(scores):
+        raise RuntimeError(f"output with shape {[*scores]} doesn't match the broadcast shape of a mask {[*mask.shape]}")
+
+
 @contextmanager
 def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
     """Trace scaled_dot_product_attention as a fused kernel; on the meta device torch itself uses plain products."""
@@ -116,6 +125,7 @@ def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         watch = held()
         assert watch is not None, "it watches this forward"
+        _check_mask(call)
         watch.check_attention(call)
         output: Tensor = _Attention.apply(watch, call, query, key, value, mask)
         watch.attended(output)
