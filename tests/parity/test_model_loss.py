@@ -113,6 +113,13 @@ class Named(Plain):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
+class Behind(Named):
+    """The loss behind the logits (nanoGPT)."""
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return Plain.forward(self, idx), super().forward(idx, targets)
+
+
 class Wrapped(Plain):
     def forward(self, x: Tensor) -> Tensor:
         inputs, targets = x[:, :-1], x[:, 1:]
@@ -171,6 +178,7 @@ KINDS: dict[str, Kind] = {
     "tuple": (functools.partial(own, "tuple"), Tokens, "model", Rule.LABELS),
     "count": (functools.partial(own, "count"), Tokens, "model", Rule.RETURNED),
     "targets": (functools.partial(seeded, Named), Targets, "model", Rule.LABELS),
+    "behind": (functools.partial(seeded, Behind), Targets, "model", Rule.LABELS),
     "own inputs": (functools.partial(seeded, Wrapped), Padded, "model", Rule.NEXT_LABELS),
     "mask": (functools.partial(seeded, Counting), Masked, "model", Rule.LABELS),
     "given": (functools.partial(own, "weighted"), Tokens, samestep.model_loss(weights_of), Rule.COUNT),
