@@ -167,18 +167,6 @@ class Heads(nn.Module):
         return x + self.o(self.mix(q, k, v).transpose(1, 2).contiguous().view(*x.shape[:-1], -1))
 
 
-class Biased(Heads):
-    """A mask that is made anew of all heads, which an attribute counts, as T5's layers without a bias of their own make it."""
-
-    def __init__(self, fill: float) -> None:
-        super().__init__()
-        self.n_heads, self.fill = HEADS, fill
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = torch.full((1, self.n_heads, q.shape[-2], k.shape[-2]), self.fill, dtype=q.dtype, device=q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 class Tempered(Heads):
     """A temperature of each head, as a bare parameter."""
 
@@ -376,8 +364,6 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "any other name": heads(count="viewpoints", shape="view"),
     "attention by hand": heads(shape="view", by_hand=True),
     "a temperature of each head": heads(Tempered),
-    "a mask of zeros for all heads": heads(Biased, fill=0.0),
-    "a mask of ones for all heads": heads(Biased, fill=1.0),
     "a table of distances": heads(functools.partial(Distances, False)),
     "an indexed table of distances": heads(functools.partial(Distances, True)),
     "one rotary key": functools.partial(

@@ -59,11 +59,12 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
+    """Return a model of which a rank of tp=2 has one head, so that a bias of all heads would be broadcast."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(6)
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4,
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=2,
         dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
