@@ -1,7 +1,10 @@
 """Nested containers of tensors: batches, outputs and arguments, walked here and nowhere else.
 
-    tensors_in, map_tensors     what users nest: whatever torch's pytree knows, and mappings, dataclasses, tuples and lists of
-                                other classes; with `records` also objects that hold a tensor, or a list or dict of some, as a plain attribute
+    tree_leaves, tree_map_only, what users nest: whatever torch's pytree knows, and mappings, dataclasses, tuples and lists of other
+    tree_flatten, tree_unflatten  classes, where they hold a tensor (a `BatchEncoding` of transformers is such a mapping)
+    tensors_in, map_tensors     the same for tensors alone, and objects besides that hold a tensor, or a list or dict of some, as a
+                                plain attribute
+    parts_of, with_parts        one container of any of these classes: its parts, and a copy with other parts
     operands                    what torch's operators nest: one list at most
     fold                        nested lists and tuples, made into a text or something that can be compared
     replace_tensors             the attributes of a module, whose lists and dicts stay the same objects
@@ -16,22 +19,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MemberDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_map,
-    tree_unflatten,
-)
+from torch.distributions import Distribution, Transform
+from torch.distributions.transforms import _InverseTransform
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, keystr, tree_map
+from torch.utils._pytree import tree_flatten as _flatten
+from torch.utils._pytree import tree_flatten_with_path as _flatten_with_path
 from torch.utils._pytree import tree_leaves as _leaves
-from torch.utils._pytree import tree_map_only as _map_only
+from torch.utils._pytree import tree_unflatten as _unflatten
 
 _DEPTH = 4
 _NUMBERS = (str, bool, int, float, complex, type(None))
@@ -40,13 +42,13 @@ _LEAVES = frozenset((*_NUMBERS, Tensor, nn.Parameter))
 
 __all__ = [
     "can_be_kept",
-    "fields_of",
     "fold",
     "have_same_values",
     "keystr",
     "map_tensors",
     "noted",
     "operands",
+    "parts_of",
     "replace_tensors",
     "tensors_in",
     "tree_flatten",
@@ -55,17 +57,20 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
-    "with_fields",
+    "with_parts",
 ]
 
 
 def tree_map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a nested value with `change` applied to its leaves of a kind, as torch's function of this name does, whose walk of a
-    plain tuple or dict takes the host microseconds for each item."""
+    """Return a nested value with `change` applied to its leaves of a kind; of a class that torch's pytree does not know, a container
+    without such leaves is the same object.
+
+    torch's function of this name takes the host microseconds for each item of a plain tuple or dict.
+    """
     if isinstance(value, kind):
         return change(value)
     if type(value) not in (tuple, list, dict):
-        return _map_only(kind, change, value)
+        return tree_map(lambda leaf: _changed(kind, change, leaf), value)
     changed = []
     for item in value.values() if type(value) is dict else value:
         if isinstance(item, kind):
@@ -75,19 +80,145 @@ def tree_map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
     return dict(zip(value, changed, strict=True)) if type(value) is dict else type(value)(changed)
 
 
-def tree_leaves(value: Any) -> list[Any]:
+def _changed(kind: Any, change: Callable[[Any], Any], leaf: Any) -> Any:
+    """Return what a leaf of torch's pytree becomes, into which its walk does not look."""
+    if isinstance(leaf, kind):
+        return change(leaf)
+    if not _is_opened(type(leaf)) or not any(isinstance(one, kind) for one in _inner_leaves(leaf)):
+        return leaf
+    return with_parts(leaf, {key: tree_map_only(kind, change, part) for key, part in parts_of(leaf).items()})
+
+
+def tree_leaves(value: Any, _above: tuple[int, ...] = ()) -> list[Any]:
     """Return the leaves of a nested value in torch's order, faster than torch, which takes microseconds for each."""
     if type(value) in _LEAVES:
         return [value]
     if type(value) not in (tuple, list, dict):
-        return _leaves(value)
+        found = _leaves(value)
+        if len(found) == 1 and found[0] is value:
+            return _opened(value, _above)
+        return [one for leaf in found for one in _opened(leaf, _above)]
     found = []
     for item in value.values() if type(value) is dict else value:
         if type(item) in _LEAVES:
             found.append(item)
         else:
-            found += tree_leaves(item)
+            found += tree_leaves(item, _above)
     return found
+
+
+def _opened(leaf: Any, above: tuple[int, ...] = ()) -> list[Any]:
+    """Return the leaves of a container that torch's pytree does not know, if it holds a tensor; else itself."""
+    inner = _inner_leaves(leaf, above) if _is_opened(type(leaf)) else ()
+    return [*inner] if any(isinstance(one, Tensor) for one in inner) else [leaf]
+
+
+class _HoldsItselfError(Exception):
+    """A container is found among its own parts."""
+
+
+def _inner_leaves(container: Any, above: tuple[int, ...] = ()) -> list[Any]:
+    """Return the leaves of the parts of a container; none where it holds itself, which no walk opens."""
+    if id(container) in above:
+        raise _HoldsItselfError(id(container))
+    below = (*above, id(container))
+    try:
+        return [leaf for part in parts_of(container).values() for leaf in tree_leaves(part, below)]
+    except _HoldsItselfError as error:
+        if error.args[0] != id(container):
+            raise
+        return []
+
+
+def _are_containers(kind: type) -> bool:
+    """Return whether objects of a class are containers: of any kind, known to torch's pytree or not."""
+    if issubclass(kind, Tensor | nn.Module | type | torch.Size):
+        return False
+    return issubclass(kind, Mapping | list | tuple | Distribution | Transform) or dataclasses.is_dataclass(kind)
+
+
+_is_opened: Callable[[Any], bool] = functools.cache(_are_containers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What `tree_flatten` leaves of a nested value that torch's pytree does not know throughout, besides its leaves."""
+
+    outer: TreeSpec
+    inner: tuple[_Form | None, ...]
+    """For each leaf of torch's pytree the form of its parts, where they are looked into."""
+    keys: tuple[Any, ...] = ()
+    container: Any = dataclasses.field(default=None, compare=False)
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of leaves."""
+        return sum(1 if one is None else one.num_leaves for one in self.inner)
+
+
+Path = tuple[Any, ...]
+"""The keys of torch's pytree on the way to a leaf."""
+
+
+def tree_flatten_with_path(
+    value: Any, *, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[Path, Any]], Any]:
+    """Return the leaves of a nested value with their paths, and the form from which `tree_unflatten` makes it again."""
+    found, outer = _flatten_with_path(value, is_leaf=is_leaf)
+    if not any(_is_inside(leaf, is_leaf) for _, leaf in found):
+        return found, outer
+    leaves: list[tuple[Path, Any]] = []
+    forms: list[_Form | None] = []
+    for path, leaf in found:
+        if not _is_inside(leaf, is_leaf):
+            leaves.append((path, leaf))
+            forms.append(None)
+            continue
+        parts = parts_of(leaf)
+        inner, form = tree_flatten_with_path([*parts.values()], is_leaf=is_leaf)
+        keys = [_key_of(leaf, key) for key in parts]
+        leaves += [((*path, keys[way[0].idx], *way[1:]), one) for way, one in inner]
+        known = form if isinstance(form, _Form) else _Form(form, (None,) * len(inner))
+        forms.append(dataclasses.replace(known, keys=(type(leaf), *parts), container=leaf))
+    return leaves, _Form(outer, tuple(forms))
+
+
+def _is_inside(leaf: Any, is_leaf: Callable[[Any], bool] | None) -> bool:
+    """Return whether a leaf of torch's pytree is a container that is looked into."""
+    if not _is_opened(type(leaf)) or (is_leaf is not None and is_leaf(leaf)):
+        return False
+    return any(isinstance(one, Tensor) for one in _inner_leaves(leaf))
+
+
+def _key_of(container: Any, key: Any) -> Any:
+    """Return a part's key as torch's pytree writes it in a path."""
+    if isinstance(container, Mapping):
+        return MappingKey(key)
+    return SequenceKey(key) if isinstance(container, list | tuple) else GetAttrKey(key)
+
+
+def tree_flatten(value: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """Return the leaves of a nested value, and the form from which `tree_unflatten` makes it again."""
+    found, outer = _flatten(value, is_leaf=is_leaf)
+    if not any(_is_inside(leaf, is_leaf) for leaf in found):
+        return found, outer
+    leaves, form = tree_flatten_with_path(value, is_leaf=is_leaf)
+    return [leaf for _, leaf in leaves], form
+
+
+def tree_unflatten(leaves: Iterable[Any], form: Any) -> Any:
+    """Return a nested value of the form that `tree_flatten` found, with other leaves."""
+    if not isinstance(form, _Form):
+        return _unflatten(leaves, form)
+    rest = iter(leaves)
+    outer = [next(rest) if one is None else _refilled_container(rest, one) for one in form.inner]
+    return _unflatten(outer, form.outer)
+
+
+def _refilled_container(rest: Iterator[Any], form: _Form) -> Any:
+    """Return a container with its leaves, the next of `rest`."""
+    parts = tree_unflatten([next(rest) for _ in range(form.num_leaves)], dataclasses.replace(form, container=None))
+    return with_parts(form.container, dict(zip(form.keys[1:], parts, strict=True)))
 
 
 def have_same_values(one: Tensor, other: Tensor) -> bool:
@@ -97,7 +228,7 @@ def have_same_values(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def tensors_in(value: Any, *, records: bool = False) -> list[Tensor]:
+def tensors_in(value: Any, _above: tuple[int, ...] = ()) -> list[Tensor]:
     """Return the tensors in a nested value, in the order in which `map_tensors` changes them."""
     if isinstance(value, Tensor):
         return [value]
@@ -105,64 +236,94 @@ def tensors_in(value: Any, *, records: bool = False) -> list[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        else:
-            for _, item in _items_of(leaf, records):
-                found += tensors_in(item, records=records)
+        elif type(leaf) not in _LEAVES:
+            found += _tensors_of(leaf, _above)
     return found
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any], *, records: bool = False) -> Any:
+def _tensors_of(leaf: Any, above: tuple[int, ...] = ()) -> list[Tensor]:
+    """Return the tensors that a leaf of torch's pytree holds; none where it holds itself."""
+    if not (items := _items_of(leaf)):
+        return []
+    if id(leaf) in above:
+        raise _HoldsItselfError(id(leaf))
+    below = (*above, id(leaf))
+    try:
+        return [tensor for item in items.values() for tensor in tensors_in(item, below)]
+    except _HoldsItselfError as error:
+        if error.args[0] != id(leaf):
+            raise
+        return []
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a copy of a nested value with `change` applied to its tensors; what holds none is the same object."""
 
     if isinstance(value, Tensor):
         return change(value)
+    if type(value) is dict:
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)([map_tensors(item, change) for item in value])
+    if type(value) in _LEAVES:
+        return value
 
     def leaf(item: Any) -> Any:
         if isinstance(item, Tensor):
             return change(item)
-        items = _items_of(item, records)
-        if not any(tensors_in(held, records=records) for _, held in items):
+        if not _tensors_of(item):
             return item
-        changed = [(key, map_tensors(held, change, records=records)) for key, held in items]
-        if isinstance(item, tuple):
-            return tuple.__new__(type(item), [held for _, held in changed])
-        twin = copy.copy(item)
-        for key, held in changed:
-            if isinstance(item, Mapping | list):
-                twin[key] = held
-            else:
-                object.__setattr__(twin, key, held)  # a dataclass may be frozen
-        return twin
+        return with_parts(item, {key: map_tensors(held, change) for key, held in _items_of(item).items()})
 
     return tree_map(leaf, value)
 
 
-def _items_of(leaf: Any, records: bool) -> list[tuple[Any, Any]]:
+def _items_of(leaf: Any) -> dict[Any, Any]:
     """Return what a leaf of torch's pytree holds by its keys, places or names: an object of a class unknown to it."""
-    if isinstance(leaf, Mapping):
-        return list(leaf.items())
-    if isinstance(leaf, tuple | list):
-        return list(enumerate(leaf))
-    if isinstance(leaf, type | nn.Module):
-        return []
-    if dataclasses.is_dataclass(leaf):
-        return list(_stored_fields(leaf))
-    held = getattr(leaf, "__dict__", {}) if records else {}
-    return list(held.items()) if any(map(_holds_tensors, held.values())) else []
+    if _is_opened(type(leaf)) or isinstance(leaf, type | nn.Module):
+        return parts_of(leaf)
+    held: dict[str, Any] = getattr(leaf, "__dict__", {})
+    return dict(held) if any(map(_holds_tensors, held.values())) else {}
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """Return the fields that a dataclass stores, with their values; nothing for other values, and for one that is a mapping."""
-    is_record = dataclasses.is_dataclass(value) and not isinstance(value, Mapping | type | nn.Module)
-    return dict(_stored_fields(value)) if is_record else {}
+def parts_of(value: Any) -> dict[Any, Any]:
+    """Return the parts of a list, a tuple, a mapping, a dataclass or a distribution by their places, keys or names; nothing for other
+    values."""
+    if not _is_opened(type(value)):
+        return {}
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, Distribution | Transform):
+        return {name: held for name, held in vars(value).items() if not isinstance(held, _InverseTransform)}
+    return dict(enumerate(value) if isinstance(value, list | tuple) else _stored_fields(value))
 
 
-def with_fields(value: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a copy of a dataclass with other values of some fields."""
+def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return a copy of a container with other parts by the keys of `parts_of`: of the same class, or a plain dict where a mapping
+    cannot be written."""
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), parts.values())
+    if isinstance(value, Mapping) and not hasattr(value, "__setitem__"):
+        return dict(parts)
     twin = copy.copy(value)
-    for name, held in changed.items():
-        object.__setattr__(twin, name, held)  # a dataclass may be frozen
+    for key, held in parts.items():
+        if isinstance(value, Mapping | list):
+            twin[key] = held
+        else:
+            object.__setattr__(twin, key, held)  # a dataclass may be frozen
+    if isinstance(value, Distribution):
+        _set_batch(twin, tensors_in(parts_of(value)), tensors_in([*parts.values()]))
     return twin
+
+
+def _set_batch(twin: Distribution, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Give a distribution with other numbers of samples in its tensors a batch of as many."""
+    held = twin._batch_shape[:1]
+    sizes = [
+        other.shape[:1] for one, other in zip(before, after, strict=True) if one.shape[:1] == held != other.shape[:1]
+    ]
+    if held and sizes:
+        twin._batch_shape = sizes[0] + twin._batch_shape[1:]
 
 
 def _stored_fields(record: Any) -> Iterator[tuple[str, Any]]:
@@ -212,7 +373,7 @@ def replace_tensors(name: str, value: Any, change: Callable[[str, Tensor], Tenso
         after = tuple(replace_tensors(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
         return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
     elif not isinstance(value, Mapping | list | tuple):
-        for key, item in _items_of(value, records=True):
+        for key, item in _items_of(value).items():
             after = replace_tensors(f"{name}.{key}", item, change, depth - 1)
             if after is not item:
                 object.__setattr__(value, key, after)  # a dataclass may be frozen

@@ -377,6 +377,67 @@ class HookedState(nn.Module):
             state.register_hook(lambda gradient: gradient * 0.5)
 
 
+class HookedModules(nn.Module):
+    """Layers with hooks on their gradients: some change them, some only look."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, CLASSES))
+        for layer in [*self.layers][1:]:
+            if how in ("changed", "both"):
+                layer.register_full_backward_hook(lambda _, given, __: (given[0] * 0.5,))
+            if how == "looked":
+                layer.register_full_backward_hook(lambda _, __, above: None)
+            if how in ("before", "both"):
+                layer.register_full_backward_pre_hook(lambda _, above: (above[0] * 1.5,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(torch.tanh(x))
+
+
+class Penalized(nn.Module):
+    """Adds what it computes of all its weights, wherever they are, to its outputs, as one that returns its penalty does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, CLASSES))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "parameters":
+            penalty = sum(weight.abs().sum() for weight in self.parameters())
+        elif self.how == "of a part":
+            penalty = torch.stack([weight.square().sum() for weight in self.layers.parameters()]).sum()
+        else:
+            penalty = sum(part.weight.abs().sum() for part in self.modules() if isinstance(part, nn.Linear))
+        return self.layers(x) * (1 + 1e-3 * penalty)
+
+
+class KeptTable(nn.Module):
+    """Computes a table in its first call, in the form of the tensor to which it is added, and keeps it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.how, self.tables = how, dict[int, Tensor]()
+
+    def table(self, like: Tensor) -> Tensor:
+        width = like.shape[-1]
+        if width not in self.tables:
+            found = torch.arange(width).double().sin()
+            made = {"to": lambda: found.to(like), "type_as": lambda: found.type_as(like)}
+            self.tables[width] = made[self.how]()
+        return self.tables[width]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + self.table(x))
+        return self.head(x)
+
+
 class MaskedOnHost(nn.Module):
     """Attention under a causal mask that the forward makes without a device, beside a mask of padding, as tutorials write it."""
 

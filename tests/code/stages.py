@@ -90,6 +90,11 @@ def _vectors() -> Pairs:
     return Pairs((6,), 4, classes=True)
 
 
+HOOKS, PENALTIES, TABLES = (
+    ("changed", "looked", "before", "both"),
+    ("parameters", "of a part", "modules"),
+    ("to", "type_as"),
+)
 CALLS = {
     "two_linear": _stages(stage_models.TwoLinear, _vectors),
     "two_sequences": _stages(stage_models.TwoSequences, _vectors),
@@ -114,6 +119,9 @@ CALLS = {
     "hooked_late": _stages(functools.partial(stage_models.HookedState, 2), _vectors),
     "hooked_if_needed": _stages(functools.partial(stage_models.HookedState, 2, "asked"), _vectors),
     "kept_gradient": _stages(functools.partial(stage_models.HookedState, 1, "kept"), _vectors),
+    **{f"hooks_{how}": _stages(functools.partial(stage_models.HookedModules, how), _vectors) for how in HOOKS},
+    **{f"penalty_of_{how}": _stages(functools.partial(stage_models.Penalized, how), _vectors) for how in PENALTIES},
+    **{f"table_{how}": _stages(functools.partial(stage_models.KeptTable, how), _vectors) for how in TABLES},
     **{
         how: _stages(functools.partial(stage_models.Distributed, how), _vectors)
         for how in ("drawn", "density", "entropy")
@@ -163,6 +171,10 @@ OF_CALLS = [
     ("hooked_if_needed", "pp=2 microbatch=4"),
     ("kept_gradient", "dp=2 zero=3"),
     ("kept_gradient", "pp=2 microbatch=4"),
+    *((f"hooks_{how}", layout) for how in HOOKS for layout in ("pp=2 microbatch=4", "dp=2 zero=3")),
+    ("hooks_both", "pp=2 microbatch=4 schedule=zero-bubble"),
+    *((f"penalty_of_{how}", "pp=2 microbatch=4") for how in PENALTIES),
+    *((f"table_{how}", layout) for how in TABLES for layout in ("pp=2 microbatch=4", "dp=2 microbatch=2")),
     ("drawn", "pp=2 microbatch=4"),
     ("drawn", "tp=2"),
     ("density", "pp=2 microbatch=4 schedule=zero-bubble"),

@@ -59,11 +59,12 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
+    """Return a model of which a rank of tp=2 has one head, so that a bias of all heads would be broadcast."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(6)
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4,
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=2,
         dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
@@ -111,6 +112,13 @@ class Named(Plain):
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         logits = super().forward(idx)
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class Behind(Named):
+    """The loss behind the logits (nanoGPT)."""
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return Plain.forward(self, idx), super().forward(idx, targets)
 
 
 class Wrapped(Plain):
@@ -171,6 +179,7 @@ KINDS: dict[str, Kind] = {
     "tuple": (functools.partial(own, "tuple"), Tokens, "model", Rule.LABELS),
     "count": (functools.partial(own, "count"), Tokens, "model", Rule.RETURNED),
     "targets": (functools.partial(seeded, Named), Targets, "model", Rule.LABELS),
+    "behind": (functools.partial(seeded, Behind), Targets, "model", Rule.LABELS),
     "own inputs": (functools.partial(seeded, Wrapped), Padded, "model", Rule.NEXT_LABELS),
     "mask": (functools.partial(seeded, Counting), Masked, "model", Rule.LABELS),
     "given": (functools.partial(own, "weighted"), Tokens, samestep.model_loss(weights_of), Rule.COUNT),

@@ -92,6 +92,30 @@ def trained(rank: int, world: int, name: str, layout: str) -> list[float]:
         return [run.step(batch).loss for batch in _batches()]
 
 
+def _called_beside(rank: int, world: int, layout: str) -> tuple[list[float], Tensor, Tensor]:
+    job = samestep.Job(train={"global_batch": 8, "steps": 2}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    torch.manual_seed(0)
+    run = samestep.parallelize(Net().double(), _loss, _sgd, layout=layout, job=job, forward=two_views)
+    losses = [run.step(batch).loss for batch in _batches()]
+    with torch.no_grad():
+        return losses, run.model(POINTS), run.model(_batches()[0])
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2"])
+def test_a_loop_calls_the_model_with_a_batch_or_with_its_own_arguments(layout: str) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = _sgd(model.parameters())
+    for batch in _batches():
+        total, count = _loss(two_views(model, batch), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+    for _, own, of_batch in pool(2).run(_called_beside, layout):
+        torch.testing.assert_close(own, model(POINTS).detach())
+        torch.testing.assert_close(of_batch, two_views(model, _batches()[0]).detach())
+
+
 @pytest.mark.every_row
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2"])
 @pytest.mark.parametrize("name", CHANGES)

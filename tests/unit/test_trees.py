@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, deque, namedtuple
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.trees import fold, map_tensors, operands, replace_tensors, tensors_in
+from samestep.trees import (
+    fold,
+    keystr,
+    map_tensors,
+    operands,
+    replace_tensors,
+    tensors_in,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
 
@@ -44,6 +57,7 @@ NESTED = {
     "a list of its own": Rows([ONE, TWO]),
     "a tuple of its own": Pair([ONE, TWO]),
     "a frozen dataclass": Output(ONE, [TWO]),
+    "a plain object": SimpleNamespace(x=ONE, y=[TWO], z=3),
     "a dataclass in a mapping of its own": UserDict(x=Output((ONE, TWO)), y=None),
 }
 
@@ -61,7 +75,60 @@ def test_tensors_are_found_and_changed_in_one_order(name):
     assert [*map(id, tensors_in(value))] == [*map(id, found)], "the original is as it was"
 
 
-@pytest.mark.parametrize("value", [Rows([1]), Output(3), nn.Linear(1, 1), Output, SimpleNamespace(x=ONE), "text", None])
+def _in_a_ring(kind: Callable[..., Any]) -> Any:
+    one, other = kind(ONE, None), kind(TWO, None)
+    one.loss, other.loss = other, one
+    return one
+
+
+@dataclasses.dataclass
+class Node:
+    """A record that may hold its parent."""
+
+    logits: Any
+    loss: Any
+
+
+@pytest.mark.parametrize("kind", [Node, lambda logits, loss: SimpleNamespace(logits=logits, loss=loss)])
+def test_what_holds_itself_is_left_as_it_is(kind):
+    ring = _in_a_ring(kind)
+    for value in (ring, {"x": ring, "y": TWO}, Output(TWO, ring), [Output(ring, [ONE])]):
+        beside = [] if value is ring else [TWO] if not isinstance(value, list) else [ONE]
+        assert [*map(id, tensors_in(value))] == [*map(id, beside)]
+        twin = map_tensors(value, lambda tensor: tensor + 1)
+        assert torch.equal(torch.cat([ONE, *tensors_in(twin)]), torch.cat([ONE, *(one + 1 for one in beside)]))
+        assert (twin is value) == (value is ring)
+        leaves, form = tree_flatten(value)
+        assert any(leaf is ring for leaf in leaves)
+        tree_unflatten(leaves, form)
+        tree_map_only(Tensor, lambda tensor: tensor + 1, value)
+
+
+@pytest.mark.parametrize("name", NESTED.keys() - {"a plain object"})
+def test_every_walk_sees_the_same_leaves(name):
+    value = NESTED[name]
+    found = tensors_in(value)
+    with_paths, form = tree_flatten_with_path(value)
+    leaves, same = tree_flatten(value)
+    assert form == same
+    assert len({keystr(path) for path, _ in with_paths}) == len(with_paths)
+    for walked in (tree_leaves(value), [leaf for _, leaf in with_paths], leaves):
+        assert [id(leaf) for leaf in walked if isinstance(leaf, Tensor)] == [*map(id, found)]
+    again = tree_unflatten([leaf + 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+    mapped = tree_map_only(Tensor, lambda tensor: tensor + 1, value)
+    for twin in (again, mapped):
+        assert type(twin) is type(value)
+        assert torch.equal(torch.stack(tensors_in(twin)), torch.stack(found) + 1)
+        assert tree_flatten(twin)[1] == form
+    assert [*map(id, tensors_in(value))] == [*map(id, found)], "the original is as it was"
+
+
+def test_records_with_other_parts_have_other_forms():
+    forms = [tree_flatten(one)[1] for one in (Output(ONE, [TWO]), Output(ONE, TWO), UserDict(x=ONE), UserDict(y=ONE))]
+    assert all(one != other for place, one in enumerate(forms) for other in forms[:place])
+
+
+@pytest.mark.parametrize("value", [Rows([1]), Output(3), nn.Linear(1, 1), Output, SimpleNamespace(x=3), "text", None])
 def test_what_holds_no_tensor_stays_the_same_object(value):
     assert map_tensors(value, lambda tensor: tensor + 1) is value
     assert not tensors_in(value)
@@ -94,13 +161,6 @@ def test_what_a_record_stores_is_read_without_asking_it(kind: Any) -> None:
     assert map_tensors(record, lambda tensor: tensor + 1).table == ONE + 1
     assert replace_tensors("config", record, lambda _, tensor: tensor * 3, depth=3) is record
     assert record.table == ONE * 3
-
-
-def test_objects_that_hold_a_tensor_are_records_where_that_is_asked_for():
-    value = SimpleNamespace(x=ONE, rest=[TWO], k=3)
-    twin = map_tensors(value, lambda tensor: tensor + 1, records=True)
-    assert (float(twin.x), float(twin.rest[0]), twin.k, float(value.x)) == (2.0, 3.0, 3, 1.0)
-    assert tensors_in(value, records=True) == [ONE, TWO]
 
 
 def test_operands_are_nested_in_one_list_at_most():

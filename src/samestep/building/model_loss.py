@@ -123,6 +123,9 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
         second = outputs[1] if len(outputs) == 2 else None
         is_whole = isinstance(second, Tensor) and second.dim() == 0 and not second.is_floating_point()
         count = second if is_whole or (isinstance(second, int) and not isinstance(second, bool)) else None
+        scalars = [one for one in outputs if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 0]
+        if len(scalars) == 1 and isinstance(found, Tensor) and found.numel() != 1:  # (logits, loss)
+            found, count = scalars[0], None
     if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
         return found.reshape(()), count
     form = fold(
@@ -132,7 +135,7 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
     )
     raise JobError(
         f'loss = "model": the forward returned {form}, and no loss: a scalar, an output with .loss or "loss", a tuple that begins '
-        "with a scalar, or (loss, count) works, and so does a loss function (outputs, batch) -> (sum, count)"
+        "with a scalar or has one only, or (loss, count) works, and so does a loss function (outputs, batch) -> (sum, count)"
     )
 
 

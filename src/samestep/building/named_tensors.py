@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samestep.building.module_copies import deep_copy
 from samestep.building.torch_seams import get_unwrapped, is_functorch_wrapped_tensor
-from samestep.trees import replace_tensors, tree_map_only
+from samestep.trees import map_tensors, replace_tensors
 
 _RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -131,7 +131,7 @@ def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if value is None or isinstance(value, _PLAIN):
         return value
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 _PLAIN = (int, float, str, bytes)

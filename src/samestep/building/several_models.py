@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.building.named_tensors import copy_module
 from samestep.errors import ModelError, short_repr
@@ -132,10 +132,12 @@ def _around_one(model: Built, forward: Forward) -> Built:
 def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
     """Return a module with the parameters and submodules of a model, whose forward is the user's function of the model and a batch.
 
-    The user's function calls the model's own forward, without the hooks of the module, which are those of the outer forward. A forward
+    A loop may call the model too, with a batch or as the model was written: on a tensor, where the batches have been something else. The
+    user's function calls the model's own forward, without the hooks of the module, which are those of the outer forward. A forward
     that the instance holds, as one that was replaced and one of `torch.compile`, would hide the outer one: it is put aside.
     """
     given = type(model)
+    kinds: set[type] = set()
 
     class Inner(given):  # type: ignore[misc, valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,9 +147,13 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
     class Outer(given):  # type: ignore[misc, valid-type]
         takes_batch = True
 
-        def forward(self, batch: Any, *carried: Any) -> Any:
+        def forward(self, batch: Any, *carried: Any, **more: Any) -> Any:
             inner = object.__new__(Inner)
             object.__setattr__(inner, "__dict__", self.__dict__)
+            if not isinstance(batch, Tensor):
+                kinds.add(type(batch))
+            elif kinds or more:
+                return inner(batch, *carried, **more)
             return forward(inner, batch, *carried)
 
         def __init__(self, *args: Any) -> None:  # a copy of one of torch.compile is made anew

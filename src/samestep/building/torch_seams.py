@@ -22,6 +22,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     inductor_options                _inductor.list_mode_options               none for a backend that is a function
     num_graph_breaks                _dynamo.utils.counters                    torch._dynamo.explain, which runs the code
     flash_attention(_backward)      aten._scaled_dot_product_flash_...        none that returns the log-sum-exp
+    backward_hooks_pass_on          utils.hooks.BackwardHook                  none
     distributions_unchecked         Distribution._validate_args               Distribution.set_default_validate_args, which writes alone
     default_store, names_of_groups  distributed_c10d                          none
     abandon_groups                  distributed_c10d                          none
@@ -56,6 +57,7 @@ from torch.overrides import (
 from torch.overrides import (
     _push_mode as push_function_mode,
 )
+from torch.utils import hooks as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "Replaced",
     "abandon_groups",
     "autograd_sequence_number",
+    "backward_hooks_pass_on",
     "call_after_backward",
     "current_autograd_node",
     "current_backward_id",
@@ -292,6 +295,16 @@ class Replaced:
 def transforms_beside_hooks() -> Replaced:
     """Return a context inside which transforms of `torch.func` run while hooks of saved tensors are active."""
     return Replaced((graph, "disable_saved_tensors_hooks", _setting_hooks_aside))
+
+
+def backward_hooks_pass_on() -> Replaced:
+    """Return a context inside which modules with hooks on their gradients pass on their own inputs and outputs, and not views of them
+    behind a node of autograd."""
+    return Replaced((module_hooks.BackwardHook, "_apply_on_tensors", _passing_on))
+
+
+def _passing_on(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda hook, note, args: (args, None)
 
 
 def _setting_hooks_aside(original: Callable[[str], AbstractContextManager[None]]) -> Callable[..., Any]:

@@ -17,17 +17,17 @@ from samestep.datasets.streams import StreamSteps, check_size, is_batch, of_batc
 from samestep.datasets.values import dims_of, joined, num_samples, tensors_of_arrays
 from samestep.errors import DataError, short_repr
 from samestep.job import Job
-from samestep.trees import tensors_in
+from samestep.trees import parts_of, tensors_in
 
 
 def check_batch(given: Any, method: str) -> str:
     """Return why `given`, which a `method` was given, is neither a batch nor the values of one; empty if it may be."""
-    if given is None or (hasattr(given, "shares") and hasattr(given, "samples")) or isinstance(given, VALUES):
+    if given is None or (hasattr(given, "shares") and hasattr(given, "samples")) or is_values(given):
         return ""
     is_dataset = hasattr(given, "__getitem__") and not isinstance(given, str | bytes)
     what = "a data set itself" if is_dataset else f"a {type(given).__name__}"
     return (
-        f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples and lists, and was "
+        f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses, and was "
         f"given {what}: `for batch in samestep.batches(dataset, job): {method}(batch)` works, with a data set whose items are single samples"
     )
 
@@ -43,7 +43,7 @@ def batch_to_evaluate(given: Any, method: str, global_batch: int, trained: Mappi
     """
     if type(given) is list:
         return _of_list(given, trained)
-    if given is None or hasattr(given, "shares") or isinstance(given, VALUES):
+    if given is None or hasattr(given, "shares") or is_values(given):
         return given
     if (stream := stream_of(given)) is not None:
         return whole_of(stream, global_batch)
@@ -80,8 +80,12 @@ def _of_list(given: list[Any], trained: Mapping[str, int]) -> Any:
 
 
 _WORKS = "a data set with both, a DataLoader, an IterableDataset or another iterable, and a function that yields samples work"
-VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
-"""Types in which torch's loaders yield the values of samples, and not their indices."""
+_VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
+
+
+def is_values(given: Any) -> bool:
+    """Return whether something is the values of samples, as torch's loaders yield them, and neither their indices nor a data set."""
+    return isinstance(given, _VALUES) or (bool(parts_of(given)) and not hasattr(given, "__getitem__"))
 
 
 @calls.checked

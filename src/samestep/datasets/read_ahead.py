@@ -25,14 +25,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from samestep.datasets.order import Integers
 from samestep.datasets.reading import THREAD_NAME, DrawnInThreadError
 from samestep.errors import SamestepError, WorkerError
-from samestep.trees import tree_map_only
+from samestep.trees import map_tensors
 
 
 class Wanted(NamedTuple):
@@ -121,7 +120,7 @@ class ReadAhead:
     def _read_here(self, wanted: Wanted) -> Any:
         with self._lock:
             samples = self._read(wanted)
-        return tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), samples) if self._pin else samples
+        return map_tensors(samples, lambda tensor: tensor.pin_memory()) if self._pin else samples
 
 
 class _InThread:

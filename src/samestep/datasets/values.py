@@ -1,8 +1,8 @@
 """The values of a whole batch: how many samples they are, and those of some samples.
 
     tensor              samples lie along the first dimension
-    dict, tuple         a part for each key or place, each with all samples; as torch's loaders yield it, a list of tensors too, and one of
-                        parts of different kinds, such as a dict and a tensor
+    dict, tuple,        a part for each key, place or field, each with all samples; as torch's loaders yield it, a list of tensors too, and
+    dataclass           one of parts of different kinds, such as a dict and a tensor; other mappings are read as dicts are
     other lists         one item for each sample, of any kind, such as the boxes and labels of an image
     all else            the same for every sample: None, words, numbers, tensors without dimensions
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from samestep.datasets.order import Integers
 from samestep.errors import DataError
-from samestep.trees import keystr, tensors_in, tree_flatten_with_path, tree_map_only
+from samestep.trees import keystr, parts_of, tensors_in, tree_flatten_with_path, tree_map_only, with_parts
 
 
 def tensors_of_arrays(values: Any) -> Any:
@@ -44,21 +44,17 @@ def _tensor_sizes(values: Any) -> Iterator[int]:
     if isinstance(values, Tensor):
         if values.dim():
             yield values.shape[0]
-    elif isinstance(values, Mapping | list | tuple):
-        for part in _parts(values):
+    else:
+        for part in parts_of(values).values():
             yield from _tensor_sizes(part)
 
 
 def _list_lengths(values: Any) -> Iterator[int]:
     if isinstance(values, list):
         yield len(values)
-    elif isinstance(values, Mapping | tuple):
-        for part in _parts(values):
+    else:
+        for part in parts_of(values).values():
             yield from _list_lengths(part)
-
-
-def _parts(values: Any) -> Sequence[Any]:
-    return [*values.values()] if isinstance(values, Mapping) else values
 
 
 def _fits(values: Any, count: int) -> bool:
@@ -67,9 +63,10 @@ def _fits(values: Any, count: int) -> bool:
         return not values.dim() or values.shape[0] == count
     if isinstance(values, list):
         return _is_container(values, count) or len(values) == count
-    if isinstance(values, Mapping | tuple):
-        return all(_fits(part, count) for part in _parts(values))
-    return values is None or isinstance(values, str | bytes | bool | int | float)
+    if isinstance(values, str | bytes | bool | int | float | torch.dtype | torch.device | torch.Size | None):
+        return True
+    parts = parts_of(values).values()
+    return (bool(parts) or isinstance(values, Mapping | tuple)) and all(_fits(part, count) for part in parts)
 
 
 def _is_container(values: list[Any], count: int) -> bool:
@@ -107,11 +104,8 @@ def are_by_sample(parts: Sequence[Any], counts: Sequence[int]) -> bool:
         return False
     if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return True
-    if isinstance(first, Mapping):
-        return any(are_by_sample([part.get(key) for part in parts], counts) for key in first)
-    if isinstance(first, list | tuple):
-        return any(are_by_sample(column, counts) for column in zip(*parts, strict=False))
-    return False
+    held = [parts_of(part) for part in parts]
+    return any(are_by_sample([part.get(key) for part in held], counts) for key in held[0])
 
 
 def _are_lists_by_sample(parts: Sequence[list[Any]], counts: Sequence[int]) -> bool:
@@ -129,7 +123,7 @@ def has_items(values: Any) -> bool:
 def _has_items(values: Any, count: int) -> bool:
     if isinstance(values, list) and not _is_container(values, count):
         return bool(tensors_in(values))
-    return isinstance(values, Mapping | list | tuple) and any(_has_items(part, count) for part in _parts(values))
+    return any(_has_items(part, count) for part in parts_of(values).values())
 
 
 def dims_of(values: Any) -> dict[str, int]:
@@ -150,12 +144,10 @@ def rows_of(values: Any, rows: Integers | Sequence[int], count: int) -> Any:
         if not _is_container(values, count):
             return [values[row] for row in rows]
         return [rows_of(part, rows, count) for part in values]
-    if isinstance(values, tuple):
-        picked = [rows_of(part, rows, count) for part in values]
-        return type(values)(*picked) if hasattr(values, "_fields") else tuple(picked)
-    if isinstance(values, Mapping):
+    if type(values) is dict:
         return {key: rows_of(part, rows, count) for key, part in values.items()}
-    return values
+    parts = parts_of(values)
+    return with_parts(values, {key: rows_of(part, rows, count) for key, part in parts.items()}) if parts else values
 
 
 def _rows_of_tensor(values: Tensor, rows: Integers | Sequence[int]) -> Tensor:
@@ -190,15 +182,11 @@ def joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
             raise DataError(
                 f"the batches of ranks are no parts of one batch: {str(error).splitlines()[0]}; equal shapes work"
             ) from None
-    if isinstance(first, Mapping):
-        if any(part.keys() != first.keys() for part in parts):
-            raise DataError("the batches of ranks have different keys; equal ones work")
-        return {key: joined([part[key] for part in parts], counts) for key in first}
     if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return [item for part in parts for item in part]
-    if isinstance(first, tuple | list):
-        if any(len(part) != len(first) for part in parts):
-            raise DataError("the batches of ranks have different numbers of parts; equal ones work")
-        each = [joined([part[place] for part in parts], counts) for place in range(len(first))]
-        return type(first)(*each) if hasattr(first, "_fields") else type(first)(each)
-    return first
+    held = [parts_of(part) for part in parts]
+    if any(part.keys() != held[0].keys() for part in held):
+        what = "numbers of parts" if isinstance(first, tuple | list) else "keys"
+        raise DataError(f"the batches of ranks have different {what}; equal ones work")
+    each = {key: joined([part[key] for part in held], counts) for key in held[0]}
+    return with_parts(first, each) if each else first

@@ -45,7 +45,7 @@ from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import operands, tensors_in, tree_leaves
+from samestep.trees import operands, tensors_in
 
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
@@ -180,8 +180,8 @@ class _SampleProver(Prover):
     def given(self, batch: Any) -> Any:
         """Return the batch of the forward; each of its tensors has a row for each sample, or several as a graph has vertices."""
         with disable_current_modes():
-            for leaf in tree_leaves(batch):
-                if isinstance(leaf, Tensor) and leaf.dim():
+            for leaf in tensors_in(batch):
+                if leaf.dim():
                     self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))
                     self.known.are_placed &= leaf.shape[0] == NUM_SAMPLES
         self._batch = batch

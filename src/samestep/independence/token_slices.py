@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.building.attention.interception import Intercepting
 from samestep.building.loss import target_of
@@ -43,7 +43,7 @@ from samestep.tracing.flow import CannotPassError
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.watched_forward import answer_alike, watch_forward
-from samestep.trees import tree_map_only
+from samestep.trees import map_tensors
 
 
 def prove(
@@ -160,7 +160,7 @@ def _length(sample: Any) -> int:
 
 
 def _shorten_sample(sample: Any, length: int, wanted: int) -> Any:
-    return tree_map_only(Tensor, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t, sample)
+    return map_tensors(sample, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t)
 
 
 def _refusal_of(

@@ -49,7 +49,7 @@ from samestep.runtime.run import Run
 from samestep.runtime.weights.pieces import Piece
 from samestep.tracing.batch_norms import without_own_groups
 from samestep.tracing.checkpointed import replaced_checkpoint, without_reentry
-from samestep.trees import tree_map_only
+from samestep.trees import map_tensors
 
 WHAT = "plain torch"
 """The name of the check."""
@@ -196,12 +196,12 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
     device = run.place.device
     # A reentrant checkpoint would repeat its forward outside of the mode that draws the masks.
     checkpoints = replaced_checkpoint(lambda begin, own: begin(own), without_reentry)
-    moved = cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
+    moved = cast_floating(map_tensors(samples, lambda tensor: tensor.to(device)), torch.float64)
     found, balances = [], []
     size = run.job.numerics.coupled_samples if run.assembly.model.spec.couples_samples else None
     for start in range(0, len(indices), size or len(indices)):
         rows = slice(start, start + (size or len(indices)))
-        part = tree_map_only(Tensor, operator.itemgetter(rows), moved) if size else moved
+        part = map_tensors(moved, operator.itemgetter(rows)) if size else moved
         draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
         with precision.RaiseIslands(), DropoutMode(model, draw), checkpoints:
             outputs = call_model(model, part, plainly=True)

@@ -29,15 +29,7 @@ from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.processes.messages import broadcast_from, gather_values
 from samestep.runtime.step_batch import Indices, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
-from samestep.trees import (
-    keystr,
-    map_tensors,
-    tensors_in,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from samestep.trees import keystr, map_tensors, tensors_in, tree_flatten_with_path, tree_unflatten
 
 
 def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> dict[str, float]:
@@ -282,8 +274,8 @@ def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:
     """
     parallel = assembly.parallel
     with _forward_only(assembly):
-        moved = tree_map_only(Tensor, lambda leaf: leaf.to(parallel.mesh.device), samples)
-        rows = next((len(leaf) for leaf in tree_leaves(moved) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+        moved = map_tensors(samples, lambda leaf: leaf.to(parallel.mesh.device))
+        rows = next((len(leaf) for leaf in tensors_in(moved) if leaf.dim()), 1)
         with _drawing(assembly, seed, range(rows)):
             outputs = forward(assembly, cast_floating(moved, assembly.model.master_dtype))
         if outputs is not None:

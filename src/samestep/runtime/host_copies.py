@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.trees import tree_map_only
+from samestep.trees import map_tensors
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -25,7 +25,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def batch_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device; a GPU copies from the host while it computes, and later computations wait for the copy."""
     if device.type != "cuda":
-        return tree_map_only(Tensor, lambda tensor: tensor if tensor.device == device else tensor.to(device), batch)
+        return map_tensors(batch, lambda tensor: tensor if tensor.device == device else tensor.to(device))
     aside, here = _copying(device), torch.cuda.current_stream(device)
 
     def moved(tensor: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def batch_to_device(batch: Any, device: torch.device) -> Any:
         found.record_stream(here)  # its memory is that stream's until what is asked there now is done
         return found
 
-    batch = tree_map_only(Tensor, moved, batch)
+    batch = map_tensors(batch, moved)
     here.wait_stream(aside)
     return batch
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import DisableTorchFunction
@@ -19,7 +18,7 @@ from samestep.runtime.axes.lanes import LaneBatch
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.recording import marks
 from samestep.runtime.step_batch import Indices, StepBatch
-from samestep.trees import tree_leaves
+from samestep.trees import tensors_in
 
 
 def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, float]:
@@ -77,7 +76,7 @@ class Microbatches:
                 self._held[microbatch] = found
             after_reading(self._assembly.model.module)
             self.wait_s += time.perf_counter() - began
-            self._shapes[microbatch] = tuple([one.shape for one in tree_leaves(found[0]) if isinstance(one, Tensor)])
+            self._shapes[microbatch] = tuple([one.shape for one in tensors_in(found[0])])
         return self._held[microbatch]
 
     def samples_again(self, microbatch: int) -> Any:

@@ -152,8 +152,8 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
 
-        The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples and lists: equal on all
-        ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
+        The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples, lists and dataclasses:
+        equal on all ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
         any number, and the batch is all of them in the order of ranks.
 
         Raises:

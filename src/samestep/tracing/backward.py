@@ -33,7 +33,7 @@ from samestep.models.loss_names import LossNames
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import run_on_meta
-from samestep.trees import map_tensors, operands, tensors_in, tree_map_only
+from samestep.trees import map_tensors, operands, tensors_in
 
 
 class WorkingSet(NamedTuple):
@@ -106,7 +106,7 @@ def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None, num_samples: int
         return roots, LossNames()
     try:
         with torch.enable_grad(), preserve_function(loss):
-            batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
+            batch = map_tensors(sample, lambda tensor: tensor.to("meta"))
             found = loss_result(loss(outputs, batch))
     except Exception:  # a loss that looks at values, or has no meta kernel
         return roots, _names_by_values(outputs, sample, loss, num_samples)
@@ -126,7 +126,7 @@ def _names_by_values(outputs: Any, sample: Any, loss: Loss, num_samples: int) ->
 
     try:
         with torch.no_grad(), preserve_function(loss):
-            copies = tree_map_only(Tensor, lambda one: torch.cat([one] * num_samples) if one.dim() else one, sample)
+            copies = map_tensors(sample, lambda one: torch.cat([one] * num_samples) if one.dim() else one)
             return loss_result(loss(map_tensors(outputs, value), copies)).names
     except Exception:  # of the user's own code, which may raise anything
         return LossNames()

@@ -26,7 +26,7 @@ A module may also change lists and dictionaries that it is given: it appends an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -233,8 +233,8 @@ def takes_statistics(module: nn.Module) -> bool:
 def tensors_made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
     """Return the tensors that a call returns, and those that it puts into its arguments."""
     return [
-        *tensors_in(outcome, records=True),
-        *(tensor for change in changes for tensor in tensors_in(change.items, records=True)),
+        *tensors_in(outcome),
+        *(tensor for change in changes for tensor in tensors_in(change.items)),
     ]
 
 
@@ -243,6 +243,15 @@ def name_of(function: Any) -> str:
     if getattr(function, "__name__", "") == "__get__":
         return f"{function.__self__.__name__}.__get__"
     return str(getattr(function, "__name__", function))
+
+
+_FORMED_LIKE = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
+"""Functions that take the form of a second tensor alone: its shape, or its dtype and device."""
+
+
+def given_to(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a torch function is given, without one of which it takes the form alone, as `table.to(x)` does."""
+    return tensors_in(args[0] if args and name_of(function) in _FORMED_LIKE else (args, kwargs))
 
 
 def reads_shape_alone(function: Any) -> bool:

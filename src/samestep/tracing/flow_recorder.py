@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.building.torch_seams import disable_current_modes, is_transformed
+from samestep.building.torch_seams import backward_hooks_pass_on, disable_current_modes, is_transformed
 from samestep.models.spec import is_below
 from samestep.tracing.custom_functions import seen_by
 from samestep.tracing.flow import (
@@ -33,6 +33,7 @@ from samestep.tracing.flow import (
     changes_of,
     containers_in,
     contents_of,
+    given_to,
     makes_event,
     name_of,
     reads_shape_alone,
@@ -140,6 +141,7 @@ class FlowRecorder(TorchFunctionMode):
                     enter, leave = self._enter(path), self._leave(path, facts)
                     hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                     hooks.enter_context(part.register_forward_hook(leave, with_kwargs=True))
+            hooks.enter_context(backward_hooks_pass_on())
             hooks.enter_context(self)
             hooks.enter_context(seen_by(self))
             self._is_active = True
@@ -148,7 +150,7 @@ class FlowRecorder(TorchFunctionMode):
 
     def finish(self, outputs: Any) -> Flow:
         """Return what was recorded of a forward with these outputs."""
-        for tensor in tensors_in(outputs, records=True):
+        for tensor in tensors_in(outputs):
             number = self._numbers.get(tensor)
             if self._is_weight(tensor):
                 self._weights[self._tracer.key(tensor)].uses.setdefault(len(self._events), "")
@@ -244,7 +246,7 @@ class FlowRecorder(TorchFunctionMode):
             self._note_gradient(*args, **kwargs)
         if self._depth or self._running is not None or is_transformed():
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs), records=True)
+        given = given_to(func, args, kwargs)
         self._note_untracked(given, name_of(func))
         if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in given):
             return func(*args, **kwargs)
@@ -253,7 +255,7 @@ class FlowRecorder(TorchFunctionMode):
         self._begin(number, name_of(func), given)
         try:
             outcome = func(*args, **kwargs)
-            if number >= 0 and (tensors_in(outcome, records=True) or [tensor._version for tensor in given] != versions):
+            if number >= 0 and (tensors_in(outcome) or [tensor._version for tensor in given] != versions):
                 self._append(name_of(func), given, versions, outcome, is_call=False)
         finally:
             self._running = None
@@ -263,7 +265,7 @@ class FlowRecorder(TorchFunctionMode):
         """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs, or to its begin."""
         self.differentiates_at = self.differentiates_at or (self._running.name if self._running else "the model itself")
         if self._depth == 0 and self._running is None:
-            numbers = [self._numbers.get(tensor) for tensor in tensors_in(inputs, records=True)]
+            numbers = [self._numbers.get(tensor) for tensor in tensors_in(inputs)]
             made = min((-1 if number is None else self._values[number].event for number in numbers), default=-1)
             end = (
                 len(self._events) if inputs is not None else sys.maxsize
@@ -297,7 +299,7 @@ class FlowRecorder(TorchFunctionMode):
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._depth += 1
             if self._depth == 1 and self._running is None:
-                given = tensors_in((args, kwargs), records=True)
+                given = tensors_in((args, kwargs))
                 self._note_untracked(given, path)
                 containers = containers_in((args, kwargs))
                 versions = [tensor._version for tensor in given]
@@ -395,4 +397,4 @@ def _without_data(outcome: Any) -> Any:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if is_on_host else "meta")
 
     with disable_current_modes():
-        return map_tensors(outcome, empty, records=True)
+        return map_tensors(outcome, empty)

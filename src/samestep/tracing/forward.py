@@ -48,7 +48,7 @@ from samestep.tracing.moved_elements import MovedElements, OperationKind, is_fus
 from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
 from samestep.tracing.products import Products
-from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
+from samestep.trees import map_tensors, operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
 _BY_COLUMNS = ("column", "qkv", "gather", "vocab")
@@ -407,12 +407,11 @@ class ForwardTracer(DispatchMode):
 
     def copies_of(self, sample: Any, count: int) -> Any:
         """Return `count` copies of a sample as a batch on the meta device."""
-        copies = tree_map_only(Tensor, lambda one: torch.cat([one] * count) if one.dim() else one, sample)
+        copies = map_tensors(sample, lambda one: torch.cat([one] * count) if one.dim() else one)
         self.values.make_room(copies)
-        batch = tree_map_only(Tensor, self.to_meta, copies)
-        for one in tree_leaves(batch):
-            if isinstance(one, Tensor):
-                (self.looks.tokens if is_whole(one) else self.looks.data).add(self.key(one))
+        batch = map_tensors(copies, self.to_meta)
+        for one in tensors_in(batch):
+            (self.looks.tokens if is_whole(one) else self.looks.data).add(self.key(one))
         return batch
 
     def to_meta(self, real: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import current_transform_level, num_dispatch_modes
-from samestep.trees import fold, operands, tree_leaves, tree_map_only
+from samestep.trees import fold, operands, tensors_in, tree_map_only
 
 _LIMIT = 2**16
 _META = torch.device("meta")
@@ -146,9 +146,7 @@ class KnownValues:
 
     def make_room(self, batch: Any) -> None:
         """Keep values in tensors as large as those of a batch, whatever the length of its samples."""
-        sizes = [
-            leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_floating_point()
-        ]
+        sizes = [leaf.numel() for leaf in tensors_in(batch) if not leaf.is_floating_point()]
         room = KNOWN_TIMES * max(sizes, default=0)
         self.limit, self._limit_of_constants = max(KNOWN_ELEMENTS, room), max(KNOWN_CONSTANTS, room)
 

@@ -40,7 +40,7 @@ from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_autocast import autocast_on_meta
 from samestep.tracing.meta_tensors import KnownConstants, NeedsValuesError
-from samestep.trees import tensors_in, tree_leaves
+from samestep.trees import tensors_in
 
 
 class _Attention(torch.autograd.Function):
@@ -104,6 +104,15 @@ def _known_mask(watch: ForwardTracer, mask: Tensor | None) -> Tensor | None:
     return DocumentMask.of(documents, lengths_of(documents))
 
 
+def _check_mask(call: AttentionCall) -> None:
+    """Fail as torch's kernels do where a mask is of other heads than the queries, such as one of all heads on a rank that has some."""
+    scores, mask = (*call.query.shape[:-1], call.key.shape[-2]), call.attn_mask
+    if isinstance(mask, DocumentMask) or mask is None or mask.shape[:-2] == scores[:-2]:
+        return
+    if torch.broadcast_shapes(mask.shape, scores) != torch.Size(scores):
+        raise RuntimeError(f"output with shape {[*scores]} doesn't match the broadcast shape of a mask {[*mask.shape]}")
+
+
 @contextmanager
 def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
     """Trace scaled_dot_product_attention as a fused kernel; on the meta device torch itself uses plain products."""
@@ -116,6 +125,7 @@ def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         watch = held()
         assert watch is not None, "it watches this forward"
+        _check_mask(call)
         watch.check_attention(call)
         output: Tensor = _Attention.apply(watch, call, query, key, value, mask)
         watch.attended(output)
@@ -183,7 +193,7 @@ def watch_forward(
     """
     batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
-        tensors = [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
+        tensors = tensors_in(held)
         watch.lookups.given |= {
             watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors
         }

@@ -50,14 +50,21 @@ def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches
     if not (state.is_read or state.of_samples):
         return ""
     repeats = _repeats(state, model, layout, num_microbatches, num_chunks)
-    return f"{what}, and {repeats} runs it several times a step: {one}; so does to keep nothing" if repeats else ""
+    else_works = _WRITES_NONE if state.kind == "weight" else "to keep nothing"
+    return f"{what}, and {repeats} runs it several times a step: {one}; so does {else_works}" if repeats else ""
+
+
+_WRITES_NONE = (
+    "a forward that writes none: it computes with weight * mask, say, or the weight has a parametrization "
+    "(torch.nn.utils.parametrize), or a loop writes it in run.model after each step"
+)
 
 
 def explain_lost_write(name: str, word: str) -> str:
     """Return why a weight that a forward writes is refused under a word of the layout, such as `zero=3`."""
     return (
         f"the forward writes into the weight {name}, and under {word} into a copy or a part of it: "
-        f"{word.partition('=')[0]}={0 if word.startswith('zero') else 1} works, and so does to write none"
+        f"{word.partition('=')[0]}={0 if word.startswith('zero') else 1} works, and so does {_WRITES_NONE}"
     )
 
 

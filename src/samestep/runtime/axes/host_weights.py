@@ -124,8 +124,8 @@ class _Calls:
         self.leave()
         if not torch.is_grad_enabled():
             return
-        given = [one for one in tensors_in(outputs, records=True) if one.requires_grad]
-        inputs = [one for one in tensors_in((args, kwargs), records=True) if one.requires_grad and not one.is_leaf]
+        given = [one for one in tensors_in(outputs) if one.requires_grad]
+        inputs = [one for one in tensors_in((args, kwargs)) if one.requires_grad and not one.is_leaf]
         back = _Backward(self)
         for one in given:
             one.register_hook(back.begin)

@@ -256,4 +256,4 @@ def fitted(outputs: Any, batch: Any, other: Any, *, picks: bool = False) -> Any:
                 leaf = leaf.index_select(dim, torch.arange(wanted, device=leaf.device) % size)
         return leaf
 
-    return map_tensors(outputs, fit, records=True)
+    return map_tensors(outputs, fit)

@@ -265,12 +265,12 @@ def _with_arguments_as_given(
 def _can_be_written(argument: Any) -> bool:
     """Return whether an argument is a dict, a list, or an object of a user's class that holds tensors."""
     objects = [leaf for leaf in tree_leaves(argument) if not isinstance(leaf, Tensor)]
-    return type(argument) in (dict, list) or bool(tensors_in(objects, records=True))
+    return type(argument) in (dict, list) or bool(tensors_in(objects))
 
 
 def _twin(argument: Any) -> Any:
     """Return other containers and objects with the same tensors."""
-    return map_tensors(argument, lambda tensor: tensor, records=True)
+    return map_tensors(argument, lambda tensor: tensor)
 
 
 def _buffers_written_once(block: nn.Module) -> ContextFn | None:

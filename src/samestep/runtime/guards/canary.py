@@ -67,7 +67,7 @@ from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import preserve_generators
 from samestep.state.writes import Marks, exact_norms, marks_of
-from samestep.trees import have_same_values, tensors_in, tree_leaves, tree_map_only
+from samestep.trees import have_same_values, map_tensors, tensors_in, tree_leaves
 
 LossOf = Callable[[Indices, Nudge | None], Tensor | None]
 """Returns the sum and the count of the loss of samples that are read together, and None where there is none: on a stage that does
@@ -399,7 +399,7 @@ class WatchedStep(StepObserver):
         if alone and count > 1:
             if not all(_has_rows(leaf, len(indices)) for leaf in tree_leaves(samples)):
                 return []
-            samples = tree_map_only(Tensor, lambda leaf: leaf[self._row : self._row + 1], samples)
+            samples = map_tensors(samples, lambda leaf: leaf[self._row : self._row + 1])
             indices = indices[self._row : self._row + 1]
         microbatch, num_losses = None if alone else self._microbatch, 2 if nudge is None else 0
         try:
@@ -441,7 +441,7 @@ class WatchedStep(StepObserver):
     def _has_other_inputs(self) -> bool:
         """Return whether the sample, read again, is not what the step has read."""
         samples = self._again.read(self._indices)
-        read = [leaf[self._row : self._row + 1] for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
+        read = [leaf[self._row : self._row + 1] for leaf in tensors_in(samples)]
         return not all(any(have_same_values(given, one) for one in read) for given in self._inputs)
 
     def _deviation(self, outputs: list[Tensor] | None) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.model_loss import Labels, labels_of
-from samestep.trees import tensors_in, tree_map_only
+from samestep.trees import map_tensors, tensors_in
 
 _LOOKS_UP = (
     F.embedding,
@@ -111,7 +111,7 @@ def with_first(samples: Any, labels: Tensor, value: Any) -> Any:
 
 
 def _replaced(samples: Any, leaf: Tensor, changed: Tensor) -> Any:
-    return tree_map_only(Tensor, lambda one: changed if one is leaf else one, samples)
+    return map_tensors(samples, lambda one: changed if one is leaf else one)
 
 
 def _is_whole(value: Tensor) -> bool:

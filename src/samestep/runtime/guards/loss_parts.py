@@ -21,7 +21,7 @@ from samestep.building.loss import IGNORED_LABEL
 from samestep.building.named_tensors import cast_floating
 from samestep.datasets.values import is_by_sample
 from samestep.tracing import pending_logits
-from samestep.trees import fields_of, map_tensors, tree_map, with_fields
+from samestep.trees import map_tensors, parts_of, tree_map, with_parts
 
 Trees = tuple[Any, Any, Any]
 """Outputs and batch of the whole, of its first and of its second half."""
@@ -259,8 +259,8 @@ def with_items(value: Any, size: int) -> Any:
         return [part if isinstance(part, _Item) else _Item(map_tensors(part, Tensor.detach)) for part in value]
     if type(value) in (tuple, list):
         return type(value)(with_items(part, size) for part in value)
-    if fields := fields_of(value):
-        return with_fields(value, {name: with_items(part, size) for name, part in fields.items()})
+    if fields := parts_of(value):
+        return with_parts(value, {name: with_items(part, size) for name, part in fields.items()})
     return value
 
 
@@ -273,8 +273,8 @@ def without_items(value: Any, raised: bool) -> Any:
     def leaf(one: Any) -> Any:
         if isinstance(one, _Item):
             return shown(one)
-        fields = fields_of(one)
-        return with_fields(one, {name: without_items(part, raised) for name, part in fields.items()}) if fields else one
+        fields = parts_of(one)
+        return with_parts(one, {name: without_items(part, raised) for name, part in fields.items()}) if fields else one
 
     return tree_map(leaf, value)
 
@@ -285,11 +285,11 @@ def _map_words(value: Any, other: Any, change: Callable[[list[Any], Any], list[A
         if type(value) is not dict:  # a class of a library, which holds tensors alone
             return value
         return {key: _map_words(item, other.get(key), change) for key, item in value.items()}
-    if (fields := fields_of(value)) and type(other) is type(value):
-        twins = fields_of(other)
-        words = {name: _map_words(part, twins.get(name), change) for name, part in fields.items()}
-        return with_fields(value, words)
-    if not isinstance(value, tuple | list) or not isinstance(other, tuple | list):
+    if not isinstance(value, tuple | list):
+        parts, twins = parts_of(value), parts_of(other) if type(other) is type(value) else {}
+        words = {name: _map_words(part, twins.get(name), change) for name, part in parts.items()}
+        return with_parts(value, words) if twins else value
+    if not isinstance(other, tuple | list):
         return value
     if value and all(isinstance(item, str | _Item) for item in value):
         return type(value)(change([*value], other))
@@ -335,4 +335,4 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
                 setattr(twin, name, leaf(item))
         return twin
 
-    return map_tensors(value, leaf, records=True)
+    return map_tensors(value, leaf)

@@ -33,7 +33,7 @@ from samestep.runtime.guards.repeat import Repeat
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_batch import Indices, StepBatch
-from samestep.trees import tree_map_only
+from samestep.trees import map_tensors
 
 _FEW = 8
 """Samples among which those of a trial are chosen."""
@@ -192,7 +192,7 @@ def _plain(rule: Rule, labels: Labels) -> list[Any]:
 
 
 def _rows(samples: Any, rows: slice, num_samples: int) -> Any:
-    return tree_map_only(Tensor, lambda leaf: leaf[rows] if leaf.dim() and len(leaf) == num_samples else leaf, samples)
+    return map_tensors(samples, lambda leaf: leaf[rows] if leaf.dim() and len(leaf) == num_samples else leaf)
 
 
 def _applies(rule: Rule, loss: ModelLoss, own: Any, labels: Tensor | None) -> bool:

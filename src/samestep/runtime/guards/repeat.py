@@ -39,7 +39,7 @@ from samestep.runtime.step_batch import Indices, StepBatch
 from samestep.runtime.step_observer import MakeMode
 from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.state.snapshot import ModelState, preserve_function
-from samestep.trees import tree_leaves
+from samestep.trees import tensors_in
 
 FAILURES = (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 """Errors of code that takes no samples of this number or size."""
@@ -83,7 +83,7 @@ class NamedSamples:
 
     def shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
-        return [leaf.shape[1:] for leaf in tree_leaves(self.read(indices)) if isinstance(leaf, Tensor)]
+        return [leaf.shape[1:] for leaf in tensors_in(self.read(indices))]
 
 
 class Repeat(NamedSamples):

@@ -229,7 +229,7 @@ class RunningUnit:
         self._open[self._microbatch] += 1
         if not self.unit.input_takes_gradient:
             return  # its gradients are reduced at the end of the task, also where an input takes one this time
-        inputs = {id(x): x for x in tensors_in((args, kwargs), records=True) if x.requires_grad}
+        inputs = {id(x): x for x in tensors_in((args, kwargs)) if x.requires_grad}
         if any(x.is_leaf for x in inputs.values()):
             return  # received from a stage: autograd gives leaves their gradients in any order, so the input's may come first
         waiting = set(inputs)
@@ -245,7 +245,7 @@ class RunningUnit:
             self._freeze_alike()
         # FSDP2 gathers at the first gradient of a tensor that pytree finds, and finds none in an object of the user's own.
         if objects := [leaf for leaf in tree_leaves(outputs) if not isinstance(leaf, Tensor)]:
-            self.gather_again(_, args, tensors_in(objects, records=True))
+            self.gather_again(_, args, tensors_in(objects))
 
     def gather_again(self, _: nn.Module, args: Any, outputs: Any) -> Any:
         """Gather the weights at the first gradient of any of the unit's modules; FSDP2 waits for one of the last module."""

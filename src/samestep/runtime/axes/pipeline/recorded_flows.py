@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from samestep.building.named_tensors import cast_floating
 from samestep.datasets.values import has_items, num_samples, rows_of
@@ -27,12 +26,12 @@ from samestep.tracing.crossings import (
 )
 from samestep.tracing.flow import Flow
 from samestep.tracing.trace import samples_traced
-from samestep.trees import tree_leaves, tree_map_only
+from samestep.trees import map_tensors, tensors_in
 
 
 def shapes_in(samples: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of the tensors in a micro-batch."""
-    return tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
+    return tuple([leaf.shape for leaf in tensors_in(samples)])
 
 
 def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
@@ -91,7 +90,7 @@ def _repeat_sample(example: Any, times: int, step: StepSpec) -> Any:
     if has_items(example):
         repeated = rows_of(example, [0] * times, num_samples(example) or 1)
     else:
-        repeated = tree_map_only(Tensor, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, example)
+        repeated = map_tensors(example, lambda t: torch.cat([t[:1]] * times) if t.dim() else t)
     return cast_floating(repeated, DTYPES[step.master_dtype])
 
 

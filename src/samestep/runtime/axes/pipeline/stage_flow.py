@@ -49,6 +49,7 @@ from samestep.tracing.flow import (
     changes_of,
     containers_in,
     contents_of,
+    given_to,
     name_of,
     reads_shape_alone,
     tensors_made_by,
@@ -112,14 +113,14 @@ class StageForward(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _HOOKS and not self._makes(args[0]):
             return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None
-        given = tensors_in((args, kwargs), records=True)
+        given = given_to(func, args, kwargs)
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not reads or reads_shape_alone(func) or not self._is_next(name_of(func), reads, is_call=False):
             outcome = func(*args, **kwargs)
             # After the last event come hooks of the run, such as those of FSDP2.
             ends = self._next == len(self._flow.events)
-            if reads and not ends and not reads_shape_alone(func) and tensors_in(outcome, records=True):
-                raise self._differs(name_of(func))
+            if reads and not ends and not reads_shape_alone(func) and tensors_in(outcome):
+                raise self._differs(name_of(func), is_of_hook=func is Tensor.view_as and args[0] is args[1])
             return outcome
         return self._follow(name_of(func), func, given, args, kwargs)
 
@@ -127,7 +128,7 @@ class StageForward(TorchFunctionMode):
         """Call a module with weights, if that is one of this stage's events; if not, return stand-ins of its results."""
         if self._depth:
             return module(*args, **kwargs)
-        given = tensors_in((args, kwargs), records=True)
+        given = tensors_in((args, kwargs))
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not self._is_next(path, reads, is_call=True):
             raise self._differs(path)
@@ -160,11 +161,19 @@ class StageForward(TorchFunctionMode):
         event = self._flow.events[self._next]
         return (event.name, event.reads, event.is_call) == (name, reads, is_call)
 
-    def _differs(self, name: str) -> ModelError:
+    def _differs(self, name: str, *, is_of_hook: bool = False) -> ModelError:
+        """Return the error that ends a forward which comes to something else than the next event; a hook on the gradients of a module has
+        torch pass on views of its inputs and outputs."""
+        if is_of_hook:
+            return ModelError(
+                "a full backward hook is on a module that several stages of the pipeline compute, and needs the gradients of its inputs and "
+                "outputs in one place: pp=1 works, and so do hooks on modules that one stage computes, such as blocks, and a hook on a "
+                "tensor (x.register_hook)"
+            )
         expected = self._flow.events[self._next].name if self._next < len(self._flow.events) else "its end"
         return ModelError(
             f"the forward came to {name} where the traced one came to {expected}, so what the stages of a pipeline pass "
-            "on is not known: pp=1 works, and so does a forward that takes the same way for all samples of one shape"
+            "on is not known: pp=1 works, and so does a forward that takes the same way for all samples of one shape, and in its later calls the way of the first one"
         )
 
     def _follow(
@@ -229,9 +238,9 @@ class StageForward(TorchFunctionMode):
                 made[value] = placeholder(recorded.shape, recorded.dtype, self._device) if early is None else early
             return made[value]
 
-        outcome = map_tensors(event.outcome, stand_in, records=True)
+        outcome = map_tensors(event.outcome, stand_in)
         for change in event.changes:
-            change.make(containers, map_tensors(change.items, stand_in, records=True))
+            change.make(containers, map_tensors(change.items, stand_in))
         return outcome
 
     def _whole_zeros(self, tensor: Tensor) -> Tensor:
@@ -250,9 +259,9 @@ class StageForward(TorchFunctionMode):
 
         is_apart = all(
             value is None or id(tensor) not in ours
-            for value, tensor in zip(event.makes, tensors_in(outcome, records=True), strict=False)
+            for value, tensor in zip(event.makes, tensors_in(outcome), strict=False)
         )
-        return outcome if is_apart else map_tensors(outcome, apart, records=True)
+        return outcome if is_apart else map_tensors(outcome, apart)
 
     def _number(self, event: Event, given: list[Tensor], made: Sequence[Tensor], name: str) -> None:
         """Note which values an event's results are, and the arguments that it has written into."""

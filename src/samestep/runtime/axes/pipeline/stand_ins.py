@@ -64,19 +64,28 @@ class LayerStandIn(nn.Module):
     ) -> None:
         super().__init__()
         is_here = not any(param.is_meta for param in real.parameters())
-        parameters: dict[
-            str, Any
-        ] = {}  # for code that asks the model for its parameters; those of a part are its layer's
-        if is_here:
-            parameters = real._parameters
-        elif not is_part:
-            parameters = {
-                name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
-                for name, param in real.named_parameters()
-            }
         own = {"_real": real, "_facts": facts, "_placeholders": placeholders, "_is_here": is_here, "_makes_event": None}
-        self.__dict__.update(own, _parameters=parameters)
+        self.__dict__.update(own, _is_part=is_part, _elsewhere={})
         del self.__dict__["training"]
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        """The layer's parameters as they stand, for code that asks the model for its own; those of a part are its layer's."""
+        own = self.__dict__
+        if own["_is_here"] or own["_is_part"]:
+            return own["_real"]._parameters if own["_is_here"] else {}
+        return {name: self._found(name, param) for name, param in own["_real"].named_parameters()}
+
+    @_parameters.setter
+    def _parameters(self, _: Any) -> None:
+        """Ignore the dict that the constructor of a module makes."""
+
+    def _found(self, name: str, param: nn.Parameter) -> nn.Parameter:
+        """Return a parameter, or what stands for one that is on another stage."""
+        elsewhere: dict[str, nn.Parameter] = self.__dict__["_elsewhere"]
+        if param.is_meta and name not in elsewhere:
+            elsewhere[name] = nn.Parameter(self._placeholders.of_weight(param), requires_grad=False)
+        return elsewhere[name] if param.is_meta else param
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
