@@ -188,19 +188,25 @@ class _Search:
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and each micro-batch by what stages wait for it, however quick it is."""
-        own_s = self.bounds.degrees_s(group.degrees, self._in_chunks)
-        steps, schedules = self._unlike_first(group.degrees), self.rules.schedules(group.degrees)
-        sample_s = self.bounds.least_wait_s(steps, schedules)
-        for sized in self.thinned.sizes(group.degrees):
-            samples = smallest(self.builder.step(sized)).microbatch_samples
-            self._put(max(bound_s, own_s + samples * sample_s), group._replace(sized=sized))
+        every = list(self.thinned.sizes(group.degrees))
+        samples = [smallest(self.builder.step(sized)).microbatch_samples for sized in every]
+        sizes_s = self.bounds.sizes_s(self._in_chunks(group.degrees), self.rules.schedules(group.degrees), samples)
+        for sized, least_s in zip(every, sizes_s, strict=True):
+            self._put(max(bound_s, least_s), group._replace(sized=sized))
 
     def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room, or first those that
         compute no more again, where the splits with room for these send longer."""
         sized, again = group.sized or group.degrees, group.again or self._recomputations
-        steps = self._unlike_first(sized)
         schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
+        if (
+            bound_s
+            < (sent_s := self.splits.least_s(self.builder.step(sized), schedules, self._room_bytes))
+            < float("inf")
+        ):
+            self._put(sent_s, group)
+            return
+        steps = self._unlike_first(sized)
         enough_s = MUCH_LONGER * bound_s
         for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, enough_s):
             is_long = sent_s > enough_s
@@ -215,9 +221,11 @@ class _Search:
     def _price(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
         sized = group.sized or group.degrees
-        least_s = self.bounds.degrees_s(group.degrees.but(recompute=sized.recompute), self._in_chunks)
+        schedules, samples = self.rules.schedules(group.degrees), smallest(self.builder.step(sized)).microbatch_samples
+        of_any = self._in_chunks(group.degrees.but(recompute=sized.recompute))
+        (least_s,) = self.bounds.sizes_s(of_any, schedules, [samples])
         if least_s <= max(bound_s, self._least_left_s()):
-            least_s = self.bounds.least_s(self._in_chunks(sized))
+            least_s = self.bounds.least_s(self._in_chunks(sized), schedules)
             group = group._replace(is_priced=True)
         self._put(max(bound_s, least_s), group)
 
@@ -237,7 +245,7 @@ class _Search:
             elif sized.pp == 1:  # without stages a family has one schedule, and its bound
                 self._put(bound_s, what._replace(is_bounded=True))
             else:
-                self._put(max(bound_s, self.bounds.least_s(steps, family)), what)
+                self._put(max(bound_s, self.bounds.least_s(steps, [family])), what)
 
     def _allowed(self, what: ScheduleGroup) -> tuple[CandidateGroup, ...]:
         """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
@@ -296,17 +304,25 @@ class _Search:
         self.fallen.append(Fallen(groups, "memory", f"{reason}{whole_batch(sized, self.job)}", needed))
 
     def _open_splits(self, chain: Chain, bound_s: float) -> None:
-        """Bound each layout of a chain's first group whose states leave room."""
-        group, too_large = chain.groups[0], list[tuple[Split, Need]]()
+        """Bound each layout of a chain's first group whose states leave room, first those that do not send much longer."""
+        group, sent_s = chain.groups[0], self.splits.each_s(chain.step)
+        enough_s = MUCH_LONGER * bound_s
+        too_large, later = list[tuple[Split, Need]](), list[Split]()
         for split, layout in zip(group.splits, group.layouts(), strict=True):
+            if sent_s[split] > enough_s:
+                later.append(split)
+                continue
             need = self.needs.split_need(chain.step, chain.stages, layout)
             if need.total <= self._room_bytes:
-                self._open_layout(layout, bound_s)
+                self._open_layout(layout, max(bound_s, sent_s[split]))
             else:
                 too_large.append((split, need))
         if too_large:
             least = min((need for _, need in too_large), key=lambda need: need.total)
             self._too_large_by(least, group._replace(splits=tuple(split for split, _ in too_large)))
+        if later:
+            part = chain._replace(groups=(group._replace(splits=tuple(later)),))
+            self._put(min(sent_s[split] for split in later), part)
 
     def _open_layout(self, layout: Layout, bound_s: float) -> None:
         step = self.builder.step(layout)

@@ -22,6 +22,7 @@ from samestep.planning.bounds.layer_costs import Prices, smallest, without_fixed
 from samestep.planning.bounds.layer_kinds import Sizes
 from samestep.planning.bounds.least_memory import Needs, StageHeld
 from samestep.planning.bounds.pipeline_order import InFlight, adds_up_all, in_flight
+from samestep.planning.candidate_groups import Split, split_of
 from samestep.program.exchange_times import SUMMED
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.step import StepSpec
@@ -118,6 +119,24 @@ class DataSplits:
                     break
             if sent_s < float("inf"):
                 yield recompute, sent_s
+
+    def least_s(self, step: StepSpec, schedules: Sequence[tuple[str, int]], room_bytes: float) -> float:
+        """Return the least seconds of communication of the splits in which the states of the first stage alone leave room; infinite if
+        there are none. Arguments as in `with_room`."""
+        every = [self._held(step, *one)[0] for one in schedules]
+        return next(
+            (
+                took_s
+                for took_s, number in self._seconds(step)
+                if any(max(held[number]) <= room_bytes for held in every)
+            ),
+            float("inf"),
+        )
+
+    def each_s(self, step: StepSpec) -> dict[Split, float]:
+        """Return the least seconds of communication of a step in each split of the data axis."""
+        ways = self._ways(step)
+        return {split_of(ways[number].split): took_s for took_s, number in self._seconds(step)}
 
     def least_bytes(
         self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]], recomputations: Sequence[Recompute]
