@@ -149,8 +149,9 @@ def test_a_bound_is_never_above_what_it_bounds(
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
     splits = DataSplits(prices, needs, lambda degrees: [degrees.but(**split_of(layout)._asdict())])
     of_one = (group,), ((layout.schedule, layout.virtual_stages),), (layout.recompute,)
-    ((_, sent_s),) = splits.with_room(*of_one, float("inf"))
-    assert not list(splits.with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1))
+    roomy = splits.first_with_room(*of_one, float("inf"))
+    assert roomy
+    assert splits.first_with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1) is None
     group_bytes, split_need = (
         needs.stages_bytes(group, needs.stages(group)),
         needs.split_need(group, needs.stages(group), layout).total,
@@ -167,7 +168,7 @@ def test_a_bound_is_never_above_what_it_bounds(
     (of_size_s,) = bounds.sizes_s(of_sizes, [layout], [smallest(step).microbatch_samples])
     states_s = splits.least_s(group, of_one[1], played.peak.total)
     each_s = splits.each_s(group)[split_of(layout)]
-    assert max(degrees_s, sent_s, states_s, each_s, waits_s, of_size_s) <= played.step_s * (1 + 1e-9)
+    assert max(degrees_s, roomy[1], states_s, each_s, waits_s, of_size_s) <= played.step_s * (1 + 1e-9)
     assert max(splits.least_bytes(*of_one), group_bytes, split_need, needs.need(step).total) <= played.peak.total * (
         1 + 1e-9
     )
@@ -397,9 +398,12 @@ def test_degrees_whose_states_only_shards_have_room_for_are_bounded_by_their_gat
     thinned, prices = ThinnedList(model, given_job, hardware), Prices(model, given_job, hardware)
     splits = DataSplits(prices, Needs(prices, 2), thinned.split_layouts)
     of_one = (StepSpec.of(model, given_job, layout, hardware.devices_per_node),), (("1f1b", 1),), ("none",)
-    (_, sent_s), (_, roomy_s) = (next(splits.with_room(*of_one, room)) for room in (room_bytes, float("inf")))
+    short, roomy = (splits.first_with_room(*of_one, room) for room in (room_bytes, float("inf")))
+    assert short
+    assert roomy
+    states_s = splits.least_s(*of_one[0], of_one[1], room_bytes)
     played_s = predict(model, given_job, Layout.parse(f"{sends} microbatch=1"), hardware).step_s
-    assert 2 * roomy_s < sent_s <= played_s
+    assert 2 * roomy[1] < states_s <= short[1] <= played_s
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])

@@ -60,7 +60,7 @@ from samestep.strategies import ProgramBuilder, refusal_of
 MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
 MUCH_LONGER = 1.25
-"""Times the bound of the whole from which on layouts that compute as much again are bounded by themselves, by what they send."""
+"""Times the bound of a chain from which on splits that send so long are bounded by that, and opened later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,28 +195,19 @@ class _Search:
             self._put(max(bound_s, least_s), group._replace(sized=sized))
 
     def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room, or first those that
-        compute no more again, where the splits with room for these send longer."""
-        sized, again = group.sized or group.degrees, group.again or self._recomputations
+        """Bound all layouts with these degrees and this micro-batch by what splits with room for states send, then by the quickest
+        recomputation that may leave room for activations."""
+        sized = group.sized or group.degrees
         schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
-        if (
-            bound_s
-            < (sent_s := self.splits.least_s(self.builder.step(sized), schedules, self._room_bytes))
-            < float("inf")
-        ):
+        sent_s = self.splits.least_s(self.builder.step(sized), schedules, self._room_bytes)
+        if bound_s < sent_s < float("inf"):
             self._put(sent_s, group)
             return
-        steps = self._unlike_first(sized)
-        enough_s = MUCH_LONGER * bound_s
-        for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, enough_s):
-            is_long = sent_s > enough_s
-            first = again[: again.index(recompute) + 1] if is_long else again  # what computes more again may send less
-            part = group._replace(sized=sized.but(recompute=recompute), again=first)
-            self._put(max(bound_s, sent_s) if is_long else bound_s, part)
-            again = again[len(first) :]
-            if not again:
-                return
-        self._throw_out_large((group._replace(again=again),), sized, self.splits.least_bytes(steps, schedules, again))
+        of_one = self._unlike_first(sized), schedules, self._recomputations
+        if found := self.splits.first_with_room(*of_one, self._room_bytes):
+            self._put(bound_s, group._replace(sized=sized.but(recompute=found[0]), has_room=True))
+        else:
+            self._throw_out_large((group,), sized, self.splits.least_bytes(*of_one))
 
     def _price(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
@@ -237,7 +228,7 @@ class _Search:
         """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
         sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
         splits, steps = self.thinned.splits(group.degrees, sized.microbatch), self._in_chunks(sized)
-        for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), schedule_of):
+        for (schedule, virtual_stages), words in itertools.groupby(self.thinned.variants(sized), schedule_of):
             family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
             what = ScheduleGroup(tuple(CandidateGroup(sized, one, splits) for one in words), family, sized)
             if family not in legal:
@@ -269,10 +260,9 @@ class _Search:
         family = family.but(microbatch=sized.microbatch)
         slower = self._recomputations[self._recomputations.index(sized.recompute) :]
         schedules = [(family.schedule, family.virtual_stages)]
-        unlike = self._unlike_first(family)
-        found = next(self.splits.with_room(unlike, schedules, slower, self._room_bytes, bound_s), None)
-        if found is None:
-            self._throw_out_large(what.groups, sized, self.splits.least_bytes(unlike, schedules, slower))
+        of_one = self._unlike_first(family), schedules, slower
+        if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
+            self._throw_out_large(what.groups, sized, self.splits.least_bytes(*of_one))
             return
         steps = self._in_chunks(family.but(recompute=found[0]))
         self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
@@ -283,8 +273,7 @@ class _Search:
             step = self.builder.step(group.base)
             words = step.layout
             of_one = (step,), ((words.schedule, words.virtual_stages),), (words.recompute,)
-            found = next(self.splits.with_room(*of_one, self._room_bytes, bound_s), None)
-            if found is None:
+            if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
                 self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
                 continue
             stages = self.needs.stages(step)
@@ -349,7 +338,7 @@ class _Search:
             self._open_cut(what, bound_s)
         elif isinstance(what, WholeGroup) and what.sized is None:
             self._open_sizes(what, bound_s)
-        elif isinstance(what, WholeGroup) and not what.again:
+        elif isinstance(what, WholeGroup) and not what.has_room:
             self._open_recomputations(what, bound_s)
         elif isinstance(what, WholeGroup) and not what.is_priced:
             self._price(what, bound_s)
