@@ -4,10 +4,10 @@ Three tiers, so that millions of layouts take a few seconds:
 
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
                 first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then for each micro-batch
-                by what stages wait for it, then both for it, then for each schedule, then for all ways to split the data axis, then
-                for each by its states alone, then for each;
-                a time is that of the quickest recomputation of which the memory is not known to be too large, and no less than what the
-                splits that have room with it send (`planning/bounds/data_splits.py`);
+                that of the slowest stage with what it waits, then what the splits with room for states send
+                (`planning/bounds/data_splits.py`), then both time and memory, then for each schedule, then for all ways to split the
+                data axis, then for each by what it sends and by its states alone, then for each;
+                a time is that of the quickest recomputation of which the memory is not known to be too large;
                 at last that of the pipeline's clock, body by body (`planning/bounds/pipeline_clock.py`)
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best

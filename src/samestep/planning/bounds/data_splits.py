@@ -1,7 +1,7 @@
 """The ways to split the data axis as the first stage of a pipeline sees them: what room each leaves for activations, and how long it sends.
 
 A split that shards weights has room where others have none, and gathers them for every micro-batch. So the quickest step of some degrees
-is no quicker than the quickest split that has room with what is in flight:
+is no quicker than the quickest split that has room, first for its states alone, then with what is in flight:
 
     T >= min over splits of (a + m b) / p    a seconds are sent once a step by all p stages, b for each of m micro-batches
 

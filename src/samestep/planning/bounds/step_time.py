@@ -6,10 +6,9 @@ the closer it is, the fewer layouts are played. Layers of one kind cost the same
 
 Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before the first forwards of the stages before it:
 
-    T >= n c / p, c the least seconds of a sample         for all layouts with these degrees, of n samples a rank
-    T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    for all layouts with these degrees and this micro-batch
-    T >= m c_i + c_1 + ... + c_(i-1)                      for one schedule; with several runs a stage, their first ones
-                                                          first on average over the stages, and then of each
+    T >= n c / p, c the least seconds of a sample        for all layouts with these degrees, of n samples a rank
+    T >= m c_i + c_1 + ... + c_(i-1), c_i = f_i + b_i    for all layouts with these degrees and this micro-batch, first with the least
+                                                         seconds of a sample; with several runs a stage, c_1 ... are their first ones
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
