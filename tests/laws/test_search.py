@@ -7,6 +7,7 @@ import itertools
 import re
 from collections import Counter
 from dataclasses import replace
+from operator import mul
 from typing import get_args
 
 import pytest
@@ -23,7 +24,7 @@ from samestep.models.spec import ModelSpec
 from samestep.optimizer_tables import OptimizerTable
 from samestep.planning import candidates, ranking, search
 from samestep.planning.bounds.data_splits import DataSplits
-from samestep.planning.bounds.layer_costs import Prices, smallest
+from samestep.planning.bounds.layer_costs import COUNTED, Prices, smallest
 from samestep.planning.bounds.least_memory import Needs
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.candidate_groups import ThinnedList, split_of
@@ -133,7 +134,7 @@ def test_a_bound_is_never_above_what_it_bounds(
     assume(refusal_of(StepSpec.of(model, given_job, layout, hardware.devices_per_node)) is None)
     played = predict(model, given_job, layout, hardware)
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
-    least_s = bounds.least_s(in_chunks(model, given_job, layout, hardware))
+    least_s = bounds.least_s(in_chunks(model, given_job, layout, hardware), [layout])
     degrees = Layout().but(**{name: getattr(layout, name) for name in _DEGREES}, dp_replicate=layout.dp)
     degrees_s = max(
         bounds.degrees_s(
@@ -148,8 +149,9 @@ def test_a_bound_is_never_above_what_it_bounds(
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
     splits = DataSplits(prices, needs, lambda degrees: [degrees.but(**split_of(layout)._asdict())])
     of_one = (group,), ((layout.schedule, layout.virtual_stages),), (layout.recompute,)
-    ((_, sent_s),) = splits.with_room(*of_one, float("inf"))
-    assert not list(splits.with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1))
+    roomy = splits.first_with_room(*of_one, float("inf"))
+    assert roomy
+    assert splits.first_with_room(*of_one, splits.least_bytes(*of_one) * 0.99 - 1) is None
     group_bytes, split_need = (
         needs.stages_bytes(group, needs.stages(group)),
         needs.split_need(group, needs.stages(group), layout).total,
@@ -161,11 +163,12 @@ def test_a_bound_is_never_above_what_it_bounds(
     assert max(
         degrees_s, least_s, bounds.schedule_s(chunked), group_s, bounds.step_s(step, plays=True)
     ) <= played.step_s * (1 + 1e-9)
-    waits_s = bounds.least_s(chunked, base)
-    least_wait_s = bounds.least_wait_s(in_chunks(model, given_job, degrees, hardware), [layout])
-    own_s = bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware))
-    of_size_s = own_s + smallest(step).microbatch_samples * least_wait_s
-    assert max(degrees_s, sent_s, waits_s, of_size_s) <= played.step_s * (1 + 1e-9)
+    waits_s = bounds.least_s(chunked, [base])
+    of_sizes = in_chunks(model, given_job, degrees.but(recompute=data.draw(st.sampled_from(policies))), hardware)
+    (of_size_s,) = bounds.sizes_s(of_sizes, [layout], [smallest(step).microbatch_samples])
+    states_s = splits.least_s(group, of_one[1], played.peak.total)
+    each_s = splits.each_s(group)[split_of(layout)]
+    assert max(degrees_s, roomy[1], states_s, each_s, waits_s, of_size_s) <= played.step_s * (1 + 1e-9)
     assert max(splits.least_bytes(*of_one), group_bytes, split_need, needs.need(step).total) <= played.peak.total * (
         1 + 1e-9
     )
@@ -239,11 +242,12 @@ def test_many_samples_at_once_are_bounded_by_what_stages_wait_for_them() -> None
     given_job = Job(data={"sequence_length": 8192}, train={"global_batch": 64}, numerics={"precision": "bf16"})
     bounds = Bounds(Prices(model, given_job, hardware))
     degrees = Layout(dp_replicate=2, pp=8)
-    steps = in_chunks(model, given_job, degrees, hardware)
-    wait_s = bounds.least_wait_s(steps, list(candidates.vary_schedules(degrees, model)))
+    steps, every = in_chunks(model, given_job, degrees, hardware), list(candidates.vary_schedules(degrees, model))
     own_s = bounds.degrees_s(degrees, lambda one: in_chunks(model, given_job, one, hardware))
-    assert 1.2 * own_s < own_s + 8 * wait_s < 2 * own_s  # of 32 samples a rank
-    assert bounds.least_wait_s(steps[:1], [degrees]) > wait_s  # 1f1b waits longest
+    one_s, many_s = bounds.sizes_s(steps, every, [1, 8])
+    assert 1.2 * own_s < one_s < many_s < 2 * own_s  # of 32 samples a rank; the last stage has the head
+    assert many_s - one_s > 0.1 * own_s
+    assert bounds.sizes_s(steps, [degrees], [8]) > [many_s]  # 1f1b waits longest
 
 
 def test_every_model_and_every_axis_is_tried() -> None:
@@ -254,17 +258,21 @@ def test_every_model_and_every_axis_is_tried() -> None:
 @pytest.mark.parametrize(("what", "words"), _LEGAL)
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 def test_each_sample_adds_the_same_to_a_program(what: str, recompute: Recompute, words: str) -> None:
-    """From the programs of one sample and of two those of more follow."""
+    """From the digits of the program of `COUNTED` samples those of any number follow."""
     model, layout = MODELS[what], replace(Layout.parse(words), recompute=recompute)
     step = StepSpec.of(model, job_of(64), layout, 4)
-    one, two, seven = (
-        ProgramBuilder(model, job_of(64), 4).before_stages(replace(step, samples=count)) for count in (1, 2, 7)
-    )
-    assert one.bodies.keys() == two.bodies.keys() == seven.bodies.keys()
-    for body in one.bodies:
-        for op, twice, often in zip(one.bodies[body], two.bodies[body], seven.bodies[body], strict=True):
-            flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
-            assert op.but(flops=op.flops + 6 * flops, size_bytes=op.size_bytes + 6 * size_bytes) == often
+    builder = ProgramBuilder(model, job_of(64), 4)
+    counted = builder.before_stages(replace(step, samples=COUNTED))
+    for samples in (1, 2, 7):
+        program = builder.before_stages(replace(step, samples=samples))
+        assert program.bodies.keys() == counted.bodies.keys()
+        assert replace(program.step, samples=COUNTED) == counted.step
+        for body in program.bodies:
+            for op, digits in zip(program.bodies[body], counted.bodies[body], strict=True):
+                flops, size_bytes = (
+                    sum(map(mul, divmod(n, COUNTED), (samples, 1))) for n in (digits.flops, digits.size_bytes)
+                )
+                assert digits.but(flops=flops, size_bytes=size_bytes) == op
 
 
 @pytest.mark.parametrize(
@@ -390,9 +398,12 @@ def test_degrees_whose_states_only_shards_have_room_for_are_bounded_by_their_gat
     thinned, prices = ThinnedList(model, given_job, hardware), Prices(model, given_job, hardware)
     splits = DataSplits(prices, Needs(prices, 2), thinned.split_layouts)
     of_one = (StepSpec.of(model, given_job, layout, hardware.devices_per_node),), (("1f1b", 1),), ("none",)
-    (_, sent_s), (_, roomy_s) = (next(splits.with_room(*of_one, room)) for room in (room_bytes, float("inf")))
+    short, roomy = (splits.first_with_room(*of_one, room) for room in (room_bytes, float("inf")))
+    assert short
+    assert roomy
+    states_s = splits.least_s(*of_one[0], of_one[1], room_bytes)
     played_s = predict(model, given_job, Layout.parse(f"{sends} microbatch=1"), hardware).step_s
-    assert 2 * roomy_s < sent_s <= played_s
+    assert 2 * roomy[1] < states_s <= short[1] <= played_s
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Accumulate, Layout, Recompute, Reduce
+from samestep.layout import Accumulate, Layout, Reduce
 from samestep.models.spec import ModelSpec
 from samestep.planning import candidates
 
@@ -114,8 +114,8 @@ class WholeGroup(NamedTuple):
     degrees: Layout
     sized: Layout | None = None
     """The degrees with their micro-batch; None for layouts of every micro-batch."""
-    again: tuple[Recompute, ...] = ()
-    """What they compute again, the quickest first; every recomputation where none is named."""
+    has_room: bool = False
+    """Whether some of them may have room, with the recomputation of `sized` at least."""
     is_priced: bool = False
     """Whether their bound is that of their micro-batch."""
 
@@ -123,21 +123,12 @@ class WholeGroup(NamedTuple):
         """Yield their groups that differ only in the words of the data axis."""
         for sized in (self.sized,) if self.sized else self.thinned.sizes(self.degrees):
             splits = self.thinned.splits(self.degrees, sized.microbatch)
-            yield from (CandidateGroup(sized, words, splits) for words in self.variants(sized))
-
-    def variants(self, sized: Layout) -> Iterator[Mapping[str, Any]]:
-        """Yield the words of every schedule, chunk of the loss and recomputation of these layouts with a micro-batch."""
-        every = self.thinned.variants(sized)
-        return (words for words in every if not self.again or words["recompute"] in self.again)
+            yield from (CandidateGroup(sized, words, splits) for words in self.thinned.variants(sized))
 
     @property
     def num_layouts(self) -> int:
         """The number of them."""
-        every, known = (
-            self.thinned.num_layouts(self.degrees, self.sized),
-            len(candidates.recomputations(self.thinned.model)),
-        )
-        return every * (len(self.again) or known) // known
+        return self.thinned.num_layouts(self.degrees, self.sized)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of them."""

@@ -4,10 +4,10 @@ Three tiers, so that millions of layouts take a few seconds:
 
     bounds      least step time (`planning/bounds/step_time.py`) and least memory (`planning/bounds/least_memory.py`), both in closed form:
                 first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then for each micro-batch
-                by what stages wait for it, then both for it, then for each schedule, then for all ways to split the data axis, then
-                for each by its states alone, then for each;
-                a time is that of the quickest recomputation of which the memory is not known to be too large, and no less than what the
-                splits that have room with it send (`planning/bounds/data_splits.py`);
+                that of the slowest stage with what it waits, then what the splits with room for states send
+                (`planning/bounds/data_splits.py`), then both time and memory, then for each schedule, then for all ways to split the
+                data axis, then for each by what it sends and by its states alone, then for each;
+                a time is that of the quickest recomputation of which the memory is not known to be too large;
                 at last that of the pipeline's clock, body by body (`planning/bounds/pipeline_clock.py`)
     rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
     the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
@@ -60,7 +60,7 @@ from samestep.strategies import ProgramBuilder, refusal_of
 MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
 MUCH_LONGER = 1.25
-"""Times the bound of the whole from which on layouts that compute as much again are bounded by themselves, by what they send."""
+"""Times the bound of a chain from which on splits that send so long are bounded by that, and opened later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,36 +188,35 @@ class _Search:
 
     def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and each micro-batch by what stages wait for it, however quick it is."""
-        own_s = self.bounds.degrees_s(group.degrees, self._in_chunks)
-        steps, schedules = self._unlike_first(group.degrees), self.rules.schedules(group.degrees)
-        sample_s = self.bounds.least_wait_s(steps, schedules)
-        for sized in self.thinned.sizes(group.degrees):
-            samples = smallest(self.builder.step(sized)).microbatch_samples
-            self._put(max(bound_s, own_s + samples * sample_s), group._replace(sized=sized))
+        every = list(self.thinned.sizes(group.degrees))
+        samples = [smallest(self.builder.step(sized)).microbatch_samples for sized in every]
+        sizes_s = self.bounds.sizes_s(self._in_chunks(group.degrees), self.rules.schedules(group.degrees), samples)
+        for sized, least_s in zip(every, sizes_s, strict=True):
+            self._put(max(bound_s, least_s), group._replace(sized=sized))
 
     def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
-        """Bound all layouts with these degrees and this micro-batch by the quickest recomputation that may leave room, or first those that
-        compute no more again, where the splits with room for these send longer."""
-        sized, again = group.sized or group.degrees, group.again or self._recomputations
-        steps = self._unlike_first(sized)
+        """Bound all layouts with these degrees and this micro-batch by what splits with room for states send, then by the quickest
+        recomputation that may leave room for activations."""
+        sized = group.sized or group.degrees
         schedules = [(one.schedule, one.virtual_stages) for one in self.rules.schedules(group.degrees)]
-        enough_s = MUCH_LONGER * bound_s
-        for recompute, sent_s in self.splits.with_room(steps, schedules, again, self._room_bytes, enough_s):
-            is_long = sent_s > enough_s
-            first = again[: again.index(recompute) + 1] if is_long else again  # what computes more again may send less
-            part = group._replace(sized=sized.but(recompute=recompute), again=first)
-            self._put(max(bound_s, sent_s) if is_long else bound_s, part)
-            again = again[len(first) :]
-            if not again:
-                return
-        self._throw_out_large((group._replace(again=again),), sized, self.splits.least_bytes(steps, schedules, again))
+        sent_s = self.splits.least_s(self.builder.step(sized), schedules, self._room_bytes)
+        if bound_s < sent_s < float("inf"):
+            self._put(sent_s, group)
+            return
+        of_one = self._unlike_first(sized), schedules, self._recomputations
+        if found := self.splits.first_with_room(*of_one, self._room_bytes):
+            self._put(bound_s, group._replace(sized=sized.but(recompute=found[0]), has_room=True))
+        else:
+            self._throw_out_large((group,), sized, self.splits.least_bytes(*of_one))
 
     def _price(self, group: WholeGroup, bound_s: float) -> None:
         """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
         sized = group.sized or group.degrees
-        least_s = self.bounds.degrees_s(group.degrees.but(recompute=sized.recompute), self._in_chunks)
+        schedules, samples = self.rules.schedules(group.degrees), smallest(self.builder.step(sized)).microbatch_samples
+        of_any = self._in_chunks(group.degrees.but(recompute=sized.recompute))
+        (least_s,) = self.bounds.sizes_s(of_any, schedules, [samples])
         if least_s <= max(bound_s, self._least_left_s()):
-            least_s = self.bounds.least_s(self._in_chunks(sized))
+            least_s = self.bounds.least_s(self._in_chunks(sized), schedules)
             group = group._replace(is_priced=True)
         self._put(max(bound_s, least_s), group)
 
@@ -229,7 +228,7 @@ class _Search:
         """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
         sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
         splits, steps = self.thinned.splits(group.degrees, sized.microbatch), self._in_chunks(sized)
-        for (schedule, virtual_stages), words in itertools.groupby(group.variants(sized), schedule_of):
+        for (schedule, virtual_stages), words in itertools.groupby(self.thinned.variants(sized), schedule_of):
             family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
             what = ScheduleGroup(tuple(CandidateGroup(sized, one, splits) for one in words), family, sized)
             if family not in legal:
@@ -237,7 +236,7 @@ class _Search:
             elif sized.pp == 1:  # without stages a family has one schedule, and its bound
                 self._put(bound_s, what._replace(is_bounded=True))
             else:
-                self._put(max(bound_s, self.bounds.least_s(steps, family)), what)
+                self._put(max(bound_s, self.bounds.least_s(steps, [family])), what)
 
     def _allowed(self, what: ScheduleGroup) -> tuple[CandidateGroup, ...]:
         """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
@@ -261,10 +260,9 @@ class _Search:
         family = family.but(microbatch=sized.microbatch)
         slower = self._recomputations[self._recomputations.index(sized.recompute) :]
         schedules = [(family.schedule, family.virtual_stages)]
-        unlike = self._unlike_first(family)
-        found = next(self.splits.with_room(unlike, schedules, slower, self._room_bytes, bound_s), None)
-        if found is None:
-            self._throw_out_large(what.groups, sized, self.splits.least_bytes(unlike, schedules, slower))
+        of_one = self._unlike_first(family), schedules, slower
+        if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
+            self._throw_out_large(what.groups, sized, self.splits.least_bytes(*of_one))
             return
         steps = self._in_chunks(family.but(recompute=found[0]))
         self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
@@ -275,8 +273,7 @@ class _Search:
             step = self.builder.step(group.base)
             words = step.layout
             of_one = (step,), ((words.schedule, words.virtual_stages),), (words.recompute,)
-            found = next(self.splits.with_room(*of_one, self._room_bytes, bound_s), None)
-            if found is None:
+            if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
                 self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
                 continue
             stages = self.needs.stages(step)
@@ -296,17 +293,25 @@ class _Search:
         self.fallen.append(Fallen(groups, "memory", f"{reason}{whole_batch(sized, self.job)}", needed))
 
     def _open_splits(self, chain: Chain, bound_s: float) -> None:
-        """Bound each layout of a chain's first group whose states leave room."""
-        group, too_large = chain.groups[0], list[tuple[Split, Need]]()
+        """Bound each layout of a chain's first group whose states leave room, first those that do not send much longer."""
+        group, sent_s = chain.groups[0], self.splits.each_s(chain.step)
+        enough_s = MUCH_LONGER * bound_s
+        too_large, later = list[tuple[Split, Need]](), list[Split]()
         for split, layout in zip(group.splits, group.layouts(), strict=True):
+            if sent_s[split] > enough_s:
+                later.append(split)
+                continue
             need = self.needs.split_need(chain.step, chain.stages, layout)
             if need.total <= self._room_bytes:
-                self._open_layout(layout, bound_s)
+                self._open_layout(layout, max(bound_s, sent_s[split]))
             else:
                 too_large.append((split, need))
         if too_large:
             least = min((need for _, need in too_large), key=lambda need: need.total)
             self._too_large_by(least, group._replace(splits=tuple(split for split, _ in too_large)))
+        if later:
+            part = chain._replace(groups=(group._replace(splits=tuple(later)),))
+            self._put(min(sent_s[split] for split in later), part)
 
     def _open_layout(self, layout: Layout, bound_s: float) -> None:
         step = self.builder.step(layout)
@@ -333,7 +338,7 @@ class _Search:
             self._open_cut(what, bound_s)
         elif isinstance(what, WholeGroup) and what.sized is None:
             self._open_sizes(what, bound_s)
-        elif isinstance(what, WholeGroup) and not what.again:
+        elif isinstance(what, WholeGroup) and not what.has_room:
             self._open_recomputations(what, bound_s)
         elif isinstance(what, WholeGroup) and not what.is_priced:
             self._price(what, bound_s)

@@ -1,7 +1,7 @@
 """The ways to split the data axis as the first stage of a pipeline sees them: what room each leaves for activations, and how long it sends.
 
 A split that shards weights has room where others have none, and gathers them for every micro-batch. So the quickest step of some degrees
-is no quicker than the quickest split that has room with what is in flight:
+is no quicker than the quickest split that has room, first for its states alone, then with what is in flight:
 
     T >= min over splits of (a + m b) / p    a seconds are sent once a step by all p stages, b for each of m micro-batches
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from samestep.layout import Layout, Recompute
@@ -22,6 +22,7 @@ from samestep.planning.bounds.layer_costs import Prices, smallest, without_fixed
 from samestep.planning.bounds.layer_kinds import Sizes
 from samestep.planning.bounds.least_memory import Needs, StageHeld
 from samestep.planning.bounds.pipeline_order import InFlight, adds_up_all, in_flight
+from samestep.planning.candidate_groups import Split, split_of
 from samestep.program.exchange_times import SUMMED
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.step import StepSpec
@@ -84,45 +85,55 @@ class DataSplits:
         self._known_seconds: dict[tuple[object, ...], list[tuple[float, int]]] = {}
         self._known_held: dict[tuple[object, ...], _Held] = {}
 
-    def with_room(
+    def first_with_room(
         self,
         steps: Sequence[StepSpec],
         schedules: Sequence[tuple[str, int]],
         recomputations: Sequence[Recompute],
         room_bytes: float,
-        enough_s: float = 0.0,
-    ) -> Iterator[tuple[Recompute, float]]:
-        """Yield each recomputation with which the first stage may have room in some split of the data axis, with the least seconds of
-        communication of such splits.
+    ) -> tuple[Recompute, float] | None:
+        """Return the first recomputation with which the first stage may have room in some split of the data axis, with the least seconds of
+        communication of such splits under the first step and schedule that have any; None if there is none.
 
         Args:
             steps: steps with an unsplit data axis, which differ in chunks alone.
             schedules: the schedules of each of them, with their virtual stages.
             recomputations: what each of them may compute again.
             room_bytes: what a rank may hold.
-            enough_s: seconds of communication below which it does not matter how few they are.
         """
         firsts = self._firsts(steps, schedules)
-        for recompute in recomputations:
-            sent_s = float("inf")
-            for kept_of, (held, least_others), seconds in firsts:
-                kept = kept_of(recompute)
-                if least_others + kept > room_bytes:
-                    continue
-                for took_s, number in seconds:
-                    states, others = held[number]
-                    if states <= room_bytes and others + kept <= room_bytes:
-                        sent_s = min(sent_s, took_s)
-                        break
-                if sent_s <= enough_s:
-                    break
-            if sent_s < float("inf"):
-                yield recompute, sent_s
+        for recompute, (kept_of, (held, least_others), seconds) in itertools.product(recomputations, firsts):
+            kept = kept_of(recompute)
+            if least_others + kept > room_bytes:
+                continue
+            for took_s, number in seconds:
+                states, others = held[number]
+                if states <= room_bytes and others + kept <= room_bytes:
+                    return recompute, took_s
+        return None
+
+    def least_s(self, step: StepSpec, schedules: Sequence[tuple[str, int]], room_bytes: float) -> float:
+        """Return the least seconds of communication of the splits in which the states of the first stage alone leave room; infinite if
+        there are none. Arguments as in `first_with_room`."""
+        every = [self._held(step, *one)[0] for one in schedules]
+        return next(
+            (
+                took_s
+                for took_s, number in self._seconds(step)
+                if any(max(held[number]) <= room_bytes for held in every)
+            ),
+            float("inf"),
+        )
+
+    def each_s(self, step: StepSpec) -> dict[Split, float]:
+        """Return the least seconds of communication of a step in each split of the data axis."""
+        ways = self._ways(step)
+        return {split_of(ways[number].split): took_s for took_s, number in self._seconds(step)}
 
     def least_bytes(
         self, steps: Sequence[StepSpec], schedules: Sequence[tuple[str, int]], recomputations: Sequence[Recompute]
     ) -> float:
-        """Return the least bytes of the first stage in any split of the data axis; arguments as in `with_room`."""
+        """Return the least bytes of the first stage in any split of the data axis; arguments as in `first_with_room`."""
         return min(
             max(states, others + kept_of(recompute))
             for kept_of, (held, _), _ in self._firsts(steps, schedules)

@@ -1,8 +1,7 @@
 """Seconds and sizes of layers on a rank, for the bounds of a search: computed once for all layouts that share them.
 
 One layer of each kind (`planning/bounds/layer_kinds.py`) goes through the strategies that stand before the pipeline, and `simulation/cost.py` prices what
-they make of it: the programs of one sample and of two, from which those of more follow, since each sample adds the same
-FLOPs and bytes. A run of layers, what a stage has between two boundaries, is then a sum over its kinds. Of a layout matters
+they make of it: the program of `COUNTED` samples, from which those of any number follow, since each sample adds the same FLOPs and bytes. A run of layers, what a stage has between two boundaries, is then a sum over its kinds. Of a layout matters
 here how it cuts layers (tp, cp, ep), how large a micro-batch is, what is computed again, and where runs are cut; sizes
 need no program, so that what does not fit is never priced.
 """
@@ -51,21 +50,26 @@ from samestep.strategies.pipeline import balance_chunks, deferred_gradients, ele
 
 ALIGNED = 64
 """Rows to a multiple of which every product has its full rate."""
+COUNTED = 2**60
+"""Samples of a program whose numbers are read as two digits to this base: what each sample adds, and what an op has once."""
 DOWN = 1 - 1e-12
 """Leaves out what sums of seconds gain by rounding."""
+
+
+_Counts = tuple[tuple[int, int], ...]
+"""The number of layers of each kind."""
 
 
 class Chunks(NamedTuple):
     """The runs of layers of a pipeline, in the order of the layers: number i, i + pp, ... are those of stage i."""
 
-    counts: tuple[tuple[tuple[int, int], ...], ...]
-    """The number of layers of each kind."""
+    counts: tuple[_Counts, ...]
     kinds: tuple[tuple[int, ...], ...]
     """Kind of each layer."""
     tails: tuple[tuple[int, ...], ...]
     """Kinds of the last layers, from the end to the last block."""
-    before: tuple[tuple[int, int], ...]
-    """The number of layers of each kind in the first runs of the stages before each stage, added up over all stages."""
+    stages: tuple[tuple[_Counts, _Counts], ...]
+    """The layers of stages that are unlike each other, the last of equal ones, each with those of the first runs of the stages before it."""
     unlike: tuple[int, ...]
     """The first of each set of equal stages, which holds most activations, and the last stage."""
     latest: tuple[int, ...]
@@ -159,7 +163,7 @@ class Prices:
         layout = step.layout
         key = layout.cuts
         if key not in self._known_cuts:
-            one = step.but(model=self.few, samples=1, layout=layout.but(recompute="none"))
+            one = step.but(model=self.few, samples=COUNTED, layout=layout.but(recompute="none"))
             local = self._builder.before_stages(one).step
             layers = local.model.layers
             blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
@@ -289,30 +293,28 @@ class Prices:
         layout = step.layout
         key = (layout.cuts, layout.recompute, step.splits_backward)
         if key not in self._known_parts:
-            one, two = (self._builder.before_stages(step.but(model=self.few, samples=count)) for count in (1, 2))
-            forward, backward = BodyKey(TaskKind.FORWARD), BodyKey(TaskKind.BACKWARD)
-            bodies = [(key.kind, one.bodies[key], two.bodies[key]) for key in (forward, backward)]
+            program = self._builder.before_stages(step.but(model=self.few, samples=COUNTED))
+            bodies = {kind: program.bodies[BodyKey(kind)] for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
             if step.splits_backward:
-                apart, of_two = (tuple(deferred_gradients(each.bodies[backward], each.step)) for each in (one, two))
-                bodies.append((TaskKind.WEIGHT, apart, of_two))
-            self._known_parts[key] = one.axes, self._parts(one, bodies)
+                bodies[TaskKind.WEIGHT] = tuple(deferred_gradients(bodies[TaskKind.BACKWARD], program.step))
+            self._known_parts[key] = program.axes, self._parts(program, bodies)
         return self._known_parts[key]
 
-    def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> dict[int, _Uses]:
+    def _parts(self, program: Program, bodies: Mapping[TaskKind, Ops]) -> dict[int, _Uses]:
         bare, count = replace(program, bodies={}), len(self.few.layers)
         found: dict[int, Counter[int]] = {}
-        for body, ops, of_two in bodies:
+        for body, ops in bodies.items():
             layer = 0
             numbers: dict[tuple[int, int], int | None] = {}  # hops around a ring are the same op again and again
             behind: dict[int, list[int]] = {}  # what follows the last gradients of each layer
-            for op, twice in zip(ops, of_two, strict=True):
+            for op in ops:
                 layer = layer if op.layer is None else op.layer
                 like = numbers.get(key := (id(op), layer), -1)
                 if like == -1:
                     # An axis of a strategy behind the pipeline is not known yet.
                     is_mine = op.axis is None or op.axis in program.axes
                     is_mine = is_mine and queue_of(op, self.hardware) in (COMPUTE, "")
-                    like = numbers[key] = self._number_of(op, twice, layer, bare) if is_mine else None
+                    like = numbers[key] = self._number_of(op, layer, bare) if is_mine else None
                     if like is not None:
                         found.setdefault(like, Counter())
                 if like is None:
@@ -330,16 +332,17 @@ class Prices:
                     found[like][_Sum.BEHIND * count + of_layer] += 1
         return {like: dict(uses) for like, uses in found.items()}
 
-    def _number_of(self, op: Op, twice: Op, layer: int, program: Program) -> int:
-        """Return the number of the ops that are alike to one of a layer, given it for one sample and for two."""
-        flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
+    def _number_of(self, op: Op, layer: int, program: Program) -> int:
+        """Return the number of the ops that are alike to one of a layer."""
+        (flops, flops_once), (size_bytes, bytes_once) = divmod(op.flops, COUNTED), divmod(op.size_bytes, COUNTED)
         spec = program.step.model.layers[layer]
         sends = program.step.layout.sequence_parallel, program.step.layout.tp > 1, program.step.layout.ep > 1
         what = (work_of(spec), sends, op.layer is None) if op.axis is None else (op.axis, op.beside)
-        named = (op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what)
+        named = (op.kind, op.dtype, flops, flops_once, size_bytes, bytes_once, what)
         number = self._like.setdefault(named, len(self._like))
         if number == len(self._alike):
-            self._alike.append(_Alike(op, flops, size_bytes, program))
+            one = op.but(flops=flops + flops_once, size_bytes=size_bytes + bytes_once)
+            self._alike.append(_Alike(one, flops, size_bytes, program))
         return number
 
     def sizes(self, step: StepSpec, recompute: Recompute | None = None) -> tuple[Sizes, ...]:
@@ -417,12 +420,16 @@ class Prices:
             unlike = {(counts[stage :: layout.pp], stage == last): stage for stage in reversed(range(layout.pp))}
             latest = {(counts[stage :: layout.pp], stage == last): stage for stage in range(layout.pp)}
             tails = {run: tuple(self._tail(run)) for run in known}
-            before = Counter[int]()
-            for stage, run in enumerate(counts[:last]):
-                before.update({kind: (last - stage) * number for kind, number in run})
+            stages, before = dict[object, tuple[_Counts, _Counts]](), Counter[int]()
+            for stage in range(layout.pp):
+                mine = Counter[int]()
+                for run in counts[stage :: layout.pp]:
+                    mine.update(dict(run))
+                stages[tuple(mine.items())] = tuple(mine.items()), tuple(before.items())
+                before.update(dict(counts[stage]))
             later = tuple(stage for stage in latest.values() if stage not in unlike.values())
             of_runs = counts, kinds, tuple(tails[run] for run in kinds)
-            self._known_runs[key] = Chunks(*of_runs, tuple(before.items()), tuple(unlike.values()), later)
+            self._known_runs[key] = Chunks(*of_runs, tuple(stages.values()), tuple(unlike.values()), later)
         return self._known_runs[key]
 
     def _tail(self, run: Sequence[int]) -> Iterator[int]:

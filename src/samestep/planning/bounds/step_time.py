@@ -6,10 +6,9 @@ the closer it is, the fewer layouts are played. Layers of one kind cost the same
 
 Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before the first forwards of the stages before it:
 
-    T >= n c / p, c the least seconds of a sample         for all layouts with these degrees, of n samples a rank
-    T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    for all layouts with these degrees and this micro-batch
-    T >= m c_i + c_1 + ... + c_(i-1)                      for one schedule; with several runs a stage, their first ones
-                                                          first on average over the stages, and then of each
+    T >= n c / p, c the least seconds of a sample        for all layouts with these degrees, of n samples a rank
+    T >= m c_i + c_1 + ... + c_(i-1), c_i = f_i + b_i    for all layouts with these degrees and this micro-batch, first with the least
+                                                         seconds of a sample; with several runs a stage, c_1 ... are their first ones
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
@@ -111,46 +110,72 @@ class Bounds:
         updated = trained / degrees.dp_cp_size / degrees.pp
         return -(-step.global_batch // degrees.dp) * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
 
-    def least_s(self, steps: Sequence[StepSpec], family: Layout | None = None) -> float:
-        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch that compute as much again, or more;
-        `steps` as in `schedule_s`.
-
-        Computed for no split backward, since that saves no time. With a family, of all those with its schedule, whose stages wait for the
-        first forwards of the stages before them and, where no backward is split, end before the last backwards of these.
+    def sizes_s(self, steps: Sequence[StepSpec], families: Sequence[Layout], sizes: Sequence[int]) -> list[float]:
+        """Bound the step time, in seconds, of all layouts with these degrees and one of these schedules that compute as much again, or more,
+        for each of some sizes of a micro-batch, in samples, however quick it is; `steps` as in `schedule_s`.
         """
-        return min(self._least_s(step, family) for step in _unlike(steps))
+        step, pp = steps[0], steps[0].layout.pp
+        update_s = self._update_s(step, self.prices.whole_trained(step) / step.layout.dp_cp_size / pp, 0.0)
+        each = [(one, self.prices.sample_seconds(one)) for one in _unlike(steps)]
+        busy = [[step.rank_samples * (kind.forward_s + kind.backward_s) for kind in kinds] for _, kinds in each]
+        return [
+            min(
+                self._slowest_s(one, families, of_all, kinds, size)
+                for (one, kinds), of_all in zip(each, busy, strict=True)
+            )
+            + update_s
+            for size in sizes
+        ]
 
-    def _least_s(self, step: StepSpec, family: Layout | None) -> float:
+    def least_s(self, steps: Sequence[StepSpec], families: Sequence[Layout]) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees, this micro-batch and one of these schedules that compute as much
+        again, or more; `steps` as in `schedule_s`. Computed for no split backward, since that saves no time."""
+        return min(self._least_s(step, families) for step in _unlike(steps))
+
+    def _least_s(self, step: StepSpec, families: Sequence[Layout]) -> float:
         step = smallest(step)
         if step.splits_backward:
             step = step.but(layout=step.layout.but(schedule=DEFAULT))
         pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
-        sizes = ((larger, rest), (step, m - rest)) if rest else ((step, m),)
-        busy_s = sum(number * self._least_microbatch_s(one) for one, number in sizes)
-        if family:
-            busy_s += self._waits_s(step, family, self.prices.seconds(step))
+        kinds = self.prices.seconds(step)
+        busy_s = [(m - rest) * (one.forward_s + one.backward_s) for one in kinds]
+        if rest:
+            more = self.prices.seconds(larger)
+            busy_s = [own_s + rest * (one.forward_s + one.backward_s) for own_s, one in zip(busy_s, more, strict=True)]
+        busy_s[-1] -= self._saved_by_chunks_s(step)
         trained = self.prices.whole_trained(step)
-        return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
-
-    def least_wait_s(self, steps: Sequence[StepSpec], families: Sequence[Layout]) -> float:
-        """Return the least seconds for each sample of a micro-batch that come on top of `degrees_s` under one of these schedules."""
-        if steps[0].layout.pp == 1:
-            return 0.0
-        every = itertools.product(steps, families)
-        return min(self._waits_s(step, one, self.prices.sample_seconds(step)) / one.pp for step, one in every)
-
-    def _waits_s(self, step: StepSpec, family: Layout, kinds: Sequence[Seconds]) -> float:
-        """Return the seconds that all stages together wait at the ends of a schedule, given those of one layer of each kind."""
-        before, splits = (
-            self.prices.runs(step, family.virtual_stages).before,
-            SCHEDULES[family.schedule].splits_backward,
+        return self._slowest_s(step, families, busy_s, kinds) + self._update_s(
+            step, trained / step.layout.dp_cp_size / pp, 0.0
         )
-        return sum(number * (kinds[kind].forward_s + (not splits) * kinds[kind].backward_s) for kind, number in before)
 
-    def _least_microbatch_s(self, step: StepSpec) -> float:
-        """Return the least seconds of a micro-batch, with chunks of the loss or without."""
-        whole = self.prices.whole_seconds(step)
-        return whole.forward_s + whole.backward_s - self.prices.saved_by_chunks_s(step)
+    def _slowest_s(
+        self,
+        step: StepSpec,
+        families: Sequence[Layout],
+        busy_s: Sequence[float],
+        kinds: Sequence[Seconds],
+        size: int = 1,
+    ) -> float:
+        """Return the seconds of compute of the slowest stage, with what it waits at the ends of the best of some schedules: for the first
+        forwards of the stages before it and, where no backward is split, for their last backwards.
+
+        Args:
+            step: a step with these degrees.
+            families: the schedules.
+            busy_s: seconds of one layer of each kind, of all micro-batches.
+            kinds: those of a part of a micro-batch.
+            size: the number of parts.
+        """
+        found_s = float("inf")
+        for chunks, splits in {(one.virtual_stages, SCHEDULES[one.schedule].splits_backward) for one in families}:
+            waits_s = [size * (one.forward_s + (not splits) * one.backward_s) for one in kinds]
+            slowest_s = max(
+                sum(number * busy_s[kind] for kind, number in mine)
+                + sum(number * waits_s[kind] for kind, number in before)
+                for mine, before in self.prices.runs(step, chunks).stages
+            )
+            found_s = min(found_s, slowest_s)
+        return found_s
 
     def schedule_s(self, steps: Sequence[StepSpec]) -> float:
         """Bound the step time, in seconds, of all layouts that differ only in the data axis, chunks, and in that they compute more again.
