@@ -114,7 +114,7 @@ def _opened(leaf: Any, above: tuple[int, ...] = ()) -> list[Any]:
 
 
 class _HoldsItselfError(Exception):
-    """A container is found among its own parts."""
+    """A container is found among the parts of itself."""
 
 
 def _inner_leaves(container: Any, above: tuple[int, ...] = ()) -> list[Any]:

@@ -298,8 +298,8 @@ def transforms_beside_hooks() -> Replaced:
 
 
 def backward_hooks_pass_on() -> Replaced:
-    """Return a context inside which modules with hooks on their gradients pass on their own inputs and outputs, and not views of them
-    behind a node of autograd."""
+    """Return a context inside which modules with hooks on their gradients pass on the inputs and outputs that they are given, and not views
+    of them with a node of autograd in front."""
     return Replaced((module_hooks.BackwardHook, "_apply_on_tensors", _passing_on))
 
 

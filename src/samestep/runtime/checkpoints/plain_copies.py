@@ -101,7 +101,7 @@ def _plain(model: nn.Module, own: HeldAssembly) -> nn.Module:
 
 
 def _dtype(own: HeldAssembly) -> torch.dtype | None:
-    """Return the dtype of all floating tensors of a run that computes in float64; None for another, whose buffers keep their own."""
+    """Return the dtype of all floating tensors of a run that computes in float64; None for another, whose buffers stay in the dtypes that they have."""
     return torch.float64 if own.job.numerics.precision == "float64" else None
 
 

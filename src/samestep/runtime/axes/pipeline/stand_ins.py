@@ -70,7 +70,7 @@ class LayerStandIn(nn.Module):
 
     @property
     def _parameters(self) -> dict[str, Any]:
-        """The layer's parameters as they stand, for code that asks the model for its own; those of a part are its layer's."""
+        """The layer's parameters as they stand, for code that asks the model for its parameters; those of a part are its layer's."""
         own = self.__dict__
         if own["_is_here"] or own["_is_part"]:
             return own["_real"]._parameters if own["_is_here"] else {}
