@@ -105,12 +105,15 @@ def _known_mask(watch: ForwardTracer, mask: Tensor | None) -> Tensor | None:
 
 
 def _check_mask(call: AttentionCall) -> None:
-    """Fail as torch's kernels do where a mask is of other heads than the queries, such as one of all heads on a rank that has some."""
-    scores, mask = (*call.query.shape[:-1], call.key.shape[-2]), call.attn_mask
-    if isinstance(mask, DocumentMask) or mask is None or mask.shape[:-2] == scores[:-2]:
+    """Fail as torch's kernels do where a mask is of other heads than the queries, such as one of all heads on a rank that has some.
+
+    Its tokens are not looked at: under `cp` a mask of all tokens stands beside the queries of some.
+    """
+    heads, mask = call.query.shape[:-2], call.attn_mask
+    if isinstance(mask, DocumentMask) or mask is None or mask.shape[:-2] == heads:
         return
-    if torch.broadcast_shapes(mask.shape, scores) != torch.Size(scores):
-        raise RuntimeError(f"output with shape {[*scores]} doesn't match the broadcast shape of a mask {[*mask.shape]}")
+    if torch.broadcast_shapes(mask.shape[:-2], heads) != heads:
+        raise RuntimeError(f"a mask {[*mask.shape]} has other heads than queries {[*call.query.shape]}")
 
 
 @contextmanager
