@@ -90,10 +90,15 @@ def measure(outputs: Any, batch: Any) -> dict[str, tuple[Tensor, int]]:
     return {"largest": (logits.amax(-1).sum(), len(logits)), "positive": ((logits > 0).sum(), logits.numel())}
 
 
-def run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = loss) -> Run:
-    optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
+def fresh_run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = loss, kind: Any = None) -> Run:
+    """Return a run that is not prepared."""
+    optimizer = optimizer_source(kind or (lambda params: torch.optim.AdamW(params, lr=0.01)), None)
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(Source(model, used, optimizer), Layout.parse(layout), JOB, place)
+    return Run(Source(model, used, optimizer), Layout.parse(layout), JOB, place)
+
+
+def run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = loss) -> Run:
+    run = fresh_run_of(rank, world, layout, model, used)
     run.prepare(read_samples(Points(), [0]))
     return run
 
@@ -102,6 +107,14 @@ def everywhere(layout: str, function: Any, *args: Any) -> list[Any]:
     """Return what a function of (rank, world, layout) returns on each rank of a layout."""
     ranks = Layout.parse(layout).world_size
     return pool(ranks).run(function, layout, *args) if ranks > 1 else [function(0, 1, layout, *args)]
+
+
+def prove_as_alone(layout: str, function: Any, rtol: float = 1e-10, atol: float = 1e-12) -> None:
+    """Hold the tensors that a function returns on each rank of a layout against those of one device."""
+    (alone,) = everywhere("dp=1", function)
+    for found in everywhere(layout, function):
+        for ours, theirs in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 @functools.cache
@@ -357,10 +370,7 @@ def pickled(rank: int, world: int, layout: str) -> list[Any]:
 @pytest.mark.parametrize("body", [copied, pickled])
 @pytest.mark.parametrize("layout", SETTING)
 def test_copies_of_the_model_are_plain_modules(layout: str, body: Any) -> None:
-    (alone,) = everywhere("dp=1", body)
-    for found in everywhere(layout, body):
-        for ours, theirs in zip(found, alone, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    prove_as_alone(layout, body)
 
 
 def called(rank: int, world: int, layout: str) -> list[Any]:
@@ -385,9 +395,7 @@ def called(rank: int, world: int, layout: str) -> list[Any]:
 
 def began(rank: int, world: int, layout: str) -> list[Any]:
     """The same before the first step, where the loop writes too, reads the state twice and takes a copy."""
-    optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(Source(Tied, loss, optimizer), Layout.parse(layout), JOB, place)
+    run = fresh_run_of(rank, world, layout, Tied)
     first, x = run.state_dict(on_every_rank=True), Points()[0]["x"][None]
     with run.gathered() as model:
         assert type(model) is Tied
@@ -406,10 +414,7 @@ def began(rank: int, world: int, layout: str) -> list[Any]:
 @pytest.mark.parametrize("body", [called, began])
 @pytest.mark.parametrize("layout", SETTING)
 def test_a_forward_within_is_that_of_one_device(layout: str, body: Any) -> None:
-    (alone,) = everywhere("dp=1", body)
-    for found in everywhere(layout, body):
-        for ours, theirs in zip(found, alone, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    prove_as_alone(layout, body)
 
 
 def of_transformers() -> nn.Module:
@@ -437,9 +442,9 @@ def next_tokens(outputs: Any, batch: Any) -> tuple[Tensor, int]:
 
 def generated(rank: int, world: int, layout: str) -> list[Tensor]:
     """What transformers generates within, by the model and by a copy, before the first step and after two."""
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    sgd = optimizer_source(lambda params: torch.optim.SGD(params, lr=0.5), None)
-    run = Run(Source(of_transformers, next_tokens, sgd), Layout.parse(layout), JOB, place)
+    run = fresh_run_of(
+        rank, world, layout, of_transformers, next_tokens, lambda params: torch.optim.SGD(params, lr=0.5)
+    )
     stream, prompts, found = samestep.batches(Texts(), JOB), torch.tensor([[1, 2, 3], [4, 5, 6]]), []
     for _ in range(3):
         with run.gathered() as model, torch.no_grad():
@@ -456,20 +461,11 @@ def generated(rank: int, world: int, layout: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("layout", SETTING)
 def test_transformers_generate_within_what_they_generate_on_one_device(layout: str) -> None:
-    (alone,) = everywhere("dp=1", generated)
-    for found in everywhere(layout, generated):
-        for ours, theirs in zip(found, alone, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    prove_as_alone(layout, generated, rtol=1e-9, atol=1e-10)
 
 
 def unequal(rank: int, world: int, layout: str) -> str:
-    optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
-    run = Run(
-        Source(Tied, loss, optimizer),
-        Layout.parse(layout),
-        JOB,
-        RankInfo(rank, rank, world, world, torch.device("cpu")),
-    )
+    run = fresh_run_of(rank, world, layout, Tied)
     with pytest.raises(ModelError) as error, run.gathered() as model, torch.no_grad():
         model.norm.weight.add_(rank)
     return str(error.value)

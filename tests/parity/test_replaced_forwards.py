@@ -73,8 +73,11 @@ def _batches() -> list[dict[str, Tensor]]:
 
 
 def plain(name: str) -> list[float]:
-    model, found = _model(name), []
-    optimizer = _sgd(model.parameters())
+    return _trained_plainly(_model(name))
+
+
+def _trained_plainly(model: nn.Module) -> list[float]:
+    optimizer, found = _sgd(model.parameters()), []
     for batch in _batches():
         total, count = _loss(two_views(model, batch), batch)
         optimizer.zero_grad()
@@ -105,12 +108,7 @@ def _called_beside(rank: int, world: int, layout: str) -> tuple[list[float], Ten
 def test_a_loop_calls_the_model_with_a_batch_or_with_its_own_arguments(layout: str) -> None:
     torch.manual_seed(0)
     model = Net().double()
-    optimizer = _sgd(model.parameters())
-    for batch in _batches():
-        total, count = _loss(two_views(model, batch), batch)
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
+    _trained_plainly(model)
     for _, own, of_batch in pool(2).run(_called_beside, layout):
         torch.testing.assert_close(own, model(POINTS).detach())
         torch.testing.assert_close(of_batch, two_views(model, _batches()[0]).detach())
