@@ -1,5 +1,6 @@
 # make train   train the default job, with two worker processes       make check   format, lint, types, import rules, names
 # make test    the test suite, dear rows by turns, or TURN=0 to 7, all    make bench   step time and memory beside peers
+# make costs   run all tests with all turns, on a quiet machine; keep the processor time of each file, and print the dearest fifty
 # make parity  the nightly combinations too                           make shard   a twelfth of these, by the commit's hash or SHARD=0 to 11
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
@@ -7,6 +8,7 @@
 # make launchers  train the default job, made small, by each launcher: installs both MPIs and Ray, says what it skipped and why
 # make mpi, make ray   Open MPI and MPICH in folders of .venv/mpi; Ray in .venv-ray, which finds the rest in .venv
 # make triton     Triton in .venv/triton, by whose interpreter and compiler the tests hold the kernels of GPUs (Linux, x86-64)
+# make docs    build the documentation site, strictly, into site/, with tools in .venv-docs; make pictures draws its pictures again
 # make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
 
@@ -15,13 +17,17 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity shard matrix families crashes launchers mpi ray triton gpu check format bench setup clean
+.PHONY: train test costs parity shard matrix families crashes launchers mpi ray triton docs pictures gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
 
 test: $(READY)
 	$(BIN)/python -m tests.side_by_side $(if $(filter all,$(TURN)),,--turn=$(TURN))
+
+costs: $(READY)
+	-$(BIN)/python -m tests.side_by_side --keep-costs
+	$(BIN)/python -m tests.costs
 
 parity: $(READY)
 	$(BIN)/python -m pytest -q --every-layout
@@ -50,12 +56,12 @@ gpu:
 	$(HERE) benchmarks/gpu.py correctness; status=$$?; \
 	SAMESTEP_TESTS_ON_A_GPU=1 $(HERE) -m pytest -q -W default $(addprefix tests/device/test_,layouts.py waits.py running_ahead.py) && exit $$status
 
-# Laws of names, which a last edit breaks: a few seconds, and no process is started.
-NAMES := tests/docs/test_glossary.py tests/unit/test_errors.py tests/unit/test_public.py::test_the_public_names_are_these \
+# Names and plain English, which a last edit breaks: a few seconds, and no process is started.
+NAMES := tests/docs/test_glossary.py tests/docs/test_plain_english.py tests/unit/test_errors.py tests/unit/test_public.py::test_the_public_names_are_these \
 	$(addprefix tests/docs/test_documents.py::test_,every_path_in_a_document_exists every_link_in_a_document_leads_somewhere \
 		every_link_to_a_heading_finds_it every_name_of_the_package_in_a_document_exists the_first_file_of_a_technique_is_named_like_it \
 		the_rooms_of_the_architecture_are_the_packages) \
-	tests/docs/test_same_result.py::test_a_quoted_error_stands_in_the_source tests/docs/test_python_api.py::test_nothing_public_is_missing \
+	tests/docs/test_rejected_code.py::test_a_quoted_error_stands_in_the_source tests/docs/test_python_api.py::test_nothing_public_is_missing \
 	$(addprefix tests/unit/test_torch_contract.py::test_,private_parts_of_torch_are_named_in_one_place_each \
 		nested_tensors_are_walked_in_one_file)
 
@@ -64,6 +70,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python benchmarks/structure.py --check
 	$(BIN)/python -m pytest -q $(NAMES)
 
 format: $(READY)
@@ -114,9 +121,21 @@ ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray[train]'
 	touch $@
 
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+pictures: $(READY)
+	$(BIN)/python docs/pictures.py
+
+# The tools of the site read the source and import none of it, so they need no torch.
+.venv-docs/.ready: .ci/docs.lock
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r .ci/docs.lock
+	touch $@
+
 .venv/.bench-ready: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .venv-docs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

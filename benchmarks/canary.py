@@ -24,7 +24,7 @@ import torch
 import samestep
 from samestep.building.loss import cross_entropy
 from samestep.job_tables import TrainTable
-from samestep.output.text_table import align_columns
+from samestep.output.text import align_columns
 
 LIMIT = 0.01
 """The largest part of a run that its watch may take."""
@@ -56,7 +56,7 @@ def build() -> torch.nn.Module:
 
 def times(_: Any, layout: str, share: int, steps: int) -> list[tuple[float, float]]:
     """Take steps, every second one under watch; return the seconds of each unwatched and watched one."""
-    where = samestep.Layout.parse(layout)
+    where = samestep.Layout(layout)
     train = {"global_batch": share * where.dp, "steps": steps, "watch_every": 2}
     job = samestep.Job(train=train, run={"device": "cpu"})
     run = samestep.parallelize(build, cross_entropy, torch.optim.AdamW, layout=layout, job=job)
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows, worst = [["layout", "samples a rank", "step, ms", "watched step, ms", f"cost at {every}"]], 0.0
     for layout in LAYOUTS:
         for share in chosen.share:
-            ranks = samestep.Layout.parse(layout).world_size
+            ranks = samestep.Layout(layout).world_size
             found = samestep.launch(times, (layout, share, chosen.steps), ranks=ranks, device="cpu")
             plain, watched = (statistics.median(kind) for kind in zip(*found, strict=True))
             cost = (watched - plain) / (every * plain)

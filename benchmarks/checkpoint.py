@@ -40,7 +40,7 @@ from torch import nn
 import samestep
 from samestep.output import durable_files
 from samestep.runtime.checkpoints import writer
-from samestep.training.saving import Saver
+from samestep.training.rank_part import Saver
 
 ROWS = Path(__file__).parent / "rows" / "checkpoint.json"
 WAITS, HASHES = 0.02, 0.2
@@ -85,7 +85,7 @@ class Contestant:
 
 
 def ours(rank: Any, layout: str, size: str, folder: Path) -> Contestant:
-    where = samestep.Layout.parse(layout)
+    where = samestep.Layout(layout)
     job = samestep.Job(
         train={"global_batch": BATCH * where.dp, "steps": 10**6, "watch_every": 0},
         optimizer={"clip_norm": CLIP_NORM},
@@ -108,7 +108,7 @@ def torchs(rank: Any, layout: str, size: str, folder: Path) -> Contestant:
     from torch.nn.parallel import DistributedDataParallel
 
     if not dist.is_initialized():  # of one rank: async_save wants a group in any case
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     place, world = dist.get_rank(), dist.get_world_size()
     own_group = dist.new_group(backend="gloo")  # of the thread that writes, beside the steps
     model: nn.Module = build(size)
@@ -149,7 +149,7 @@ def torchs(rank: Any, layout: str, size: str, folder: Path) -> Contestant:
                 shutil.rmtree(old)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            saving = checkpoint.async_save(
+            saving = checkpoint.async_save(  # type: ignore[attr-defined]
                 {"model": weights, "optim": states}, checkpoint_id=folder / f"step-{taken}", process_group=own_group
             )
 
@@ -189,7 +189,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 def cost(whose: str, layout: str, size: str, turns: int) -> Cost:
     """Measure one contestant in one layout."""
-    ranks = samestep.Layout.parse(layout).world_size
+    ranks = samestep.Layout(layout).world_size
     with tempfile.TemporaryDirectory(prefix="samestep-checkpoint-") as name:
         folder = Path(name)
         rows = samestep.launch(measured, (whose, layout, size, folder, turns), ranks=ranks, device="cpu")
@@ -217,14 +217,15 @@ def hashing(turns: int) -> tuple[float, float]:
     """Return the medians of seconds in which a file of 64 MiB is written with and without a digest, in turn."""
     tensors = {str(index): torch.randn(1 << 20) for index in range(16)}
     plain = type("Plain", (), {"xxh3_128": staticmethod(_NoDigest)})
-    kept, times = durable_files.xxhash, ([], [])
+    names: Any = durable_files
+    digests, times = names.xxhash, ([], [])
     with tempfile.TemporaryDirectory(prefix="samestep-checkpoint-") as folder:
         for number in range(2 * turns):
             path = Path(folder, "file")
-            durable_files.xxhash = (kept, plain)[number % 2]
+            names.xxhash = (digests, plain)[number % 2]
             times[number % 2].append(_timed(lambda path=path: writer.write(path, tensors)))
             path.unlink()
-    durable_files.xxhash = kept
+    names.xxhash = digests
     return statistics.median(times[0]), statistics.median(times[1])
 
 

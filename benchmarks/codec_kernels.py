@@ -22,7 +22,7 @@ from torch import Tensor
 from samestep.program.codecs import CODECS, CodedPart, Matrix
 from samestep.program.exchange_times import Contributions
 from samestep.runtime.codecs.codec import Codec, codec_of
-from samestep.runtime.codecs.factored_exchange import FactoredExchange
+from samestep.wings.slow_links.powersgd import FactoredExchange
 
 ROWS = Path(__file__).parent / "rows" / "codec_kernels.json"
 NUMEL, BLOCK = 25 * 2**18, 256

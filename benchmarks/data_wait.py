@@ -30,7 +30,7 @@ from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import open_dataset
 from samestep.examination.examine import Source
-from samestep.output.text_table import align_columns
+from samestep.output.text import align_columns
 from samestep.runtime.processes import join
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport

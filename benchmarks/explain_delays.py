@@ -23,12 +23,12 @@ from planted_delays import Delay, Plan
 
 import samestep
 from samestep import job_files as jobs
-from samestep.explanation.explain import read_run
-from samestep.explanation.step_parts import measured_steps, parts_of
-from samestep.explanation.step_verdict import verdict_of
 from samestep.job import Job
 from samestep.program.recorded import RankRecord
-from samestep.simulation.partition import BUBBLE, IMBALANCE, WAIT
+from samestep.wings.explain.explain import read_run
+from samestep.wings.explain.step_parts import measured_steps, parts_of
+from samestep.wings.explain.step_verdict import verdict_of
+from samestep.wings.plan.simulation.partition import BUBBLE, IMBALANCE, WAIT
 
 NEAR = 0.1
 """Part of a delay by which its row may move more or less."""
@@ -172,7 +172,7 @@ def delays(only: str = "") -> Iterator[Found]:
 
 def _trained(scenario: Scenario, plan: Plan, out: Path) -> dict[int, RankRecord]:
     planted_delays.begin(plan)
-    ranks = samestep.Layout.parse(scenario.layout).world_size
+    ranks = samestep.Layout(scenario.layout).world_size
     with planted_delays.companions(), planted_delays.slow_system(), planted_delays.quietly():
         samestep.train(job_of(plan, scenario.settings), layout=scenario.layout, ranks=ranks, out=out)
     return read_run(out)[1]

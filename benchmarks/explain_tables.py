@@ -9,6 +9,8 @@ from typing import Any
 
 import circumstances
 
+from samestep.wings.plan.simulation.partition import row_label
+
 ROWS = Path(__file__).parent / "rows" / "explain.json"
 
 
@@ -28,6 +30,12 @@ def _table(head: str, cells: list[list[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
+def _label(words: str) -> str:
+    """Return words that begin with the name of a row with its label instead."""
+    name, _, rest = words.partition(" ")
+    return row_label(name, rest or None)
+
+
 def planted() -> str:
     """Return a row for each delay: what it took, where it is found, and what else moved."""
     rows, when = _part("delays")
@@ -37,14 +45,14 @@ def planted() -> str:
         # Where all ranks are late alike, or the row is a wait of its own, nobody is charged.
         charged = f"rank {late[0]}, `{late[1]}`" if late and one["waits_s"] is not None else ""
         row, moved_s, *noise = one["other"]
-        other = f"{_ms(moved_s, '+')}{''.join(f' ± {_ms(noise_s)}' for noise_s in noise)} ({row})"
+        other = f"{_ms(moved_s, '+')}{''.join(f' ± {_ms(noise_s)}' for noise_s in noise)} ({_label(row)})"
         cells.append(
             [
                 one["name"],
                 f"`{one['layout']}`",
                 _ms(one["step_s"]),
                 _ms(one["truth_s"]),
-                one["row"],
+                _label(one["row"]),
                 _ms(one["moved_s"], "+"),
                 _ms(one["waits_s"], "+"),
                 charged,
@@ -79,7 +87,7 @@ def layout_rows() -> str:
         cells.append(
             [f"`{one['layout']}`", _ms(one["step_s"]), *known, f"{drawer:.1%}", f"{sum(one['bytes'].values()):,}"]
         )
-    head = " | ".join(("layout", "step", *names, "host and rest", "bytes of buffers"))
+    head = " | ".join(("layout", "step", *map(_label, names), "overhead and other", "bytes of buffers"))
     return f"{_table(head, cells)}\n\n{when}"
 
 
@@ -111,7 +119,7 @@ def slower_with_more_machines() -> str:
     for key in dict.fromkeys(key for kind in kinds for key in rows[kind]):
         most = max(rows[kind].get(key, 0.0) for kind in kinds)
         if most >= 1e-3:
-            cells.append([" ".join(word for word in key if word), *(_ms(rows[kind].get(key)) for kind in kinds)])
+            cells.append([row_label(*key), *(_ms(rows[kind].get(key)) for kind in kinds)])
     cells.append(["step", *(_ms(found[kind]["step_s"]) for kind in kinds)])
     cells.append(["predicted", *(_ms(found[kind]["predicted_step_s"]) for kind in kinds)])
     mbit = f"{found['mbit']:g} Mbit/s"

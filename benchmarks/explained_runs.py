@@ -33,8 +33,6 @@ from torch import nn
 import samestep
 from samestep import Job, Layout
 from samestep import job_files as jobs
-from samestep.explanation.explain import explain, read_run
-from samestep.explanation.step_parts import measured_steps, parts_of
 from samestep.program.ops import UPDATE_BODY, Task
 from samestep.runtime.ledger import Ledger, owned
 from samestep.runtime.recording import marks
@@ -42,6 +40,8 @@ from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import StepObserver
 from samestep.training.workload import Workload
+from samestep.wings.explain.explain import explain, read_run
+from samestep.wings.explain.step_parts import measured_steps, parts_of
 
 QUIET = ("train.sample_tokens=0", "train.watch_every=0", "checkpoint.every=0", "train.evaluate_samples=32")
 BATCH = "train.global_batch=64"
@@ -106,7 +106,7 @@ def layouts(several: Sequence[str] = LAYOUTS) -> Iterator[dict[str, Any]]:
     job = jobs.default([*QUIET, BATCH, f"train.steps={steps}", f"train.record={WARM_STEPS}:{steps - 1}"])
     for layout in several:
         with tempfile.TemporaryDirectory() as name:
-            out, ranks = Path(name) / "run", Layout.parse(layout).world_size
+            out, ranks = Path(name) / "run", Layout(layout).world_size
             with quietly():
                 samestep.train(job, layout=layout, ranks=ranks, out=out)
             yield {"layout": layout, **_rows(out), "bytes": _agree(job, layout, ranks)}
@@ -140,14 +140,14 @@ def _rows(out: Path) -> dict[str, Any]:
 
 def _agree(job: Job, layout: str, ranks: int) -> dict[str, int]:
     """Return the bytes of the buffers of a step by axis, as torch was asked for them; they are those of the program, row by row."""
-    workload = Workload(job, Layout.parse(layout))
-    workload.trace_for(Layout.parse(layout))
+    workload = Workload(job, Layout(layout))
+    workload.trace_for(Layout(layout))
     found: dict[str, int] = samestep.launch(_sent, (workload, layout), ranks=ranks, device="cpu")
     return found
 
 
 def _sent(place: Any, workload: Workload, layout: str) -> dict[str, int]:
-    run = Run(workload.source, Layout.parse(layout), workload.job, place)
+    run = Run(workload.source, Layout(layout), workload.job, place)
     stream = iter(samestep.batches(workload.dataset, workload.job))
     for _ in range(2):
         _ = run.step(next(stream)).loss

@@ -65,7 +65,7 @@ from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.job import Job
 from samestep.job_tables import Task
 from samestep.layout import Layout
-from samestep.output.text_table import align_columns
+from samestep.output.text import align_columns
 from samestep.proof import sides
 from samestep.proof.sides import Subject
 from samestep.runtime.assembly import store_of
@@ -281,7 +281,7 @@ def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
         if one.outcome != "proven":
             yield replace(one, layout=layout)
         else:
-            yield _tried(family, layout, functools.partial(_prove, subject, Layout.parse(layout)))
+            yield _tried(family, layout, functools.partial(_prove, subject, Layout(layout)))
 
 
 def _reason_without_us(build: Callable[[], nn.Module], example: Any) -> str:
@@ -321,7 +321,7 @@ def _tried(family: str, layout: str, prove: Callable[[], str | None]) -> Row:
         found = prove()
         kind, text = ("different", found) if found else ("proven", "")
     except InputError as error:
-        kind, text = "refused", str(error)
+        kind, text = "refused", f"{error} [{error.code}]"
     except family_folders.NotStoredError as error:
         kind, text = "unbuilt", str(error)
     except Exception as error:

@@ -23,7 +23,7 @@ from samestep.examination.examine import Source, examine
 from samestep.job import Job
 from samestep.job_tables import Task
 from samestep.layout import Layout
-from samestep.runtime.checkpoints import checkpoint, pretrained_folder
+from samestep.runtime.checkpoints import checkpoint, checkpoint_files
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 
@@ -70,7 +70,7 @@ def _written(first: Path, data: Any, out: Path, task: Task) -> Path:
     if not any(name.endswith("num_batches_tracked") for name, _ in run.model.named_buffers()):  # which a step counts
         for batch in batches(data, job):
             run.step(batch)
-    return checkpoint.save(run, out, 1) / pretrained_folder.NAME
+    return checkpoint.save(run, out, 1) / checkpoint_files.NAME
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:

@@ -98,6 +98,7 @@ def _short(layout: str) -> str:
 
 def _reason(family: str, text: str) -> str:
     """Return a refusal without the names of the model and of its modules, so that families share it."""
+    text = re.sub(r" \[[a-z0-9-]+\]$", "", text)
     text = re.sub(r"^[tc]p=2( slices sequences)?: ", "", text)
     text = re.sub(rf"\b{re.escape(family)}\b( cannot be cut, )?", "", text)
     text = re.sub(r"\b[a-z_]\w*(\.\w+)+|^\.\w+(\.\w+)*|\blm_head\b", "M", text)

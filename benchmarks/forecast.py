@@ -14,12 +14,14 @@ from samestep.errors import InputError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory import memory_use
 from samestep.models.spec import ModelSpec
-from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, UPDATE_BODY, BodyKey, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.simulation import clock, cost, memory, reserved_memory
 from samestep.strategies import ProgramBuilder
+from samestep.wings.plan.simulation import clock, cost, reserved_memory
+from samestep.wings.plan.simulation.simulate import class_of
 
 UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 """What a row that makes no sense may end in."""
@@ -43,6 +45,9 @@ class Outcome:
     fits: bool = True
     """Predicted: with what no tensor can have."""
     out_of_memory: bool = False
+    kind: str = ""
+    """Class of the machine (`class_of`)."""
+    devices: int = 0
 
 
 def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
@@ -51,9 +56,10 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     Raises:
         InputError: the layout is refused.
     """
-    numerics = {"precision": case.precision, "deterministic": case.deterministic}
+    numerics: dict[str, object] = {"precision": case.precision, "deterministic": case.deterministic}
+    numerics |= {"optimizer_states": "8bit"} if case.packs_states else {}
     job = Job(train={"global_batch": case.global_batch}, numerics=numerics)
-    layout = Layout.of({**case.words, "recompute": recompute})
+    layout = Layout(**{**case.words, "recompute": recompute})
     programs = _builder_of(case, job, min(case.machine.devices_per_node, layout.world_size)).programs(layout)
 
     known: dict[int, Op] = {}  # bodies and stages share ops, and still do
@@ -64,13 +70,13 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
                 known[id(op)] = _in_its_numerics(op, case)
         return tuple(known[id(op)] for op in ops)
 
-    if case.products or case.chunks > 1 or case.sent_rows < 1:
+    if case.products or case.chunks > 1 or case.sent_rows < 1 or case.reduces_narrow:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
     if case.repeats_half and recompute == "selective":
         programs = tuple(_repeating_half(program, case) for program in programs)
     if case.compiles:  # what is repeated and kept is the library's, and not what our graphs repeat
-        programs = tuple(replace(program, step=program.step.but(fuses="blocks")) for program in programs)
-    if case.is_lean:
+        programs = tuple(replace(program, step=program.step.but(fuses=case.compiles)) for program in programs)
+    if case.is_lean or case.is_narrow:
         programs = tuple(replace(program, step=_without_masters(program.step)) for program in programs)
     return programs
 
@@ -82,7 +88,7 @@ _MOST_BUILDERS = 16
 
 def _builder_of(case: Case, job: Job, per_node: int) -> ProgramBuilder:
     """Return the builder of a case's programs, which shares what it can with those of cases before."""
-    key = id(case.model), case.precision, case.deterministic, per_node
+    key = id(case.model), case.precision, case.deterministic, case.packs_states, per_node
     if key not in _BUILDERS:
         while len(_BUILDERS) >= _MOST_BUILDERS:
             del _BUILDERS[next(iter(_BUILDERS))]
@@ -124,7 +130,13 @@ def _in_its_numerics(op: Op, case: Case) -> Op:
         return op if op.layer in case.wide_layers else op.but(dtype=case.products)
     if op.axis == "ep" and op.kind is OpKind.ALL_TO_ALL:
         return op.but(size_bytes=round(op.size_bytes * case.sent_rows))
+    if case.reduces_narrow and op.dtype == "float32" and op.kind in _SUMS and op.axis != "tp":
+        return op.but(size_bytes=op.size_bytes // 2)
     return op.but(size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
+
+
+_SUMS = (OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE)
+"""Kinds of ops that add up gradients of replicas."""
 
 
 def _choices(case: Case) -> list[tuple[str, Case]]:
@@ -144,7 +156,7 @@ def written(case: Case) -> tuple[tuple[Program, ...], TimedStep]:
         programs = chosen_programs(case)
         return programs, timed(case, programs)
     recompute, said = choices[0]
-    layout = Layout.of({**said.words, "recompute": recompute})
+    layout = Layout(**{**said.words, "recompute": recompute})
     samples = -(-case.global_batch // layout.dp)
     if short := _from_shorter(said, layout, -(-samples // (layout.microbatch or samples))):
         return short.longer, short
@@ -168,7 +180,7 @@ def chosen_programs(case: Case) -> tuple[Program, ...]:
         if len(choices) == 1 or _fits(case, _peak(case, programs) / FILLED):
             return programs
     # Some other way was found as well: by one device the host's memory, by many the least memory.
-    return programs if programs[0].step.layout.world_size > 1 else programs_for(case, choices[0][0])
+    return programs if programs[0].step.layout.world_size > 1 or not case.is_lean else programs_for(case, choices[0][0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +219,7 @@ def timed(case: Case, programs: tuple[Program, ...]) -> TimedStep:
     """
     layout, step = programs[0].step.layout, programs[0].step
     if case.is_lean and layout.world_size > 1 and len(programs) == 1:
-        if not _fits(case, memory.during_step(programs[0], case.states_per_param).total / FILLED):
+        if not _fits(case, memory_use.during_step(programs[0], case.states_per_param).total / FILLED):
             programs = (replace(programs[0], step=step.but(layout=layout.but(offload=True))),)
         return TimedStep(programs)
     return _from_shorter(case, layout, step.num_microbatches) or TimedStep(programs)
@@ -241,8 +253,9 @@ def _written_of(case: Case, layout: Layout | None = None) -> tuple[object, ...]:
     if layout is not None and not case.repeats_half:
         machine = min(case.machine.devices_per_node, layout.world_size)
     return (
-        _ModelKey(case.model), machine, case.sent_rows, case.chunks, case.precision, case.products, case.wide_layers,
-        case.deterministic, case.repeats_half, case.is_lean, layout,
+        _ModelKey(case.model), machine, case.sent_rows, case.chunks, case.reduces_narrow, case.precision, case.products, case.wide_layers,
+        case.deterministic, case.repeats_half, case.is_lean, case.is_narrow, case.packs_states, case.compiles, case.offloads,
+        layout,
     )  # fmt: skip
 
 
@@ -271,6 +284,8 @@ def _peak(case: Case, programs: Sequence[Program]) -> int:
     """Bytes of the fullest stage, which may be an inner one; or of the one that was measured."""
     stages = programs if case.stage is None else (programs[case.stage],)
     held = max(_held(case, program) for program in map(_shortened, stages))
+    if case.updates_lists:
+        held = max(held, *(_updating(case, program) for program in stages))
     return held + WORKSPACE_BYTES * (case.machine.num_units > 0)
 
 
@@ -291,16 +306,25 @@ def _held(case: Case, program: Program) -> int:
     hold between steps on the host.
     """
     if not case.is_lean:
-        return memory.during_step(program, case.states_per_param).total
+        held = memory_use.during_step(program, case.states_per_param)
+        return held.total - (held.weights + held.gradients + held.optimizer) * case.offloads
     tasks = program.tasks
     twice = replace(program, tasks=(*(task for task in tasks if task.body != UPDATE_BODY), *tasks))
-    held = memory.during_step(twice, case.states_per_param)  # so that gradients are there beside activations
-    rest = memory.at_rest(program, case.states_per_param)
+    held = memory_use.during_step(twice, case.states_per_param)  # so that gradients are there beside activations
+    rest = memory_use.at_rest(program, case.states_per_param)
     shed = (
         (0, rest.total) if program.step.layout.world_size > 1 else (0, rest.optimizer, rest.optimizer + rest.gradients)
     )
     tried = [held.total - part for part in shed]
     return next((size for size in tried if _fits(case, size / FILLED)), tried[-1])
+
+
+def _updating(case: Case, program: Program) -> int:
+    """Bytes of an update of lists of tensors: all that is held between steps, and the square roots of all second moments."""
+    step = program.step
+    moments = step.updated_numel[0] * BYTES_OF[step.master_dtype] // step.layout.num_shards
+    rest = memory_use.at_rest(program, case.states_per_param)
+    return rest.total + moments
 
 
 def _shortened(program: Program) -> Program:
@@ -327,7 +351,7 @@ def known(case: Case) -> tuple[str, TimedStep, int]:
     """Return the layout of a case, what the clock plays of it, and its predicted bytes: zero where none were measured."""
     key = (
         *_written_of(case), *case.words.items(), case.recompute, case.microbatches, case.global_batch, case.stage,
-        case.is_reserved, case.states_per_param, bool(case.memory_bytes or case.out_of_memory),
+        case.is_reserved, case.states_per_param, case.updates_lists, bool(case.memory_bytes or case.out_of_memory),
     )  # fmt: skip
     if key not in _KNOWN:
         programs, step = written(case)
@@ -359,6 +383,8 @@ def predict(row: Row) -> Outcome:
         measured_bytes=case.memory_bytes or 0.0,
         fits=_fits(case, held),
         out_of_memory=case.out_of_memory,
+        kind=class_of(case.machine, devices := Layout(layout).world_size),
+        devices=devices,
         reason="" if case.step_s or held else "nothing was measured",
     )
 

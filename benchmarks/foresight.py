@@ -37,7 +37,7 @@ from cells import Row
 from composed import composed
 from forecast import Outcome, predict, rounded
 from foresight_fits import calibrate, cross_validate
-from foresight_parts import by_part, coverage, interval, own_factors, ratios
+from foresight_parts import by_part, coverage, interval, own_factors, ratios, ratios_by_kind
 from foresight_tables import Table, as_document, as_lines, tables_of
 from foresight_workers import Workers
 from published_memory import TARGETS, is_reserved
@@ -58,9 +58,19 @@ def read_rows(folder: Path) -> tuple[list[Row], list[str]]:
                 others.append(path.name)
                 continue
             rows += [
-                {**{k: v or "" for k, v in row.items() if isinstance(k, str)}, "file": path.stem} for row in reader
+                {**{k: v or "" for k, v in row.items() if isinstance(k, str)}, "file": _origin(path.stem, row)}
+                for row in reader
             ]
     return rows, others
+
+
+_COLLECTED = ("small_machines", "misc_papers", "misc_single_gpu")
+"""Files that hold rows of many sources, of which each is left out by itself."""
+
+
+def _origin(stem: str, row: Row) -> str:
+    """Return the source of a row: its file, or what its cell says in a file of several."""
+    return (row.get("source") or stem).partition(" (")[0][:40] if stem in _COLLECTED else stem
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -194,6 +204,8 @@ def _can_be_written(path: Path) -> bool:
     return not path.is_dir() and path.parent.is_dir() and os.access(place, os.W_OK)
 
 
+LEAST_OF_KIND = 30
+"""Rows of a class of machines from which on it has intervals of its own."""
 _RECORD = """# Measured over predicted: between these parts 8 of 10 rows of a new source are to be expected, and were, of sources left out.
 # Written by `python benchmarks/foresight.py --rows DIR --record FILE`.
 """
@@ -202,11 +214,13 @@ _RECORD = """# Measured over predicted: between these parts 8 of 10 rows of a ne
 def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
     """Write the intervals of measured over predicted, of steps and of peaks of memory."""
     lines = [_RECORD.rstrip()]
-    for name, found in ratios(*_of_files(rows, outcomes, composed(rows), is_in=False)).items():
-        if not found:
-            continue
-        low, high = map(rounded, interval(found))
-        lines += ["", f"[{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
+    for kind, parts in ratios_by_kind(*_of_files(rows, outcomes, composed(rows), is_in=False)).items():
+        for name, found in parts.items():
+            if kind != "all" and len(found) < LEAST_OF_KIND:
+                continue
+            if found:
+                low, high = map(rounded, interval(found))
+                lines += ["", f"[{kind}.{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
     return "\n".join(lines) + "\n"
 
 
@@ -240,6 +254,10 @@ def summary(all_rows: Sequence[Row], all_outcomes: Sequence[Outcome]) -> dict[st
         "parts": {name: figures(alike) for name, alike in by_part(rows, outcomes).items()},
         "own_factors": own_factors(rows, outcomes),
         **_of_intervals(rows, outcomes),
+        "kinds": {
+            kind: {name: _kind(alike) for name, alike in parts.items() if alike}
+            for kind, parts in ratios_by_kind(rows, outcomes).items()
+        },
         "skipped": [{"source": name, "reason": why, "rows": count} for (name, why), count in reasons.most_common()],
     }
 
@@ -257,6 +275,25 @@ def _of_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str,
     return {
         "intervals": {name: [*map(rounded, interval(alike))] for name, alike in found.items() if alike},
         "coverage": {name: coverage(alike) for name, alike in found.items()},
+    }
+
+
+def _kind(found: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Return what a class of machines has of one part: rows, errors, its interval, and what that of other sources covers."""
+    off = sorted(100 * abs(1 / ratio - 1) for _, ratio in found)
+    covered = coverage(found)
+    rows = Counter(source for source, _ in found)
+    by_rows = sum(share * rows[source] for source, share in covered["sources"].items())
+    return {
+        "rows": len(found),
+        "sources": len(rows),
+        "mape": rounded(statistics.fmean(off)),
+        "median_ape": rounded(statistics.median(off)),
+        "interval": [*map(rounded, interval(found))],
+        "covered": covered["mean"],
+        "covered_rows": rounded(by_rows / sum(rows[source] for source in covered["sources"]))
+        if covered["sources"]
+        else None,
     }
 
 

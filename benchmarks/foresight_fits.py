@@ -75,8 +75,19 @@ an exchange of NCCL serves all peers at once: one hop, not   64 ranks of a GB300
 one for each                                                 model zoo's step
 rows go to the nodes that their routing meets                AutoModel's balanced gate takes experts that follow each other: DeepSeek-V3 on
                                                              256 H100, 47 % too slow, is 8 % too fast
-what scripts say and tables leave out (published_scripts)    looked up for the rows that were most off; those of rows that are met were not
 adapters of all linear layers in AutoModel                   two of its three fine-tunings were 22 and 41 % too fast
+
+and of one to eight devices, decided on one half of the sources and confirmed on the other (18.2 % on average before, 12.8 % in the middle):
+
+long products are split, so that their last wave is full     17.7 %: modded-nanogpt's 768 columns, 19 to 15, LLMQ 25 to 24
+clocks of GeForce cards above their data sheets              16.9 %, 10.3 % in the middle: LLMQ 24 to 16, torchao 16 to 13, Answer.AI 24 to 22
+instructions of elementwise kernels                          16.7 %: Lambda's A100, H100 and B200, 34 to 16 % too fast, gain half, and
+                                                             the model zoo loses 4; twice as many instructions 16.7 too
+eager blocks of torchtune and torchao, weights in INT8       16.1 %, 9.9 % in the middle: torchao 13 to 8 and 23 to 16
+gradients of NVIDIA's recipes in 16 bits, and entries of     MLPerf 6.0 19.2 to 14.8, of which instructions take 1.2 again; Bridge and DGX
+MLPerf that interleave                                       Cloud lose 1 each
+copies at 0.93 of the bandwidth of GDDR, not 0.85; blocks    none and none
+of NVIDIA's recipes that move what compiled ones do
 
 and of `calibrate`, whose median entry they did not lower (8.2 % with normal errors of 0.1 and factors of 0.35): factors of 0.2, as the
 record's sources differ, 8.9 %; with these and Cauchy errors of 0.05, as its rows have them around their source's own factor, 8.7 %.
@@ -91,6 +102,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from cells import Row, whole
@@ -102,9 +114,9 @@ from published_memory import is_timed
 
 from samestep import hardware as machines
 from samestep.hardware import Hardware
-from samestep.planning.calibration.calibrate import Fit
-from samestep.planning.calibration.factors import scaled
-from samestep.simulation import cost
+from samestep.wings.plan.calibrate import Fit, scaled
+from samestep.wings.plan.simulation import cost
+from samestep.wings.plan.simulation.simulate import class_of
 
 FAR = 64
 """Devices from which on a row is far from one node."""
@@ -160,7 +172,7 @@ def adjusted(machine: Hardware, shipped: Hardware, setting: Setting) -> Hardware
         kernel_launch_s=kernel_launch_s * host,
         host_step_s=per_step_s + started * kernel_launch_s,
         efficiency=reached,
-        sustained=min(1.0, sustained * shipped.sustained / HELD) if shipped.sustained < 1 else 1.0,
+        sustained=min(1.0, sustained * shipped.sustained / HELD) if shipped.sustained < 1 else shipped.sustained,
         intra=replace(machine.intra, collective_s=collective_s),
         inter=replace(machine.inter, collective_s=collective_s),
     )
@@ -234,6 +246,11 @@ class Fits:
         [[found]] = self._workers.each(_ratios, [(source, (self._runs[source], [setting]))])
         return found
 
+    def labels(self, source: str) -> list[tuple[str, int]]:
+        """Return the class of machine and the number of devices of a source's rows."""
+        [found] = self._workers.each(_labels, [(source, (self._runs[source],))])
+        return found
+
     def expected(self, without: Container[str]) -> Setting:
         """Return what is expected of the constants given all sources but some.
 
@@ -277,7 +294,15 @@ def _ratios(runs: Sequence[tuple[str, Sequence[Row]]], settings: Sequence[Settin
     return [[one.ratio(setting) for one in prepared] for setting in settings]
 
 
-Fitted = dict[str, dict[str, float]]
+def _labels(runs: Sequence[tuple[str, Sequence[Row]]]) -> list[tuple[str, int]]:
+    found = [one.case for one in prepare(runs) if one is not None]
+    counts = [
+        math.prod(int(case.words.get(word, 1)) for word in ("tp", "pp", "dp_replicate", "dp_shard")) for case in found
+    ]
+    return [(class_of(case.machine, count), count) for case, count in zip(found, counts, strict=True)]
+
+
+Fitted = dict[str, dict[str, Any]]
 """By source: its rows, their errors in per cent, and the constants that the other sources show."""
 
 
@@ -292,11 +317,12 @@ def cross_validate(rows: Sequence[Row], workers: Workers, aside: Container[str] 
     return measured, every
 
 
-def _left_out(fits: Fits, source: str, without: Container[str]) -> dict[str, float]:
+def _left_out(fits: Fits, source: str, without: Container[str]) -> dict[str, Any]:
     """Return how well a source is met with what is expected of the constants without some."""
     setting = fits.expected(without)
     mine = [100 * min(abs(math.expm1(ratio)), MOST_OFF) for ratio in fits.ratios(setting, source)]
     return {
+        "each": [(*label, rounded(off)) for label, off in zip(fits.labels(source), mine, strict=True)],
         "rows": len(mine),
         "mape": rounded(statistics.fmean(mine)),
         "median_ape": rounded(statistics.median(mine)),

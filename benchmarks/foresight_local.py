@@ -42,16 +42,16 @@ from foresight import as_lines, kendall
 from live import Live
 from torch.distributed.tensor import DTensor
 
-from samestep import Job, Layout, hardware, load, measure
+from samestep import Job, Layout, benchmark_hardware, hardware, load
 from samestep.datasets import batches
 from samestep.errors import InputError
+from samestep.memory.memory_use import at_rest
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest
-from samestep.simulation.prediction import predict
 from samestep.training.workload import Workload
+from samestep.wings.plan.simulation.simulate import predict
 
 LAYOUTS = (
     "dp=1",
@@ -100,7 +100,7 @@ def work(place: RankInfo, workload: Workload, layout: Layout, steps: int) -> Mea
 def _held(run: Run) -> tuple[int, int, int]:
     """Bytes of the storages of weights and gradients, and of the optimizer's tensors."""
     params = [p._local_tensor if isinstance(p, DTensor) else p for p in run.model.parameters()]
-    grads = [p.grad._local_tensor for p in run.model.parameters() if isinstance(p, DTensor) and p.grad is not None]
+    grads = [p.grad._local_tensor for p in run.model.parameters() if isinstance(p.grad, DTensor)]
     grads += [piece.gradient() for piece in run.updater.pieces]
     states = sum(
         value.numel() * value.element_size()
@@ -123,7 +123,7 @@ def measured(job: Job, steps: int) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
     for _ in range(ROUNDS):
         for words in LAYOUTS:
-            layout = Layout.parse(words)
+            layout = Layout(words)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*share . core")
                 one = workers.run_workers(work, (workload, layout, steps), ranks=layout.world_size)
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 ranks, device = (1, "cuda") if on_gpu else (2, "cpu")
-                machine = measure(out=Path(folder) / "this-machine.toml", ranks=ranks, device=device)
+                machine = benchmark_hardware(out=Path(folder) / "this-machine.toml", ranks=ranks, device=device)
     except InputError as error:
         parser.error(str(error))
     head, lines = _on_a_gpu(words, machine) if on_gpu else _on_cpus(words, machine)
@@ -190,7 +190,7 @@ def _on_cpus(words: argparse.Namespace, machine: hardware.Hardware) -> Table:
     lines: list[Sequence[object]] = []
     pairs, record = [], []
     for layout_words, found in measured(job, words.steps).items():
-        said = predict(model, job, Layout.parse(layout_words), machine, states)
+        said = predict(model, job, Layout(layout_words), machine, states)
         held = at_rest(said.programs[0], states)
         seen_s = statistics.median(found.step_s)
         exact = (held.weights, held.gradients, held.optimizer) == (found.weights, found.gradients, found.optimizer)

@@ -31,10 +31,11 @@ STRIPS = 2**14
 """Of two right angles, by which a distribution is summed up."""
 POINTS = 2**9
 """Equally probable values that stand for a distribution."""
-SIZES = (1, 8, 64, 512)
+SIZES = (1, 2, 8, 9, 64, 512)
 """Devices from which on a row belongs to the next group of sizes."""
+KINDS = {"cards": "cards on PCIe", "few": "parts of a node", "nodes": "nodes"}
+"""Classes of machines (`class_of`), each with intervals of its own."""
 FEATURES: dict[str, Callable[[Layout], bool]] = {
-    "one device": lambda layout: layout.world_size == 1,
     "zero=0, several replicas": lambda layout: layout.zero == 0 and layout.dp > 1,
     "zero=1": lambda layout: layout.zero == 1,
     "zero=2": lambda layout: layout.zero == 2,
@@ -103,6 +104,16 @@ def ratios(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, list[R
     }
 
 
+def ratios_by_kind(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, dict[str, list[Ratio]]]:
+    """Return the ratios of all rows, and of each class of machines."""
+    pairs = [*zip(rows, outcomes, strict=True)]
+    found = {"all": ratios(rows, outcomes)}
+    for kind in KINDS:
+        alike = [(row, o) for row, o in pairs if o.kind == kind]
+        found[kind] = ratios([row for row, _ in alike], [o for _, o in alike])
+    return found
+
+
 def coverage(found: Sequence[Ratio]) -> dict[str, Any]:
     """Return the per cent of each source's rows that the interval of all other sources covers, and their mean over sources."""
     covered: dict[str, float] = {}
@@ -127,15 +138,36 @@ def by_part(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, list[
     """Return the outcomes of each size of cluster, and of each feature of a layout; a row may have several features."""
     found: dict[str, list[Outcome]] = {}
     for first, beyond in zip(SIZES, (*SIZES[1:], None), strict=True):
-        found[f"{first} to {beyond - 1} devices" if beyond else f"{first} devices and more"] = [
+        found[size_of(first, beyond)] = [
             o
             for row, o in zip(rows, outcomes, strict=True)
             if o.layout and first <= whole(row, "n_gpus") and (beyond is None or whole(row, "n_gpus") < beyond)
         ]
-    layouts = {o.layout: Layout.parse(o.layout) for o in outcomes if o.layout}
+    for kind, name in KINDS.items():
+        found[name] = [o for o in outcomes if o.layout and o.kind == kind]
+    layouts = {o.layout: Layout(o.layout) for o in outcomes if o.layout}
     for name, has in FEATURES.items():
         found[name] = [o for o in outcomes if o.layout and has(layouts[o.layout])]
     return {name: alike for name, alike in found.items() if alike}
+
+
+def size_of(first: int, beyond: int | None) -> str:
+    """Return the name of a group of sizes."""
+    if beyond == first + 1:
+        return f"{first} device{'s' * (first > 1)}"
+    return f"{first} to {beyond - 1} devices" if beyond else f"{first} devices and more"
+
+
+def left_out_groups(fitted: dict[str, dict[str, Any]]) -> dict[str, list[Ratio]]:
+    """Return the errors of rows of sources that were left out, in per cent, with their source: by class of machine and by devices."""
+    each = [(source, *one) for source, found in fitted.items() for one in found["each"]]
+    groups = {name: [(s, off) for s, of, _, off in each if of == kind] for kind, name in KINDS.items()}
+    for first, beyond in zip(SIZES, (*SIZES[1:], None), strict=True):
+        groups[size_of(first, beyond)] = [
+            (s, off) for s, _, n, off in each if first <= n and (beyond is None or n < beyond)
+        ]
+    groups["1 to 8 devices"] = [(s, off) for s, _, n, off in each if n <= 8]
+    return {name: found for name, found in groups.items() if found}
 
 
 def own_factors(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))  # a machine witho
 import gpu_rows
 import torch
 
-from samestep.output.text_table import align_columns
+from samestep.output.text import align_columns
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 

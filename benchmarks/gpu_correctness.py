@@ -104,7 +104,7 @@ def waits_of_a_step(place: RankInfo) -> list[str]:
 
     chosen = job(device=place.device.type, train={"watch_every": 0})
     workload = Workload(chosen)
-    run = Run(workload.source, Layout.parse("dp=1"), chosen, place)
+    run = Run(workload.source, Layout("dp=1"), chosen, place)
     stream = batches(workload.dataset, chosen)
     with waits.counting():
         for _ in range(3):

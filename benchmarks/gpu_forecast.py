@@ -19,10 +19,10 @@ from single_gpu import Setting
 
 from samestep import hardware
 from samestep.hardware import Hardware
-from samestep.measurement import microbenchmarks, profile
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.processes.join import RankInfo
-from samestep.simulation.prediction import predict
+from samestep.wings.plan.measurement import microbenchmarks, profile
+from samestep.wings.plan.simulation.simulate import predict
 
 SETTINGS = (
     Setting("llama-125m", 16, "none"),

@@ -34,9 +34,9 @@ from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.prediction import predict
 from samestep.training.metrics import speed_of
 from samestep.training.out_of_memory import is_shortage
+from samestep.wings.plan.simulation.simulate import predict
 
 AGREE = 0.02
 """The largest difference of two contestants' losses, relative: a few roundings of bf16."""
@@ -179,7 +179,7 @@ class Setting:
     @property
     def layout(self) -> Layout:
         """One rank, one micro-batch."""
-        return Layout.parse(f"dp=1 recompute={self.recompute}")
+        return Layout(f"dp=1 recompute={self.recompute}")
 
     @property
     def job(self) -> Job:

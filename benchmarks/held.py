@@ -53,7 +53,7 @@ def _job(args: argparse.Namespace, states: str = "float32") -> Job:
         "num_hidden_layers": args.layers, "num_attention_heads": 8, "num_key_value_heads": 8,
     }  # fmt: skip
     return Job(
-        model={"config": config},
+        model={"source": "hf:llama", "config": config},
         data={"sequence_length": args.sequence},
         train={"global_batch": args.samples, "steps": 10**6, "watch_every": 0},
         numerics={"precision": "bf16", "optimizer_states": states},
@@ -90,7 +90,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.turns + 1):
         for name, run in runs.items():
-            with patch.object(run._stepper, "update", _timed(run._stepper, device, updates[name])):
+            with patch.object(run._stepper, "change", _timed(run._stepper, device, updates[name])):
                 began = _now(device)
                 losses[name] += [run.step(next(streams[name])).loss for _ in range(STEPS)]
                 times[name].append((_now(device) - began) / STEPS)
@@ -111,14 +111,14 @@ def main() -> None:
 
 
 def _timed(steps: Stepper, device: torch.device, found: list[float]):  # type: ignore[no-untyped-def]
-    original = Stepper.update
+    original = Stepper.change
 
-    def update(assembly, do) -> None:  # type: ignore[no-untyped-def]
+    def change(assembly, do) -> None:  # type: ignore[no-untyped-def]
         began = _now(device)
         original(steps, assembly, do)
         found.append(_now(device) - began)
 
-    return update
+    return change
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ TABLES: Mapping[str, tuple[int, Mapping[str, Way]]] = {"codecs": (300, CODED), "
 def held_out(job: Job, way: Way) -> float:
     """Train a job on one device, and return its held-out loss."""
     work = Workload(job)
-    run = Run(work.source, Layout.parse(way.layout), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    run = Run(work.source, Layout(way.layout), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
     for batch in batches(work.dataset, job):
         if batch.step == 0 and way.is_rounded:
             run.prepare(batch.samples([0]))

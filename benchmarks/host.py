@@ -39,7 +39,7 @@ from host_rows import ROWS, Row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
-from samestep.output.text_table import align_columns
+from samestep.output.text import align_columns
 
 STEPS_EACH = 3
 """Timed steps of a turn; one more before them is not timed."""
@@ -48,7 +48,7 @@ WARM_STEPS = 12
 
 def ours(row: Row) -> Iterator[float]:
     """Yield the losses of samestep's steps."""
-    data_ranks = samestep.Layout.parse(row.layout).dp
+    data_ranks = samestep.Layout(row.layout).dp
     job = samestep.Job(
         train={
             "global_batch": row.samples * row.microbatches * data_ranks,

@@ -39,7 +39,7 @@ class Row:
     @property
     def num_ranks(self) -> int:
         """The number of processes."""
-        return samestep.Layout.parse(self.layout).world_size
+        return samestep.Layout(self.layout).world_size
 
 
 _FIXED = (

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep import Job
-from samestep.output.byte_sizes import gib
-from samestep.planning.plan import plan
+from samestep.output.text import gib
+from samestep.wings.plan.plan import plan
 
 ROWS = Path(__file__).parent / "rows" / "long_context.json"
 MACHINE = "h100x8"

@@ -5,7 +5,7 @@
 A small Llama, whose logits are most of what it needs, takes its steps on one CPU: one run for each contestant, in turns, so
 that other load on the machine meets all of them. Each figure of time is the median of the ratios of processor time to that of
 whole logits in the same turn, with its quartiles. The peak is that of all tensors alive in one step (`live.py`), and beside it what the program says.
-The losses of the first step must agree to 1e-5. `--docs` writes the table into docs/memory.md. Exits 1 where a chunk of the
+The losses of the first step must agree to 1e-5. `--docs` writes the table into docs/memory-options.md. Exits 1 where a chunk of the
 loss needs more memory than whole logits.
 """
 
@@ -25,16 +25,16 @@ from live import Live
 
 import samestep
 from samestep.building.loss import cross_entropy
-from samestep.output.text_table import align_columns
+from samestep.memory.memory_use import during_step
+from samestep.output.text import align_columns
 from samestep.runtime.run import Run
-from samestep.runtime.step_batch import StepBatch
-from samestep.simulation.memory import during_step
+from samestep.runtime.step_observer import StepBatch
 
 CLASSES, WIDTH, LAYERS, LENGTH, BATCH = 2**17, 128, 2, 256, 2
 CHUNKS = (None, 256, 64)
-DOCUMENT = Path(__file__).parent.parent / "docs" / "memory.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "memory-options.md"
 BLOCK = re.compile(r"(<!-- measured: loss_chunk -->\n).*?(<!-- end -->)", re.DOTALL)
-HEAD = ("layout", "peak MB", "predicted MB", "peak, of whole logits", "processor time, of whole logits", "quartiles")
+HEAD = ("layout", "peak MB", "predicted MB", "peak, of whole logits", "CPU time, of whole logits", "quartiles")
 
 
 class Tokens:

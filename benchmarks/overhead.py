@@ -198,7 +198,9 @@ class Crew:
         """Let the processes leave."""
         with contextlib.suppress(OSError):
             self.ask(0)
-        for wire in (*self._said, *self._wires, self._server):
+        for said in self._said:
+            said.close()
+        for wire in (*self._wires, self._server):
             wire.close()
 
     def end(self) -> None:

@@ -5,7 +5,7 @@
 A small Llama takes its steps on one CPU, on samples of documents of 1,024 tokens on average: with the mask that the model itself
 makes, and with documents attended one by one. Figures of time are the least processor time of a step. The peak is that of all
 tensors alive in one step (`live.py`), and beside it what the program says. The losses must agree to 1e-4. `--docs` writes the
-table into docs/memory.md. Exits 1 where documents need more memory than the mask.
+table into docs/memory-options.md. Exits 1 where documents need more memory than the mask.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from live import Live
 import samestep
 from samestep.building import model as calls
 from samestep.building.loss import cross_entropy
-from samestep.datasets.example import example_of
-from samestep.output.text_table import align_columns
-from samestep.simulation.memory import during_step
+from samestep.datasets.batch import example_of
+from samestep.memory.memory_use import during_step
+from samestep.output.text import align_columns
 
 CLASSES, WIDTH, LAYERS, MEAN, BATCH, STEPS = 256, 64, 2, 1024, 2, 3
-DOCUMENT = Path(__file__).parent.parent / "docs" / "memory.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "memory-options.md"
 BLOCK = re.compile(r"(<!-- measured: packed_documents -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = ("tokens", "mask: peak MB", "documents: peak MB", "predicted MB", "mask: ms", "documents: ms")
 
@@ -114,7 +114,7 @@ def main() -> None:
     if given.docs:
         lines = [HEAD, ("---:",) * len(HEAD), *rows]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        where = f"\nProcessor time, one thread of {platform.machine()}, torch {torch.__version__}.\n"
+        where = f"\nCPU time, one thread of {platform.machine()}, torch {torch.__version__}.\n"
         text = DOCUMENT.read_text(encoding="utf-8")
         DOCUMENT.write_text(BLOCK.sub(lambda found: found[1] + table + where + found[2], text), encoding="utf-8")
 

@@ -45,11 +45,11 @@ from samestep.datasets import batches
 from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.runtime.axes.pipeline.stage import Stage
-from samestep.runtime.processes.join import LOOPBACK, RankInfo
+from samestep.runtime.processes.host_names import LOOPBACK
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.worker import die_with_parent
 from samestep.runtime.run import Run
-from samestep.runtime.step_batch import Indices
-from samestep.runtime.step_observer import StepObserver
+from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.schedules import Action
 from samestep.training.workload import Workload
 
@@ -86,7 +86,7 @@ def job_of(microbatches: int) -> Job:
 def layout_of(schedule: str, microbatch: int = SAMPLES) -> Layout:
     """Two stages; interleaved with two runs of layers each."""
     virtual = " virtual_stages=2" if schedule == "interleaved" else ""
-    return Layout.parse(f"pp=2 schedule={schedule}{virtual} microbatch={microbatch}")
+    return Layout(f"pp=2 schedule={schedule}{virtual} microbatch={microbatch}")
 
 
 # -- in a process of a contestant ------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _serve(rank: int, world: int, folder: str, runs: list[tuple[Job, Layout]], p
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     if world > 1:
-        store = dist.FileStore(f"{folder}/store", world)
+        store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=600)
         )
@@ -232,7 +232,7 @@ def measure(rounds: int, say: Callable[[str], None]) -> list[Seen]:
     counts = sorted({count for _, count in CONTESTANTS})
     Workload(job_of(counts[0]))  # what it imports, the processes need not
     with tempfile.TemporaryDirectory() as folder:
-        one = Crew(1, [(job_of(c), Layout.parse(f"dp=1 microbatch={SAMPLES}")) for c in counts], folder)
+        one = Crew(1, [(job_of(c), Layout(f"dp=1 microbatch={SAMPLES}")) for c in counts], folder)
         two = Crew(2, [(job_of(c), layout_of(schedule)) for schedule, c in CONTESTANTS], folder)
         found = [Seen([], [], [], []) for _ in CONTESTANTS]
         for turn in range(rounds):

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from samestep import Job, Layout, hardware, load
 from samestep.models import presets
-from samestep.planning import search
-from samestep.simulation.prediction import predict
+from samestep.wings.plan import search
+from samestep.wings.plan.simulation.simulate import predict
 
 H100 = "h100x8"
 JOB = Path(__file__).parent.parent / "jobs" / "default.toml"
@@ -52,7 +52,7 @@ def plan_default(devices: int) -> Callable[[], object]:
 def simulation() -> Callable[[], object]:
     """Return what plays 4,096 devices, 96 layers, 64 micro-batches."""
     model, job, machine = presets.preset("gpt3-175b", 2048), _job("gpt3-175b", 2048, 64 * 64), hardware.load(H100)
-    layout = Layout.parse("dp=64 zero=1 tp=8 pp=8 microbatch=1 sequence_parallel")
+    layout = Layout("dp=64 zero=1 tp=8 pp=8 microbatch=1 sequence_parallel")
     return lambda: predict(model, job, layout, machine).to_record()
 
 

@@ -25,10 +25,9 @@ from published_models import preset_of
 
 from samestep import Job, hardware
 from samestep.models.published import as_published
-from samestep.output.byte_sizes import gib
-from samestep.planning.plan import KEPT_FREE, plan
-from samestep.simulation.prediction import Prediction
-from samestep.simulation.simulate import simulate
+from samestep.output.text import gib
+from samestep.wings.plan.plan import KEPT_FREE, plan
+from samestep.wings.plan.simulation.simulate import Prediction, simulate
 
 ROWS = Path(__file__).parent / "rows" / "plans.json"
 MACHINE = "h100x8"

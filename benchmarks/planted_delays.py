@@ -36,8 +36,10 @@ from torch import Tensor, nn
 from samestep import job_files as jobs
 from samestep.building.loss import cross_entropy
 from samestep.datasets import open_dataset
+from samestep.datasets.reading import read_samples
 from samestep.runtime import ledger
 from samestep.runtime.recording import marks
+from samestep.runtime.recording.step_recorder import StepRecorder
 
 WARM_STEPS = 6
 """Steps before the first delay: buffers are allocated, links are opened."""
@@ -134,26 +136,26 @@ def begin(plan: Plan) -> None:
 
 def at(place: str) -> None:
     """Be late at a place of this rank's step, if that is planned."""
-    plan, listener = _Place.plan, marks.listener()
-    if plan is None or listener is None:
+    plan, recorder = _Place.plan, marks.listener()
+    if plan is None or not isinstance(recorder, StepRecorder):
         return
-    delay = plan.delay_of(listener.step)
+    delay = plan.delay_of(recorder.step)
     if place == "block":
-        _share_core(delay is not None and delay.place == "core" and listener.rank in delay.ranks)
-    if delay is None or delay.place != place or listener.rank not in delay.ranks:
+        _share_core(delay is not None and delay.place == "core" and recorder.rank in delay.ranks)
+    if delay is None or delay.place != place or recorder.rank not in delay.ranks:
         return
     began = time.perf_counter_ns()
     _WAYS[delay.how](delay.seconds)
-    took(listener, place, time.perf_counter_ns() - began)
+    took(recorder, place, time.perf_counter_ns() - began)
 
 
-def took(listener: Any, place: str, nanoseconds: int) -> None:
+def took(recorder: StepRecorder, place: str, nanoseconds: int) -> None:
     """Write what a delay took."""
     if _Place.file < 0:
         assert _Place.plan is not None
-        path = Path(_Place.plan.folder) / f"delays.rank{listener.rank}"
+        path = Path(_Place.plan.folder) / f"delays.rank{recorder.rank}"
         _Place.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(_Place.file, f"{listener.step}\t{place}\t{nanoseconds}\n".encode())
+    os.write(_Place.file, f"{recorder.step}\t{place}\t{nanoseconds}\n".encode())
 
 
 def took_s(folder: Path, rank: int) -> dict[int, float]:
@@ -246,7 +248,7 @@ def llama() -> nn.Module:
             return found
 
     given = jobs.default().model.config
-    model = LlamaForCausalLM(LlamaConfig(**given, attn_implementation="sdpa"))
+    model = LlamaForCausalLM(LlamaConfig(**{**given, "attn_implementation": "sdpa"}))
     for index, layer in enumerate(model.model.layers):
         layer.mlp.__class__ = LateMLP
         layer.mlp.is_late = index == len(model.model.layers) - 1
@@ -285,7 +287,7 @@ class _LateTexts:
     def read(self, indices: Any) -> Any:
         """Return the samples of a micro-batch."""
         at("held out" if min(indices) >= self._cut else "data")
-        return self._inner.read(indices)
+        return read_samples(self._inner, indices)
 
     def __getitem__(self, index: int) -> Any:
         return self._inner[index]
@@ -376,10 +378,10 @@ def slow_system() -> Iterator[None]:
 
 def _turn_of_bucket() -> bool | None:
     """Return whether a bucket of gradients is followed by more in this step; None where that is not to be tried, or this is no bucket."""
-    plan, listener, owners = _Place.plan, marks.listener(), ledger._owners.names
-    if plan is None or listener is None or not owners or not owners[-1].startswith("bucket"):
+    plan, recorder, owners = _Place.plan, marks.listener(), ledger._owners.names
+    if plan is None or not isinstance(recorder, StepRecorder) or not owners or not owners[-1].startswith("bucket"):
         return None
-    delay, is_planted = plan.turn_of(listener.step)
+    delay, is_planted = plan.turn_of(recorder.step)
     return is_planted if delay is not None and delay.place == "collective" else None
 
 
@@ -397,9 +399,9 @@ class _Timed:
     def wait(self, *given: Any) -> Any:
         """Wait as the work does."""
         done = self._work.wait(*given)
-        listener = marks.listener()
-        if listener is not None:
-            took(listener, "collective", time.perf_counter_ns() - self._began)
+        recorder = marks.listener()
+        if isinstance(recorder, StepRecorder):
+            took(recorder, "collective", time.perf_counter_ns() - self._began)
         return done
 
     def __getattr__(self, name: str) -> Any:

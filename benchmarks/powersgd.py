@@ -74,7 +74,7 @@ class Hook:
         model = drawn_rows.call(source.model, job.train.seed)
         model.load_state_dict(ours.run.model.state_dict())
         self._index = ours.run.place.rank
-        self._first_lr, self._factor = job.optimizer.lr, learning_rate_factor(job.schedule, job.train.steps)
+        self._first_lr, self._factor = job.optimizer.lr, learning_rate_factor(job)
         self._clip_norm, self._loss = job.optimizer.clip_norm, source.loss
         self._optimizer = source.optimizer(list(model.named_parameters()))
         self.model = DistributedDataParallel(model, **ddp_options())

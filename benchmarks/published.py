@@ -18,13 +18,15 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
 | experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
+| dtype of reduced gradients  | float32; that of the weights in NVIDIA's recipes from H100 on (`grad_reduce_in_fp32 = False` in Megatron-Bridge's) |
+| virtual stages              | one; in MLPerf's rounds of late, as in those before, two blocks each                     |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
 | rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each; DeepSeek-V3's to four of eight groups of experts |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them; logits never in 8 or 4 bits |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | which memory was measured   | what tensors had at most; in torchtitan what the allocator took from the device, which its log prints |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
-| what its script says        | what that says (`published_scripts.py`): batches and recompute of LLMQ, recompute of AutoModel, CUDA graphs of the model zoo |
+| what its configuration says | what the name of one in the notes says, and what loops are beyond their table (`published_loops.py`) |
 | all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
 What software made of a machine is in `published_machines.py`, of precisions in `published_precision.py`, of recompute in `published_recompute.py`, of a loss in `published_memory.py`, and of mixers of Mamba-2 in `published_mixers.py`. Mapped to the nearest thing: context parallelism (a sample
@@ -43,30 +45,56 @@ from functools import lru_cache
 from cells import Row, SkippedError, joined, number, says_nothing, whole
 from composed import is_calculated
 from published_experts import sent_rows, with_experts
+from published_loops import (
+    adapters_of,
+    bits_of_states,
+    hides_sums,
+    holds_sixteen_bits,
+    is_entry,
+    is_of_recipe,
+    is_packed,
+    offloads,
+    updates_lists,
+    with_configuration,
+    with_its_modules,
+    with_its_windows,
+)
 from published_machines import as_tested, is_by_xla, is_late, is_tested, machine_of
-from published_memory import TARGETS, is_out_of_memory, is_reserved, is_timed, is_titan, memory_bytes, with_its_loss
+from published_memory import (
+    TARGETS,
+    is_out_of_memory,
+    is_reserved,
+    is_timed,
+    is_titan,
+    memory_bytes,
+    states_per_param,
+    with_its_logits,
+    with_its_loss,
+)
 from published_mixers import MIXERS, with_mixers
 from published_models import Recipe, decoder_of, is_compiled, recipe_of
 from published_precision import precision_of, wide_layers
 from published_recompute import as_it_recomputes, recompute_of
-from published_scripts import with_script
+from published_vision import reading_s, vision_model, vision_of
 
 from samestep.hardware import Hardware
-from samestep.job_tables import ALL_LINEAR, LoraTable
-from samestep.models.adapted_spec import add_adapters
+from samestep.job_tables import LoraTable
+from samestep.models.catalog import add_adapters
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.presets import resnet
 from samestep.models.spec import ModelSpec
 
 _YES = ("true", "yes", "1", "on", "1.0")
 COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 """What a file must have one of to hold rows of this kind."""
 
-
 RELEASE_DEVICES = 64
 """Of Megatron-LM's release runs: what bert_release needs (tp 8, pp 8), and t5_release for one micro-batch a step (512 / 32 x 4)."""
+MOST_AT_ONCE = 4
+"""Samples of a rank that entries to MLPerf have in one micro-batch, without a pipeline."""
+HOST_BYTES_PER_S = 20e9
+"""From the host to a device by PCIe 4.0 of 16 lanes, where the profile does not say."""
 LOGGED = 4
 """Operations for each weight by which functional tests log how many of its gradients are zero (Megatron-LM's `count_zeros_fp32`: a
 comparison, a sum, a difference, a sum)."""
@@ -74,9 +102,6 @@ MUON_STARTS = 40
 """Operations of Muon for one matrix: five times three products and what adds them up (Jordan 2024), momentum, norm, update."""
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
-_ADAPTERS = r"\bq?lora\b|task=lora"
-_ADAPTS_ALL = "automodel"
-"""Sources with adapters on all linear layers of a block (`target_modules: '*_proj'`), and not on those of its attention alone."""
 LARGE = 6e9
 """Weights from which on nobody replicates Adam's states."""
 
@@ -101,6 +126,8 @@ class Case:
     """Part of the rows that leave for experts: one for all experts of a node, where a dispatcher sees to that."""
     chunks: int
     """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
+    reduces_narrow: bool
+    """Whether gradients are reduced in the dtype of the weights."""
     precision: str
     deterministic: bool
     products: str
@@ -116,12 +143,20 @@ class Case:
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
     states_per_param: int = 2
+    packs_states: bool = False
+    """Whether an element of a state takes eight bits."""
     repeats_half: bool = False
     """Under selective recompute every second product runs again."""
-    compiles: bool = False
-    """Whether each block is a graph of torch.compile."""
+    compiles: str = ""
+    """What is a graph of torch.compile: `blocks`, or all of the `model`; nothing."""
     is_lean: bool = False
     """Weights, gradients and states in the compute dtype, on the host what does not fit."""
+    is_narrow: bool = False
+    """Weights, gradients and states in the compute dtype."""
+    offloads: bool = False
+    """Whether weights and gradients are in the host's memory between their uses."""
+    updates_lists: bool = False
+    """Whether an update has another copy of all weights that it updates."""
 
 
 def case_of(row: Row) -> Case:
@@ -130,7 +165,7 @@ def case_of(row: Row) -> Case:
     Raises:
         SkippedError: it cannot be predicted.
     """
-    row = with_script(row)
+    row = with_configuration(row)
     if not is_timed(row) and not number(row, "metric_memory_gib") and not is_out_of_memory(row):
         raise SkippedError("nothing was measured")
     if is_calculated(row):
@@ -139,14 +174,7 @@ def case_of(row: Row) -> Case:
         raise SkippedError("the layout is not printed")
     _refuse_nonsense(row)
     machine = machine_of(row)
-    if (
-        re.search(r"resnet.?50", row.get("model") or "", re.IGNORECASE)
-        and "cnn" not in row["model"].lower()
-        and "retina" not in row["model"].lower()
-    ):
-        decoder, name = None, "resnet50"
-    else:
-        decoder, name = decoder_of(row, machine)
+    decoder, name = _network_of(row, machine)
     tp, pp, cp = _cuts(row, machine, decoder.layers if decoder else 1)
     devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
     dp = devices // (tp * pp * cp)
@@ -168,14 +196,16 @@ def case_of(row: Row) -> Case:
     splits = _splits_sequence(row, machine, decoder, tp)
     known = name if name in MIXERS else ""
     model = _model(
-        decoder,
+        decoder or name,
         known,
         row.get("source") or "",
         recipe_of(row),
-        "qlora" in (row.get("model") or "").lower(),
+        is_packed(row),
         splits,
         pp > 1,
+        adapters.targets if (adapters := adapters_of(row)) else (),
     )
+    model = _interned(with_its_windows(row, with_its_modules(row, with_its_logits(row, model)))) if decoder else model
     precision, products = precision_of(row, machine)
     products = products if decoder else ""
     words = _words(row, tp, pp, cp * dp, per_rank, model, machine) | ({"sequence_parallel": True} if splits else {})
@@ -189,7 +219,10 @@ def case_of(row: Row) -> Case:
         model, starts = _interned(as_tested(row, model)), len(model.params) // pp * LOGGED
     if "optimizer=muon" in joined(row, "notes") and not words.get("zero"):
         starts += _matrices(model, pp, ep) * MUON_STARTS
-    machine = replace(machine, host_step_s=machine.host_step_s + starts * machine.kernel_launch_s)
+    read_s = 0.0 if decoder else reading_s(row, global_batch // dp)
+    copied_s = _copied_s(model, machine, cp * dp) if offloads(row) else 0.0
+    host_step_s = machine.host_step_s + starts * machine.kernel_launch_s + read_s + copied_s
+    machine = replace(machine, host_step_s=host_step_s)
     tokens_of_step = global_batch * tokens
     return Case(
         id=row.get("id") or "",
@@ -201,7 +234,8 @@ def case_of(row: Row) -> Case:
         recompute=recompute_of(row, machine, model),
         microbatches=() if whole(row, "micro_batch") or recipe else _halves(per_rank),
         sent_rows=sent_rows(row, machine, decoder, ep),
-        chunks=CHUNKS if _hides_sums(row, machine) else 1,
+        chunks=CHUNKS if hides_sums(row, is_late=is_late(machine)) else 1,
+        reduces_narrow=is_of_recipe(row) and is_late(machine),
         precision=precision,
         deterministic="--deterministic-mode=true" in joined(row, "notes"),
         products=products,
@@ -214,24 +248,40 @@ def case_of(row: Row) -> Case:
         is_reserved=is_reserved(row),
         out_of_memory=is_out_of_memory(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
-        states_per_param=1 if name == "resnet50" else 2,
+        states_per_param=states_per_param(row, has_decoder=decoder is not None),
+        packs_states=bits_of_states(row) > 0,
         repeats_half=is_titan(row),
-        compiles=is_compiled(row),
+        compiles="" if not is_compiled(row) else "blocks" if is_titan(row) else "model",
         is_lean=recipe is not None,
+        is_narrow=holds_sixteen_bits(row),
+        offloads=offloads(row),
+        updates_lists=updates_lists(row),
     )
+
+
+def _copied_s(model: ModelSpec, machine: Hardware, ranks: int) -> float:
+    """Seconds in which three passes copy a rank's part of weights in 16 bits from the host to its device."""
+    held = 2 * sum(param.numel for param in model.params) / ranks
+    return 3 * held / (machine.host_bytes_per_s or HOST_BYTES_PER_S)
+
+
+def _network_of(row: Row, machine: Hardware) -> tuple[Decoder | None, str]:
+    """Return the row's transformer and its name, or the name of its network of convolutions."""
+    name = vision_of(row)
+    return (None, name) if name else decoder_of(row, machine)
 
 
 @lru_cache(maxsize=256)
 def _model(
-    decoder: Decoder | None, known: str, source: str, recipe: Recipe | None, is_packed: bool, splits: bool,
-    has_stages: bool,
+    decoder: Decoder | str, known: str, source: str, recipe: Recipe | None, is_packed: bool, splits: bool,
+    has_stages: bool, targets: tuple[str, ...],
 ) -> ModelSpec:  # fmt: skip
     """Return the model of a row of a source; rows that have these alike have one model, which is made once."""
     row = {"source": source}
-    if decoder is None:
-        model = resnet()
+    if isinstance(decoder, str):
+        model = vision_model(decoder, is_fused="MLPerf" in source)
     else:
-        model = with_its_loss(row, _spec_of(decoder, known or "published", source), recipe, is_packed=is_packed)
+        model = with_its_loss(row, _spec_of(decoder, known or "published", targets), recipe, is_packed=is_packed)
         model = with_mixers(model, decoder, MIXERS[known]) if known else model
     if splits and not is_titan(row):
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
@@ -241,12 +291,15 @@ def _model(
     return _interned(model)
 
 
-def _spec_of(decoder: Decoder, name: str, source: str) -> ModelSpec:
-    """Return the shape of a decoder, with its adapters where its source has them."""
-    if not decoder.adapter_rank or not re.search(_ADAPTS_ALL, source, re.IGNORECASE):
+def _spec_of(decoder: Decoder, name: str, targets: tuple[str, ...]) -> ModelSpec:
+    """Return the shape of a decoder, with its adapters where its row says which layers have them."""
+    if not decoder.adapter_rank or not targets:
         return spec(decoder, name)
-    adapters = LoraTable(targets=(ALL_LINEAR,), r=decoder.adapter_rank)
-    return add_adapters(spec(replace(decoder, adapter_rank=0), name), adapters)
+    if decoder.bias:  # one product makes queries, keys and values
+        targets = tuple(dict.fromkeys("qkv" if one in ("q_proj", "k_proj", "v_proj") else one for one in targets))
+    return add_adapters(
+        spec(replace(decoder, adapter_rank=0), name), LoraTable(targets=targets, r=decoder.adapter_rank)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -335,6 +388,8 @@ def _microbatch(row: Row, machine: Hardware, tokens: int, pp: int, dp: int) -> i
         return max(1, total // (dp * pp)) if is_titan(row) else 1
     if recipe := recipe_of(row):
         return recipe.samples
+    if is_entry(row) and dp <= total <= MOST_AT_ONCE * dp:
+        return total // dp
     size = 256
     while size > 1 and (size * tokens > 2**14 or (total and total // dp < size)):
         size //= 2
@@ -357,8 +412,8 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int) -> Decoder:
     """Cut the sequence, and add adapters."""
     if cp > 1:
         decoder = replace(decoder, sequence=max(decoder.sequence // cp, 1), keys=decoder.sequence)
-    if re.search(_ADAPTERS, joined(row, "model", "notes"), re.IGNORECASE):
-        decoder = replace(decoder, adapter_rank=16)
+    if adapters := adapters_of(row):
+        decoder = replace(decoder, adapter_rank=adapters.rank)
     return decoder
 
 
@@ -391,8 +446,8 @@ def _words(
         words |= {"dp_replicate": slices, "dp_shard": dp // slices, "zero": min(zero, 3)}
     else:
         words["dp_replicate"] = dp
-    virtual = whole(row, "vp", 1)
     blocks = sum(layer.is_block for layer in model.layers)
+    virtual = whole(row, "vp", -(-blocks // (2 * pp)) if is_entry(row) else 1)
     if pp > 1 and (virtual > 1 or "interleaved" in (row.get("schedule") or "").lower()):
         virtual = max(min(virtual if virtual > 1 else 2, blocks // pp), 1)
         if virtual > 1:
@@ -404,15 +459,6 @@ def _too_large(model: ModelSpec, machine: Hardware) -> bool:
     """Whether whole weights and gradients alone fill a device: then nobody keeps them whole."""
     held = sum(param.numel * (6 if param.trainable else 2) for param in model.params)
     return held > machine.memory_bytes
-
-
-def _hides_sums(row: Row, machine: Hardware) -> bool:
-    """Whether sums over tp are cut to hide behind products: where the row says so, or says nothing of NVIDIA's recipes."""
-    said = re.search(r"tp.comm.overlap(=False)?|async TP=(False|True)", joined(row, "notes"), re.IGNORECASE)
-    if said:
-        return not said[1] and said[2] != "False"
-    recipes = re.search(r"nemo|bridge|dgxc|mlperf", joined(row, "source", "url_or_repo_path"), re.IGNORECASE)
-    return recipes is not None and is_late(machine)
 
 
 def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tokens: int) -> tuple[str, ...]:

@@ -31,9 +31,9 @@ from published import case_of
 from samestep import Job
 from samestep.errors import InputError
 from samestep.layout import Layout
-from samestep.planning import search
-from samestep.planning.plan import KEPT_FREE
-from samestep.simulation.prediction import Prediction, predict
+from samestep.wings.plan import search
+from samestep.wings.plan.plan import KEPT_FREE
+from samestep.wings.plan.simulation.simulate import Prediction, predict
 
 ROWS = Path(__file__).parent / "rows" / "published_bests.json"
 TESTS = ("megatron_golden",)
@@ -70,7 +70,7 @@ def priced(row: Row) -> dict[str, Any] | None:
     case = case_of(row)
     job = Job(train={"global_batch": case.global_batch}, numerics={"precision": case.precision})
     machine = replace(case.machine, kept_free=KEPT_FREE)
-    printed = Layout.parse(known(case)[0])
+    printed = Layout(known(case)[0])
     try:
         theirs = predict(case.model, job, printed, machine, case.states_per_param)
         found = search.plan(case.model, job, machine, printed.world_size, top=1, states_per_param=case.states_per_param)

@@ -88,7 +88,7 @@ def with_experts(row: Row, model: ModelSpec, words: Mapping[str, int | str], tp:
 
     layers = tuple(_with_own_experts(layer, tp, own, ep) if layer.dispatches else layer for layer in model.layers)
     if is_by_engine(row):
-        layers = tuple(replace(la, kernels=la.kernels - ROUTING) if la.dispatches else la for la in layers)
+        layers = tuple(replace(la, moved=la.moved.plus(0, kernels=-ROUTING)) if la.dispatches else la for la in layers)
     return replace(model, params=tuple(map(held, model.params)), layers=layers), dealt
 
 

@@ -16,12 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cells import Row, SkippedError, joined, says_nothing, whole
+from published_cards import CARDS, of_card
+from published_loops import on_its_link
 
 from samestep import hardware as machines
 from samestep.hardware import Hardware
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
-from samestep.simulation.cost import BACKWARD_KERNELS, COLLECTIVE_STARTS
+from samestep.wings.plan.simulation.cost import BACKWARD_KERNELS, COLLECTIVE_STARTS
 
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
@@ -99,13 +101,25 @@ def machine_of(row: Row) -> Hardware:
         device = next((name for said, name in _UNNAMED if re.search(said, row.get("source") or "", re.IGNORECASE)), "")
         if not device:
             raise SkippedError("the device is not named")
+    return _with_software(_on_its_network(_shipped(device), row), row)
+
+
+def _shipped(device: str) -> Hardware:
+    """Return the profile of a device: that of its card, or of the machine that its name is close to."""
+    if card := next((one for one in CARDS if re.search(one.pattern, device, re.IGNORECASE)), None):
+        found = of_card(card, _of_file(card.like))
+        return SHIPPED.setdefault(found.name, found)
     name = next((name for pattern, name in _MACHINES if re.search(pattern, device, re.IGNORECASE)), None)
     if name is None:
         raise SkippedError(f"no profile of {device}")
+    return _of_file(name)
+
+
+def _of_file(name: str) -> Hardware:
     if name not in SHIPPED:
         file = _FOLDER / f"{name}.toml"
         SHIPPED[name] = machines.load(file if file.exists() else name)
-    return _with_software(_on_its_network(SHIPPED[name], row), row)
+    return SHIPPED[name]
 
 
 def _on_its_network(machine: Hardware, row: Row) -> Hardware:
@@ -125,6 +139,8 @@ def _on_its_network(machine: Hardware, row: Row) -> Hardware:
     port = _port_bytes_per_s(network, whole(row, "gpus_per_node", machine.devices_per_node))
     if port and port > machine.inter.bytes_per_s / 5:  # slower ones are for storage and management
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
+    if rate := on_its_link(machine, row):
+        machine = replace(machine, intra=replace(machine.intra, bytes_per_s=rate))
     return machine
 
 
@@ -168,8 +184,11 @@ def as_tested(row: Row, model: ModelSpec) -> ModelSpec:
     ring = RING_STARTS + (parts - 1) * RING_PART_STARTS if parts > 1 else 0.0
 
     def tested(index: int, layer: LayerSpec) -> LayerSpec:
-        own = layer.kernels + 3 * max(experts - 1, 0) * len(layer.dispatches)  # two products and an activation each
-        return replace(layer, kernels=round(MODULE_STARTS * own + ring + weights[index] / (1 + BACKWARD_KERNELS)))
+        own = layer.moved.kernels + 3 * max(experts - 1, 0) * len(
+            layer.dispatches
+        )  # two products and an activation each
+        kernels = round(MODULE_STARTS * own + ring + weights[index] / (1 + BACKWARD_KERNELS))
+        return replace(layer, moved=replace(layer.moved, kernels=kernels))
 
     layers = (tested(index, layer) if layer.is_block else layer for index, layer in enumerate(model.layers))
     return replace(model, layers=tuple(layers))

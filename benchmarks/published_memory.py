@@ -10,8 +10,10 @@ import re
 from dataclasses import replace
 
 from cells import Row, SkippedError, joined, number
-from published_models import Recipe
+from published_loops import bits_of_states, holds_sixteen_bits
+from published_models import Recipe, is_compiled
 
+from samestep.models.layer_parts import WorkingSet
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 
@@ -55,21 +57,49 @@ def memory_bytes(row: Row, *, is_said: bool) -> float | None:
     size = number(row, "metric_memory_gib")
     if not is_said and not is_timed(row) and not is_out_of_memory(row):
         raise SkippedError("its memory alone was measured, and its micro-batch is not printed")
-    if (
-        not size or not is_said or "nvidia-smi" in joined(row, "notes")
-    ):  # which counts what the allocator keeps for later too
+    if not size or not is_said or _is_of_driver(row):
         return None
     return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 
 
+def states_per_param(row: Row, *, has_decoder: bool) -> int:
+    """Return the number of states of a weight, in elements as they are held: two states in 16 bits are one in 32, two in 4 are one in 8."""
+    if bits := bits_of_states(row):
+        return bits // 4
+    return 1 if not has_decoder or holds_sixteen_bits(row) else 2
+
+
+def _is_of_driver(row: Row) -> bool:
+    """Whether the memory is what a driver says is taken, with what the allocator keeps for later, context and libraries."""
+    notes = joined(row, "notes")
+    return bool(re.search(r"nvidia-smi|rocm-smi", notes)) and "allocated by torch" not in notes
+
+
 def with_its_loss(row: Row, model: ModelSpec, recipe: Recipe | None, *, is_packed: bool) -> ModelSpec:
     """Make of a model what its library's loss and adapters do; `is_packed` where frozen weights are in 4 bits."""
+    model = _packed(model) if is_packed else model
     if recipe:
-        model = _in_chunks(model, recipe.loss_chunks)
-        return _packed(model) if is_packed else model
+        return _in_chunks(model, recipe.loss_chunks)
     if re.search(_FUSED_LOSS, row.get("source") or ""):
         return _in_one_kernel(model)
     return _in_whole(model) if re.search(_EAGER_LOSS, row.get("source") or "") else model
+
+
+def with_its_logits(row: Row, model: ModelSpec) -> ModelSpec:
+    """Make of a model's loss what its row says of it: a product that is one kernel with its loss has no logits, a compiled loss reads them
+    in one kernel; logits become float32 where all else is held in 16 bits too."""
+    if re.search("fused linear cross entropy", joined(row, "notes")):
+        *others, head = _in_one_kernel(model).layers
+        few = head.output_elements // 32
+        head = replace(head, loss_elements=few, loss_working_elements=few, working=WorkingSet(few, few))
+        model = replace(model, layers=(*others, head))
+    elif is_compiled(row) and not is_titan(row):
+        model = _in_one_kernel(model)
+    if holds_sixteen_bits(row):
+        *others, head = model.layers
+        head = replace(head, loss_elements=3 * head.loss_elements, loss_working_elements=2 * head.loss_working_elements)
+        model = replace(model, layers=(*others, head))
+    return model
 
 
 def _in_chunks(model: ModelSpec, chunks: int) -> ModelSpec:
@@ -85,8 +115,7 @@ def _in_chunks(model: ModelSpec, chunks: int) -> ModelSpec:
         head,
         loss_elements=held,
         loss_working_elements=held,
-        working_elements=head.working_elements - head.working_cut_elements,
-        working_cut_elements=0,
+        working=head.working.plus(-head.working.cut_elements, -head.working.cut_elements),
     )
     return replace(model, layers=(*others, head))
 
@@ -96,9 +125,7 @@ def _in_one_kernel(model: ModelSpec) -> ModelSpec:
     half are left."""
     *others, head = model.layers
     spared = 15 * head.output_elements // 2
-    head = replace(
-        head, moved_elements=head.moved_elements - spared, moved_cut_elements=head.moved_cut_elements - spared
-    )
+    head = replace(head, moved=head.moved.plus(-spared, -spared))
     return replace(model, layers=(*others, head))
 
 

@@ -88,10 +88,8 @@ def _scanning(layer: LayerSpec, decoder: Decoder, mixers: Mixers) -> LayerSpec:
         layer,
         products=products,
         forward_flops=sum(product.flops for product in products),
-        moved_elements=layer.moved_elements + moved,
-        moved_cut_elements=layer.moved_cut_elements + moved,
+        moved=layer.moved.plus(moved, moved, len(products) - len(layer.products) + 2),
         # sums of the steps, the convolution, the states passed on, and the norm, instead of two rotations
-        kernels=layer.kernels + len(products) - len(layer.products) + 2,
     )
 
 
@@ -138,8 +136,7 @@ def _attending(layer: LayerSpec, attend: LayerSpec, decoder: Decoder) -> LayerSp
         layer,
         products=added + layer.products,
         forward_flops=layer.forward_flops + sum(product.flops for product in added),
-        moved_elements=layer.moved_elements + moved,
-        kernels=layer.kernels + len(added) + 2,
+        moved=layer.moved.plus(moved, kernels=len(added) + 2),
         forward_sums=sums + layer.forward_sums,
         backward_sums=layer.backward_sums + back,
         sequence_boundaries=boundaries + layer.sequence_boundaries,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cells import Row, SkippedError, joined, number, whole
+from published_loops import by_modules, is_of_transformers
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
@@ -80,7 +81,10 @@ RECIPES = {
     "llmq": Recipe(4, 1024, 4, "", 1),
 }
 _NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?(v?3|h(?!.?56b))|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux"
-_LOOPS = r"(?<![a-z])(grpo|rlhf|ppo)(?![a-z])"
+_LOOPS = r"(?<![a-z])(grpo|rlhf|ppo|rloo|dapo|gspo|reinforce|online.dpo)(?![a-z])"
+_GENERATES = (
+    r"\bgenerat(es|ion) (is |are )?(included|in the step)|includ\w+ (the )?(generation|rollouts?)|\brollouts?\b"
+)
 
 
 def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
@@ -88,7 +92,7 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     name = row.get("model") or ""
     if re.search(_NO_DECODER, name, re.IGNORECASE):
         raise SkippedError("the model is no transformer of one kind of block, or part of one")
-    if re.search(_LOOPS, name, re.IGNORECASE):
+    if re.search(_LOOPS, name, re.IGNORECASE) or re.search(_GENERATES, joined(row, "notes"), re.IGNORECASE):
         raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
     known = preset_of(name)
     base, length = _base(row, known), whole(row, "seq_len")
@@ -96,8 +100,25 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     decoder = replace(base, **sizes)
     if decoder.layers > MOST_LAYERS:
         raise SkippedError(f"{decoder.layers} layers of {decoder.hidden} are no sizes of a model")
-    decoder = _of_its_kind(decoder if known else _with_options(decoder, row), row, machine)
+    decoder = _of_its_kind(decoder if known else _of_its_weights(_with_options(decoder, row), row), row, machine)
     return decoder, known or name
+
+
+def _of_its_weights(decoder: Decoder, row: Row) -> Decoder:
+    """Let a model have the feed-forward with which its sizes make the number of weights that is printed: with a gate, and the norms and
+    positions that come with it, or without."""
+    weights = number(row, "n_params")
+    if not weights or not whole(row, "ffn") or not whole(row, "n_layers") or decoder.experts or decoder.gated:
+        return decoder
+    gated = replace(decoder, gated=True, bias=False, layer_norm=False, positions=0)
+    tried = [replace(one, tied=tied) for one in (decoder, gated) for tied in (True, False)]
+    return min(tried, key=lambda one: abs(_weights_of(one) / weights - 1))
+
+
+def _weights_of(decoder: Decoder) -> float:
+    attention = decoder.hidden * decoder.dim * 2 * (decoder.heads + decoder.kv)
+    block = attention + (2 + decoder.gated) * decoder.hidden * decoder.ffn
+    return decoder.layers * block + (2 - decoder.tied) * decoder.vocab * decoder.hidden
 
 
 def preset_of(name: str) -> str | None:
@@ -183,22 +204,42 @@ def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
         # Raffel et al. 2020, section 3.1.2: 512 tokens go in, about a quarter as many come out of blocks 4/3 as large.
         sequence = 4 * whole(row, "seq_len", 512) // 7 // 4 * 4
         decoder = replace(decoder, layers=5 * decoder.layers // 2, sequence=sequence, vocab=30592)
+    if re.search(r"\bvit\b", name, re.IGNORECASE):
+        decoder = replace(decoder, attention="attention", positions=decoder.sequence)
+    if re.search(r"rotary[^;]*no biases", joined(row, "notes")):
+        decoder = replace(decoder, positions=0, bias=False, layer_norm=False)
     if re.search("bert", name, re.IGNORECASE):
         decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
+        decoder = replace(decoder, vocab=2) if re.search("squad", name, re.IGNORECASE) else decoder
     if "unpadded" in name:  # half of MLPerf's 512 tokens are padding, and are left out
         decoder = replace(decoder, sequence=decoder.sequence // 2)
     if decoder.positions:
         decoder = replace(decoder, positions=decoder.sequence)
-    if "FSDP2" in (row.get("schedule") or "") and not is_compiled(row):
+    if is_eager(row):
+        decoder = replace(decoder, fused=False)
+    if by_modules(row):  # norms, rotations, gates and scores of Transformers are several operations each
         decoder = replace(decoder, fused=False)
     if _is_plain(row, machine):
         decoder = replace(decoder, attention="plain", dropout=not decoder.gated)
     return decoder
 
 
+def is_eager(row: Row) -> bool:
+    """Whether blocks of torch's own loops run as they are written: in FSDP2's, torchtune's and torchao's, and where nothing is compiled."""
+    own = "FSDP2" in (row.get("schedule") or "") or re.search("torchtune|torchao", joined(row, "source"))
+    return (row.get("compile") or "").lower() == "false" or bool(own and not is_compiled(row))
+
+
 def is_compiled(row: Row) -> bool:
     """Whether the blocks of a row run as graphs of torch.compile."""
     return (row.get("compile") or "").lower() == "true"
+
+
+def _is_llama(row: Row) -> bool:
+    """Whether the model is of 2023 or later, when Transformers had fused attention."""
+    return (
+        re.search(r"llama|mistral|mixtral|qwen|gemma|phi|yi-|falcon", row.get("model") or "", re.IGNORECASE) is not None
+    )
 
 
 def _weights_in(name: str) -> float | None:
@@ -208,7 +249,12 @@ def _weights_in(name: str) -> float | None:
 
 def _is_plain(row: Row, machine: Hardware) -> bool:
     """Whether attention keeps its scores: FlashAttention is of 2022 and for Ampere and later."""
-    if re.search("unfused|transformer-impl=local", joined(row, "notes").lower()) or machine.name.startswith("v100"):
+    said = joined(row, "notes", "model", "source").lower()
+    if re.search("unfused|transformer-impl=local|no flash attention", said) or machine.name.startswith("v100"):
+        return True
+    if not re.search(r"flash|sdpa|liger|unsloth", said) and (
+        re.search("deeplearningexamples", said) or (is_of_transformers(row) and not _is_llama(row))
+    ):
         return True
     if not machine.name.startswith("a100") or "flash" in joined(row, "notes", "model", "source").lower():
         return False

@@ -9,10 +9,9 @@ from cells import Row, SkippedError, joined, says_nothing
 
 from samestep.hardware import Hardware
 from samestep.models.spec import ModelSpec
+from samestep.program.ops import TF32
 
-_PRECISIONS = (
-    r"(F|FP|FLOAT)[-_ ]?(4|8|16|32)(?!\d)|TF32|NF4|INT[48](?!\d)|E\dM\d|BFLOAT|AMP|HALF|MIXED|(?<![A-Z\d])(16|32)(?!\d)"
-)
+_PRECISIONS = r"(F|FP|FLOAT)[-_ ]?(4|8|16|32)(?!\d)|TF32|NF4 WEIGHTS[^F]*FP16|NF4|INT[48](?!\d)|E\dM\d|BFLOAT|AMP|HALF|MIXED|(?<![A-Z\d])(16|32)(?!\d)"
 TAIL = 0.15
 """Part of the blocks that stay in 16 bits in a recipe of four."""
 
@@ -29,11 +28,16 @@ def precision_of(row: Row, machine: Hardware) -> tuple[str, str]:
     products = ""
     if re.search(r"FP4", text) and "float4" in machine.flops_per_s:
         products = "float4"
-    elif re.search(r"FP8|FLOAT8|INT8", text) or (not text and "mlperf" in joined(row, "source").lower()):
+    elif re.search(r"FP8|FLOAT8|INT8(?! WEIGHTS)", text) or (not text and "mlperf" in joined(row, "source").lower()):
         products = "float8" if "float8" in machine.flops_per_s else ""
+    if re.match(r"TF32", text):
+        return "float32", TF32 if TF32 in machine.flops_per_s else ""
+    if re.match(r"FP32|FLOAT32", text):
+        is_vision = re.search("resnet|vgg|inception", row.get("model") or "", re.IGNORECASE)
+        return "float32", TF32 if is_vision and TF32 in machine.flops_per_s else products  # cuDNN's default
     if re.match(r"FP16(?!/BF)", text) or "bfloat16" not in machine.flops_per_s:
         return "fp16", products
-    return ("float32" if re.match(r"FP32|FLOAT32", text) else "bf16"), products
+    return "bf16", products
 
 
 def wide_layers(row: Row, model: ModelSpec) -> frozenset[int]:

@@ -40,9 +40,9 @@ from network_namespaces import Host, NetworkError, network
 import samestep
 from samestep import Job, Layout, hardware
 from samestep import job_files as jobs
-from samestep.explanation.explain import read_run
-from samestep.explanation.step_parts import measured_steps
 from samestep.program.ops import OpKind
+from samestep.wings.explain.explain import read_run
+from samestep.wings.explain.step_parts import measured_steps
 
 ROWS = Path(__file__).parent / "rows" / "ring_overlap.json"
 WARM_STEPS = 2
@@ -70,15 +70,15 @@ def work(way: str, degree: int, settings: Sequence[str], out: str) -> None:
 
 def _wait_at_once() -> None:
     """Let each message arrive before the block beside it is computed."""
-    from samestep.runtime.axes.context import ring_attention
+    from samestep.runtime.axes.context.ring_attention import RingForm
 
-    begin = ring_attention._shift
+    begin = RingForm.shift
 
     def shift(*given: Any) -> Callable[[], Any]:
         arrived = begin(*given)()
         return lambda: arrived
 
-    ring_attention._shift = shift  # type: ignore[assignment]
+    RingForm.shift = shift  # type: ignore[method-assign]
 
 
 def trained(hosts: Sequence[Host], way: str, settings: Sequence[str], out: Path, limit_s: float) -> None:
@@ -233,7 +233,7 @@ def _ring_over_heads(preset: str, length: int, degree: int, machine: hardware.Ha
         model={"source": f"preset:{preset}"}, data={"sequence_length": length}, train={"global_batch": 1}, numerics={"precision": "bf16"}
     )  # fmt: skip
     heads, ring = (
-        samestep.simulate(job, Layout.parse(f"dp=1 cp={degree} exchange={one} recompute=full"), machine).step_s
+        samestep.simulate(job, Layout(f"dp=1 cp={degree} exchange={one} recompute=full"), machine).step_s
         for one in ("heads", "ring")
     )
     return ring / heads

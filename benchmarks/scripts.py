@@ -81,13 +81,13 @@ def ported(place: Any, name: str, layout: str) -> Result:
 
 def outcome(name: str, layout: str, reference: Result) -> tuple[str, str]:
     """Return what a kind is in a layout, and why."""
-    ranks = samestep.Layout.parse(layout).world_size
+    ranks = samestep.Layout(layout).world_size
     try:
         found = samestep.launch(ported, (name, layout), ranks=ranks, device="cpu", timeout_s=120.0)
     except samestep.WorkerError as error:
         return FAILED, str(error).strip().splitlines()[0]
     except samestep.SamestepError as error:
-        return REFUSED, " ".join(str(error).split())
+        return REFUSED, f"{' '.join(str(error).split())} [{error.code}]"
     except Exception as error:
         return FAILED, f"{type(error).__name__}: {error} {traceback.format_exc().splitlines()[-3]}"
     return compared(found, reference, KINDS[name].ignores)
@@ -121,7 +121,8 @@ def rows(names: list[str], layouts: list[str]) -> Iterator[tuple[str, str, str, 
             except Exception as error:
                 for layout in kind.layouts:
                     word = REFUSED if isinstance(error, samestep.InputError) else FAILED
-                    yield name, layout, word, " ".join(str(error).split())
+                    code = f" [{error.code}]" if isinstance(error, samestep.InputError) else ""
+                    yield name, layout, word, " ".join(str(error).split()) + code
                 continue
         reference = reference or plain(kind)
         for layout in kind.layouts:

@@ -26,10 +26,10 @@ from samestep.program.update_rules import states_per_param
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_batch import StepBatch
-from samestep.simulation.prediction import predict
+from samestep.runtime.step_observer import StepBatch
 from samestep.training.out_of_memory import is_shortage
 from samestep.training.workload import Workload
+from samestep.wings.plan.simulation.simulate import predict
 
 SEQUENCE = 2048
 VOCAB = 32000
@@ -67,7 +67,7 @@ class Setting:
     @property
     def layout(self) -> Layout:
         """One rank."""
-        return Layout.parse(f"dp=1 microbatch={self.microbatch} recompute={self.recompute}")
+        return Layout(f"dp=1 microbatch={self.microbatch} recompute={self.recompute}")
 
     def job(self, sequence: int = SEQUENCE) -> Job:
         """Two micro-batches of it."""

@@ -45,7 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import circumstances
 from network_namespaces import Host, NetworkError, network
 
-from samestep import Job, Layout, hardware
+from samestep import Job, Layout, benchmark_hardware, hardware
 from samestep import job_files as jobs
 from samestep.hardware import Hardware, Link
 
@@ -61,10 +61,7 @@ STREAMED = (*APART, f"numerics.exchange_parts={PARTS}", f"numerics.exchange_dela
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "bf16": ("numerics.compression=bf16",),
-    "fp16": ("numerics.compression=fp16",),
     "int8": ("numerics.compression=int8",),
-    "int4": ("numerics.compression=int4",),
-    "topk": ("numerics.compression=topk",),
     "powersgd": ("numerics.compression=powersgd",),
     f"every {EVERY}": APART,
     f"every {EVERY}, int8": (*APART, "numerics.compression=int8"),
@@ -237,7 +234,7 @@ def rows_of(given: argparse.Namespace, machine: Hardware) -> Iterator[dict[str, 
     Raises:
         NetworkError: this machine cannot make the hosts.
     """
-    from samestep.simulation.simulate import simulate
+    from samestep.wings.plan.simulation.simulate import simulate
 
     on = linked(machine, given)
     several = [job_of(given.job, way, given.hosts, given.steps) for way in given.ways]
@@ -319,10 +316,9 @@ def machine_of(name: str | None, ranks: int) -> Hardware:
     """Return a profile by name, or measure this machine with so many ranks at once."""
     if name:
         return hardware.load(name)
-    from samestep import measure
 
     with tempfile.TemporaryDirectory() as folder:
-        return measure(out=Path(folder) / "this-machine.toml", ranks=ranks, device="cpu")
+        return benchmark_hardware(out=Path(folder) / "this-machine.toml", ranks=ranks, device="cpu")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

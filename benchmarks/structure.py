@@ -1,15 +1,16 @@
 """What the shape of the source costs: files that a seam touches, lines of code, docstrings that leave something out.
 
     python benchmarks/structure.py [FOLDER ...] [--list NAME]
-    python benchmarks/structure.py --entered
+    python benchmarks/structure.py --entered [--write]     what a run enters, the main path and the core: `entered.py`
+    python benchmarks/structure.py --check | --write | --raise TEXT     the figures that may not rise: `ratchet.py`
 
 Each FOLDER is a checkout with `src/samestep`; several stand side by side as columns, so that a refactoring shows itself
 against the commit before it (`git worktree add ../before COMMIT`). Without a folder it is this checkout. `--list NAME`
 prints the files or functions behind one row. Everything is read from the syntax tree: comments and docstrings name no axis.
 
-    the main path                the files that a person reads to follow a job to its steps: `_MAIN_PATH`
-    functions entered            with `--entered`: functions of samestep that a rank of a plain `dp=2` Llama enters while it
-                                 prepares, and in its second step
+    names by origin              local variables and parameters, each time one is bound, that are named by how they came to be:
+                                 `BY_ORIGIN`, and `BY_ORIGIN_TOO` for words that would come instead of these
+    files that name replicas, codecs, NF4    anywhere in their text, comments and docstrings too
     files that name an axis      the field of `Layout` as an attribute or keyword, outside the two twins of the axis (files or folders)
     files that list axes         two or more axes of `Layout` as strings: an axis that is added may be missed there
     files that name a schedule   its word as a string
@@ -31,10 +32,11 @@ import io
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+
+import ratchet
 
 _TWINS = {"ep": "expert", "cp": "context", "tp": "tensor", "pp": "pipeline", "sequence_parallel": "sequence"}
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -53,23 +55,57 @@ _UNIT_NAME = re.compile(
 )
 _FRAGMENT = re.compile(r"^(Of|By|Whose|What|At|From|As|That|Where|Which|Say|Behind|Beside|How)\b")
 _DIALECT = re.compile(r"\b(beside|apart|behind|told|meets?|lies|lie|made|own)\b")
-_MAIN_PATH = re.compile(
-    "(job|layout|program|step|ops|holding|ranks|examine|assembly|held_assembly|run|stepper|open_step|step_scalars|step_batch"
-    "|objective|interpreter|microbatches|weight_store|replicated|data|optimizer_step|whole_optimizer|pieces|mesh)"
-)
+BY_ORIGIN = ("one", "found", "given", "held", "mine", "made", "own", "kept", "whole", "before")
+BY_ORIGIN_TOO = (
+    "after", "asked", "drawn", "known", "later", "left", "meant", "named", "noted", "ours", "read", "seen", "sent", "taken", "theirs",
+    "told", "wanted",
+)  # fmt: skip
+_WORDS = {"replicas": "replicas", "codecs": "codec", "NF4": "nf4"}
 _OURS = re.compile(r"(Error|refuse|refused)$")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folders", nargs="*", default=[str(Path(__file__).parents[1])])
+    parser.add_argument("folders", nargs="*", default=[str(ratchet.ROOT)])
     parser.add_argument("--list", metavar="NAME", help="print what is behind the row of this name")
-    parser.add_argument("--entered", action="store_true", help="count the functions that a rank enters")
+    parser.add_argument("--entered", action="store_true", help="count what a run enters and imports: some minutes")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a figure is above its ceiling")
+    parser.add_argument("--write", action="store_true", help="lower the ceilings, and write the counts")
+    parser.add_argument("--raise", dest="removed", metavar="TEXT", help="let figures rise: TEXT says what was removed")
     words = parser.parse_args()
     if words.entered:
-        for name, functions in entered().items():
-            print(f"{name}: {len(functions)} functions, {sum(functions.values()):,} lines of code")
+        _print_entered(words.write)
+    elif words.check or words.write or words.removed:
+        _turn(words)
+    else:
+        _print_table(words)
+
+
+def _print_entered(is_written: bool) -> None:
+    import entered
+
+    numbers = entered.counts()
+    for name, number in numbers.items():
+        print(f"{name:<40}{number:>8,}")
+    if is_written:
+        state = ratchet.load()
+        ratchet.save({**state, "counts": {**state["counts"], **numbers}})
+
+
+def _turn(words: argparse.Namespace) -> None:
+    """Check the figures of this checkout, lower their ceilings or let them rise."""
+    texts, state = ratchet.sources(ratchet.ROOT), ratchet.load()
+    now = ratchet.figures(ratchet.ROOT, texts)
+    if words.check:
+        sys.exit("\n".join(ratchet.complaints(now, state, ratchet.versions())) or None)
+    if words.removed:
+        ratchet.save(ratchet.let_rise(now, state, words.removed))
         return
+    state = ratchet.lowered(now, state)
+    ratchet.save({**state, "counts": {**state["counts"], **static_counts(texts)}})
+
+
+def _print_table(words: argparse.Namespace) -> None:
     columns = [measured(Path(folder)) for folder in words.folders]
     if words.list:
         sys.exit(
@@ -81,6 +117,35 @@ def main() -> None:
         print(f"{name:<{width}}", *(f"{_number(column.get(name, [])):>8,}" for column in columns))
 
 
+def static_counts(texts: dict[Path, str]) -> ratchet.Figures:
+    """Return the published counts that need no run."""
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    lines = {name: len(files) for name, files in _files_with_words(texts)}
+    bound = Counter(name for tree in trees.values() for name in _bound(tree))
+    return {
+        "raw lines": sum(text.count("\n") for text in texts.values()),
+        "bytes": sum(len(text.encode()) for text in texts.values()),
+        "names by origin": sum(bound[name] for name in BY_ORIGIN),
+        "names by origin too": sum(bound[name] for name in BY_ORIGIN_TOO),
+        **lines,
+    }
+
+
+def _files_with_words(texts: dict[Path, str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the files whose text has a word, whatever its case, by the name of the row."""
+    for name, word in _WORDS.items():
+        yield f"files that name {name}", [str(path) for path, text in texts.items() if word in text.lower()]
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Yield the name of a variable or parameter each time it is bound."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
 def _number(found: list[str]) -> int:
     """Return how many there are; a single number stands for itself."""
     return int(found[0]) if len(found) == 1 and found[0].isdigit() else len(found)
@@ -89,16 +154,12 @@ def _number(found: list[str]) -> int:
 def measured(folder: Path) -> dict[str, list[str]]:
     """Return what is behind each row of the table, by its name."""
     root = folder / "src" / "samestep"
-    trees = {path.relative_to(root): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))}
+    texts = ratchet.sources(folder)
+    trees = {path: ast.parse(text) for path, text in texts.items()}
     rows = {"files": [*map(str, trees)]}
     rows["files at the top"] = [str(path) for path in trees if len(path.parts) == 1]
     rows["largest number of files in one folder"] = [str(max(_in_each_folder(trees).values()))]
     rows["names of files used twice, twins aside"] = _used_twice(trees)
-    main_path = [
-        path for path in trees if _MAIN_PATH.fullmatch(path.stem) and path.parts[0] not in ("datasets", "checkpoints")
-    ]
-    rows["files of the main path"] = [*map(str, main_path)]
-    rows["lines of the main path"] = [str(sum(_num_lines(root / path) for path in main_path))]
     for axis, twin in _TWINS.items():
         rows[f"files that name {axis}, but its twins"] = [
             str(path)
@@ -116,7 +177,10 @@ def measured(folder: Path) -> dict[str, list[str]]:
     rows["files that ask for a gradient codec"] = [
         str(path) for path, tree in trees.items() if _attributes(tree) & {"codec", "reduce_dtype"}
     ]
-    rows["files that name replicas"] = [str(path) for path, tree in trees.items() if "replicas" in _attributes(tree)]
+    rows.update(_files_with_words(texts))
+    for name, words in {"names by origin": BY_ORIGIN, "names by origin too": BY_ORIGIN_TOO}.items():
+        rows[name] = [f"{path} {bound}" for path, tree in trees.items() for bound in _bound(tree) if bound in words]
+    rows["modes"] = sorted(ratchet.modes(texts))
     rows["files with private names of torch"] = [
         str(path) for path, tree in trees.items() if _names_private_torch(tree)
     ]
@@ -239,62 +303,6 @@ def _fragments(trees: dict[Path, ast.Module]) -> Iterator[str]:
                 first = (ast.get_docstring(node) or "").split("\n")[0]
                 if _FRAGMENT.match(first):
                     yield f"{path}:{node.lineno} {node.name}: {first}"
-
-
-def entered() -> dict[str, dict[str, int]]:
-    """Return the functions of samestep that rank 0 of a plain `dp=2` Llama enters, with their lines of code, by part of its run."""
-    import samestep
-
-    found: dict[str, dict[str, int]] = samestep.launch(_entered_by_a_rank, ranks=2, device="cpu")
-    return found
-
-
-def _entered_by_a_rank(_: object) -> dict[str, dict[str, int]]:
-    import torch
-
-    import samestep
-    from samestep.building.families import family_source
-
-    torch.set_num_threads(1)
-    job = samestep.Job(train={"global_batch": 4, "steps": 3, "watch_every": 0}, run={"device": "cpu"})
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    tokens = torch.randint(0, 64, (32, 9), generator=torch.Generator().manual_seed(1))
-    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
-    run = samestep.parallelize(
-        family_source("llama", sizes, "causal"), "cross_entropy", torch.optim.AdamW, layout="dp=2", job=job
-    )
-    batches = samestep.batches(rows, job)
-    first, second = next(batches), next(batches)
-    with _profiled() as prepared:
-        run.prepare(first.samples([0]))
-    run.step(first)
-    with _profiled() as step:
-        run.step(second)
-    return {"preparation": prepared, "step 2": step}
-
-
-@contextmanager
-def _profiled() -> Iterator[dict[str, int]]:
-    """Note each function of samestep that is entered, with its lines of code."""
-    found: dict[str, int] = {}
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event == "call" and "/samestep/" in code.co_filename and "<" not in code.co_name:
-            lines = {line for *_, line in code.co_lines() if line}
-            found[f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"] = len(lines)
-
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
 
 
 if __name__ == "__main__":

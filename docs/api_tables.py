@@ -14,6 +14,8 @@ from samestep.runtime.step_report import StepReport
 
 LONGEST = 24
 """The most characters of a default that are shown."""
+MADE_BY_USERS = ("EarlyStopping", "Job", "Layout")
+"""Classes that a program calls; objects of the other ones are results of functions."""
 
 
 def functions() -> str:
@@ -73,7 +75,7 @@ def _is_error(value: Any) -> bool:
 
 def _arguments(value: Any) -> str:
     """Return the names of a function's arguments with their defaults, without types."""
-    if isinstance(value, property):
+    if isinstance(value, property) or (isinstance(value, type) and value.__name__ not in MADE_BY_USERS):
         return ""
     found = []
     for one in inspect.signature(value).parameters.values():
@@ -97,9 +99,87 @@ def _text(value: Any) -> str:
     return " ".join(doc.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
+NEAREST = {
+    "Batch": "A batch of `torch.utils.data.DataLoader`",
+    "EarlyStopping": "`transformers.EarlyStoppingCallback`",
+    "Hardware": "None",
+    "Job": "`transformers.TrainingArguments`, `accelerate.Accelerator(...)`",
+    "Layout": "`accelerate.ParallelismConfig`, `torch.distributed.device_mesh.init_device_mesh`",
+    "Plan": "None",
+    "Prediction": "None",
+    "Run": "The result of `Accelerator.prepare`; `transformers.Trainer`",
+    "StepReport": "`logs` of `TrainerCallback.on_log`",
+    "Verdict": "None",
+    "after_step": "`torch.optim.Optimizer.register_step_post_hook`",
+    "batch_cat": "`Accelerator.gather`, `torch.distributed.nn.functional.all_gather`",
+    "batch_mean": "`Accelerator.reduce(x, 'mean')`",
+    "batch_sum": "`Accelerator.reduce(x, 'sum')`, `torch.distributed.nn.functional.all_reduce`",
+    "batches": "`torch.utils.data.DistributedSampler`, `Accelerator.prepare(loader)`",
+    "benchmark_hardware": "`nccl-tests`",
+    "benchmark_layouts": "None",
+    "calibrate": "None",
+    "doctor": "`accelerate env`, `accelerate test`",
+    "evaluate": "`Trainer.evaluate`",
+    "explain": "`torch.profiler.profile`",
+    "export": "`PreTrainedModel.save_pretrained`, `accelerate merge-weights`",
+    "independent": "None",
+    "inspect": "`accelerate estimate-memory`",
+    "latest": "`transformers.trainer_utils.get_last_checkpoint`",
+    "launch": "`accelerate launch`, `accelerate.notebook_launcher`, `torchrun`",
+    "layouts": "None",
+    "load": "`transformers.HfArgumentParser.parse_yaml_file`",
+    "mean_over": "`reduction='mean'` of `torch.nn` losses",
+    "model_loss": "`model(**batch).loss` in transformers",
+    "parallelize": "`Accelerator.prepare`, `DistributedDataParallel`, `fully_shard`",
+    "plan": "None",
+    "ray_worker": "`ray.train.torch.TorchTrainer`",
+    "sample": "`GenerationMixin.generate`",
+    "simulate": "None",
+    "track": "`Accelerator.init_trackers`, `transformers.TrainerCallback`",
+    "train": "`Trainer.train`",
+    "verify": "None",
+    "whole_batch": "`ClipLoss(gather_with_grad=True)` of open_clip",
+    "write_submission": "None",
+}
+"""The nearest counterpart of each public name in torch, Accelerate or transformers."""
+_OF_RUN = {
+    "averaged": "`torch.optim.swa_utils.AveragedModel`",
+    "backward": "`Accelerator.backward`",
+    "evaluate": "`Trainer.evaluate`",
+    "gathered": "`FullyShardedDataParallel.summon_full_params`",
+    "gradients": "`param.grad`",
+    "load": "`Accelerator.load_state`",
+    "load_state_dict": "`torch.distributed.checkpoint.state_dict.set_model_state_dict`",
+    "predict": "`Trainer.predict`",
+    "release": "`Accelerator.unwrap_model`",
+    "save": "`Accelerator.save_state`",
+    "save_pretrained": "`PreTrainedModel.save_pretrained`",
+    "state_dict": "`Accelerator.get_state_dict`",
+    "step": "`Accelerator.backward`, `clip_grad_norm_`, `optimizer.step` and `zero_grad`",
+    "update": "`optimizer.step`",
+    "zero_grad": "`optimizer.zero_grad`",
+}
+"""The same for methods of a run that have one."""
+
+
+def counterparts() -> str:
+    """Every public name, what it is, and its nearest counterpart."""
+    lines = ["| name | what it is | nearest counterpart |", "| --- | --- | --- |"]
+    lines += [f"| `samestep.{name}` | {_first(getattr(samestep, name))} | {NEAREST[name]} |" for name in public_names()]
+    return "\n".join(
+        [*lines, *(f"| `run.{name}` | {_first(getattr(Run, name))} | {near} |" for name, near in _OF_RUN.items())]
+    )
+
+
+def _first(value: Any) -> str:
+    """Return the first sentence of a docstring."""
+    return re.split(r"(?<=\.) |; |: (?=[a-zA-Z`])", _text(value))[0].rstrip(".:;") + "."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "api_functions": functions,
     "api_errors": errors,
     "api_run": run_methods,
     "api_report": report_fields,
+    "api_counterparts": counterparts,
 }

@@ -1,4 +1,4 @@
-"""Writes `src/samestep/job_keys.py`, the types of a job's tables for editors and type checkers, from the tables themselves.
+"""Writes `src/samestep/job_keys.pyi`, the types of a job's tables for editors and type checkers, from the tables themselves.
 
 python docs/job_keys.py           rewrites it
 python docs/job_keys.py --check   exits 1 where it is not what the tables say
@@ -17,10 +17,11 @@ from samestep.job_tables import LoraTable, Table
 from samestep.optimizer_tables import GroupTable
 from samestep.schedules import SCHEDULES
 
-FILE = Path(__file__).parent.parent / "src" / "samestep" / "job_keys.py"
+FILE = Path(__file__).parent.parent / "src" / "samestep" / "job_keys.pyi"
 HEAD = '''"""The tables of a job as an editor and a type checker know them: `Job(train={"steps": 3})` is completed key by key.
 
 Written by `python docs/job_keys.py` from `job_tables.py` and `optimizer_tables.py`, which check the values and say what each key means.
+A type checker reads this stub; nothing imports it at run time.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def main() -> int:
     """Write the file, or check it: the formatter may break its lines."""
     if "--check" in sys.argv[1:]:
         is_new = ast.dump(ast.parse(text())) != ast.dump(ast.parse(FILE.read_text(encoding="utf-8")))
-        print("src/samestep/job_keys.py is not what the tables say: python docs/job_keys.py" if is_new else "", end="")
+        print("src/samestep/job_keys.pyi is not what the tables say: python docs/job_keys.py" if is_new else "", end="")
         return int(is_new)
     FILE.write_text(text(), encoding="utf-8")
     return 0

@@ -1,7 +1,9 @@
-"""Makes the pictures of the documents: pages of `plan`, `simulate` and `explain`, as Chromium shows them.
+"""Makes the pictures of the documents: charts as SVG, and pages of `plan`, `simulate` and `explain`, as Chromium shows them.
 
-    python docs/pictures.py             writes docs/pictures/*.png
-    python docs/pictures.py simulate    writes those of one verb
+    python docs/pictures.py             writes docs/pictures/*.svg and *.png
+    python docs/pictures.py charts      writes the charts alone, which need no browser
+    python docs/pictures.py simulate    writes the pictures of one command
+    python docs/pictures.py --check     exits 1 if a chart is not drawn from the data of today
 
 The predictions are those that the commands in `PAGES` make; the explained run is trained here first, on four processes, so its
 times are those of this machine. Chromium must be installed; Pillow, if it is, makes the files smaller.
@@ -16,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from charts import CHARTS, Chart, digest
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
@@ -50,8 +54,28 @@ SHOTS = (
 )
 
 
-def main(verbs: list[str]) -> None:
-    """Make the pictures of some verbs, or of all."""
+def main(names: list[str]) -> int:
+    """Make the charts and the pictures of some commands, or of all; or check the charts."""
+    if names == ["--check"]:
+        old = [name for name, chart in CHARTS.items() if not _is_fresh(name, chart)]
+        print(*(f"stale: docs/pictures/{name}.svg: python docs/pictures.py charts" for name in old), sep="\n")
+        return int(bool(old))
+    if not names or "charts" in names:
+        FOLDER.mkdir(exist_ok=True)
+        for name, chart in CHARTS.items():
+            (FOLDER / f"{name}.svg").write_text(chart.svg(), encoding="utf-8")
+    if verbs := [verb for verb in PAGES if verb in names or not names]:
+        _take_all(verbs)
+    return 0
+
+
+def _is_fresh(name: str, chart: Chart) -> bool:
+    """Return whether the file of a chart holds the digest of its data."""
+    path = FOLDER / f"{name}.svg"
+    return path.is_file() and f"<!-- data: {digest(chart.data())} -->" in path.read_text(encoding="utf-8")
+
+
+def _take_all(verbs: list[str]) -> None:
     browser = next(
         (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
     )
@@ -60,7 +84,7 @@ def main(verbs: list[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for verb in verbs or PAGES:
+        for verb in verbs:
             page = _page(verb, folder)
             for shot in SHOTS:
                 if shot.verb == verb:
@@ -93,4 +117,4 @@ def _take(browser: str, page: Path, shot: Shot, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

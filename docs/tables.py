@@ -1,6 +1,6 @@
 """Writes the tables of the documents, between the markers `<!-- table: NAME -->` and `<!-- end -->`.
 
-    python docs/tables.py           rewrites benchmarks/README.md, docs/*.md and docs/reference/*.md
+    python docs/tables.py           rewrites README.md, benchmarks/README.md, docs/*.md and docs/reference/*.md
     python docs/tables.py --check   exits 1 where a table is not what its command prints today
 
 Each table is what the command named in its marker's function prints; nothing is typed by hand.
@@ -8,6 +8,7 @@ Each table is what the command named in its marker's function prints; nothing is
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import math
@@ -17,20 +18,21 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import error_kind_table
+import error_codes
+import evidence
 from pydantic import BaseModel
 
 from samestep import Job, Layout, hardware
 from samestep import job_files as jobs
+from samestep.enumeration import legality
+from samestep.memory.memory_use import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.models import catalog
 from samestep.models.presets import DECODERS, preset
-from samestep.output.byte_sizes import gib
-from samestep.planning import legality
-from samestep.planning.plan import plan
-from samestep.simulation import cases, listing
-from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
-from samestep.simulation.simulate import simulate
+from samestep.output.text import gib
 from samestep.strategies import program_of
+from samestep.wings.plan.plan import plan
+from samestep.wings.plan.simulation import cases
+from samestep.wings.plan.simulation.simulate import program_text, simulate
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -104,7 +106,7 @@ def held() -> str:
     lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     for zero in (0, 1, 2, 3):
         for degree in (2, 4, 8):
-            layout = Layout.parse(f"dp={degree} zero={zero}")
+            layout = Layout(f"dp={degree} zero={zero}")
             use = at_rest(program_of(model, Job.model_validate(base.model_dump()), layout))
             each = (use.weights + use.gradients + use.optimizer) / model.num_params
             cells = f"{use.weights:,} | {use.token_embeddings:,} | {use.gradients:,} | {use.optimizer:,} | {each:.2f}"
@@ -181,21 +183,21 @@ TECHNIQUES = (
     ("micro-batches (gradient accumulation)", "runtime/microbatches.py strategies/shard.py runtime/interpreter.py"),
     ("recompute (activation checkpointing)", "strategies/recompute.py runtime/axes/recompute.py"),
     (
-        "host inputs (inputs of blocks offloaded until their backward)",
+        "activation offloading to the host (CPU)",
         "strategies/host_inputs.py runtime/axes/host_inputs.py",
     ),
     (
-        "chunked MLP (parts of blocks, some tokens at a time)",
+        "chunked MLP (tiled MLP)",
         "strategies/chunked_mlp.py runtime/axes/chunked_mlp.py tracing/token_parts.py",
     ),
     (
         "chunked loss",
-        "strategies/chunked_loss.py runtime/axes/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py",
+        "strategies/chunked_loss.py runtime/axes/applied_axes.py building/chunked_cross_entropy.py tracing/pending_logits.py",
     ),
-    ("offload of the optimizer", "runtime/optimizers/offload.py runtime/host_copies.py"),
+    ("offload of the optimizer", "runtime/optimizers/optimizer_step.py runtime/host_copies.py"),
     (
-        "host weights (frozen models offloaded between uses)",
-        "strategies/host_weights.py runtime/axes/host_weights.py program/host_modules.py",
+        "host weights (parameter offloading of frozen models)",
+        "strategies/host_weights.py runtime/axes/host_weights.py program/program.py",
     ),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/loss_scale.py"),
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py independence/tensor_plan.py"),
@@ -210,25 +212,28 @@ TECHNIQUES = (
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py tracing/experts.py"),
     (
         "batch norm",
-        "strategies/batch_norm.py runtime/axes/batch_norm.py runtime/axes/one_group_norm.py program/sample_groups.py tracing/batch_norms.py",
+        "strategies/batch_norm.py runtime/axes/batch_norm.py runtime/axes/one_group_norm.py program/step.py tracing/batch_norms.py",
     ),
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
-        "local replicas (DiLoCo)",
-        "runtime/local_replicas.py program/exchange_times.py runtime/weights/replica_exchange.py",
+        "local replicas (DiLoCo, local SGD)",
+        "wings/slow_links/local_replicas.py program/exchange_times.py runtime/weights/replica_exchange.py",
     ),
-    ("whole updates (Muon)", "strategies/whole_update.py runtime/weights/owning.py runtime/optimizers/update_rule.py"),
-    ("packed states (8 bits)", "runtime/optimizers/packed_states.py program/state_blocks.py"),
-    ("compiled blocks and models", "runtime/axes/compiled_blocks.py strategies/whole_graph.py"),
-    ("packed documents", "datasets/documents.py building/packed_positions.py building/attention/by_document.py"),
+    (
+        "optimizers over the whole matrix (Muon, Shampoo)",
+        "strategies/whole_update.py runtime/weights/owning.py runtime/optimizers/update_rule.py",
+    ),
+    ("packed states (8-bit optimizer states)", "runtime/optimizers/packed_states.py program/update_rules.py"),
+    ("compiled blocks", "runtime/axes/compiled_blocks.py runtime/axes/graph_compiler.py"),
+    ("packed documents", "wings/readers/documents.py building/packed_positions.py building/attention/by_document.py"),
     (
         "attention",
         "building/attention/attention_spec.py building/attention/carriers.py building/attention/formula.py kernels/flash_dropout.py runtime/axes/context/ring_attention.py",
     ),
     ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py kernels/hashed_dropout.py"),
-    ("distributions of random numbers", "randomness/distributions.py examination/recording.py"),
+    ("distributions of random numbers", "randomness/distributions.py examination/traced_forward.py"),
     ("families of transformers", "building/families.py building/pretrained.py"),
-    ("adapters (LoRA, QLoRA)", "building/adapters.py building/nf4.py building/merging.py"),
+    ("adapters (LoRA, QLoRA)", "wings/adapters/lora.py wings/adapters/nf4.py building/model_changes.py"),
     (
         "proof of independence",
         "independence/dependence.py independence/dimension_maps.py independence/row_prover.py independence/cut_proof.py independence/operation_trial.py",
@@ -247,28 +252,31 @@ TECHNIQUES = (
     ),
     (
         "several hosts",
-        "training/hosts.py training/elastic.py runtime/processes/meeting.py runtime/processes/distant_workers.py "
+        "wings/cluster/hosts/run_on_hosts.py training/elastic.py wings/cluster/hosts/meeting.py wings/cluster/hosts/distant_workers.py "
         "runtime/processes/host_share.py",
     ),
     ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py"),
     (
         "samestep plan",
-        "planning/plan.py planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py",
+        "wings/plan/plan.py wings/plan/search.py enumeration/candidates.py wings/plan/ranking.py wings/plan/bounds/step_time.py",
     ),
-    ("samestep simulate", "simulation/simulate.py simulation/clock.py simulation/cost.py simulation/memory.py"),
-    ("legal layouts", "planning/legality.py planning/nearest_layout.py"),
+    (
+        "samestep simulate",
+        "wings/plan/simulation/simulate.py wings/plan/simulation/clock.py wings/plan/simulation/cost.py memory/memory_use.py",
+    ),
+    ("legal layouts", "enumeration/legality.py wings/plan/open_groups.py"),
     ("samestep inspect", "training/inspection.py"),
     (
         "samestep doctor",
-        "diagnosis/doctor.py diagnosis/findings.py diagnosis/one_host.py diagnosis/all_hosts.py diagnosis/gathering.py "
-        "diagnosis/doors.py",
+        "wings/cluster/diagnosis/doctor.py wings/cluster/diagnosis/findings.py wings/cluster/diagnosis/one_host.py wings/cluster/diagnosis/all_hosts.py wings/cluster/diagnosis/gathering.py "
+        "wings/cluster/diagnosis/doors.py",
     ),
     (
         "hardware profiles",
-        "measurement/profile.py hardware.py measurement/microbenchmarks.py measurement/refit.py planning/calibration/calibrate.py",
+        "wings/plan/measurement/profile.py hardware.py wings/plan/measurement/microbenchmarks.py wings/plan/measurement/refit.py wings/plan/calibrate.py",
     ),
 )
-"""Each technique as the README names it, and the files below src/samestep that hold it: the first is named like it."""
+"""Each technique as docs/features.md names it, and the files below src/samestep that hold it: the first is named like it."""
 
 
 def where() -> str:
@@ -286,7 +294,7 @@ def where() -> str:
 def a_step() -> str:
     """The program of both stages of a small job, as `samestep simulate --program` prints it."""
     job = jobs.load(ROOT / "jobs" / "default.toml", ["model.config.num_hidden_layers=2", "train.global_batch=4"])
-    text = listing.program_text(simulate(job, "dp=2 tp=2 pp=2 zero=1 microbatch=1", "cpu-laptop"))
+    text = program_text(simulate(job, "dp=2 tp=2 pp=2 zero=1 microbatch=1", "cpu-laptop"))
     return f"```\n{text}\n```"
 
 
@@ -340,7 +348,7 @@ CUTS = (
 def cuts() -> str:
     """What each way copies and cuts, and what its program holds and sends for Llama 2 7B on eight H100."""
     lines = [
-        "| way | layout | every rank has the same | cut in 8 | GiB held | GiB at the peak | GiB handed over a step by rank 0 | s a step |"
+        "| way | layout | every rank has the same | cut in 8 | GiB held | GiB at the peak | GiB sent per step by rank 0 | s a step |"
     ]
     lines.append("| --- | --- | --- | --- | ---: | ---: | --- | ---: |")
     for way, layout, copied, cut in CUTS:
@@ -446,7 +454,36 @@ def _stored(module: str, function: str, *arguments: str) -> str:
     return str(getattr(importlib.import_module(module), function)(*arguments))
 
 
+def port_diffs() -> str:
+    """The difference of each script of examples/ports to its port, and the number of changed lines."""
+    parts = []
+    for kind, title in {
+        "ddp": "Plain DDP",
+        "accelerate": "Accelerate",
+        "trainer": "Trainer",
+        "fabric": "Lightning Fabric",
+        "nanogpt": "nanoGPT",
+    }.items():
+        before, after = (
+            (ROOT / "examples" / "ports" / f"{kind}_{side}.py").read_text(encoding="utf-8").splitlines()
+            for side in ("before", "after")
+        )
+        lines = [
+            line.replace("  ", " ", 1) if line.startswith("  ") else line[0] + line[2:]
+            for line in difflib.ndiff(before, after)
+            if line[0] != "?"
+        ]
+        removed, added = (sum(line.startswith(sign) for line in lines) for sign in "-+")
+        parts.append(
+            f"## {title}\n\n{removed} lines removed, {added} lines added.\n\n```diff\n"
+            + "\n".join(line.rstrip() for line in lines)
+            + "\n```"
+        )
+    return "\n\n".join(parts)
+
+
 TABLES = {
+    "port_diffs": port_diffs,
     **{name: functools.partial(_stored, *row) for name, row in STORED.items()},
     **{
         name: functools.partial(_stored, "explain_tables", name)
@@ -473,13 +510,15 @@ TABLES = {
     "number_formats": number_formats,
     "techniques": techniques,
     **importlib.import_module("api_tables").TABLES,
-    "errors": error_kind_table.table,
+    "errors": error_codes.table,
+    "evidence": evidence.table,
+    "intervals": evidence.intervals,
 }
 
 
 def main() -> int:
-    stale = [error_kind_table.CATALOG] if error_kind_table.update(write="--check" not in sys.argv) else []
-    for path in (ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    stale = []
+    for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         fresh = BLOCK.sub(lambda block: f"{block[1]}{TABLES[block['name']]()}\n{block[3]}", text)
         if fresh != text:

@@ -26,7 +26,7 @@ def loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(outputs, labels, reduction="sum"), len(labels)
 
 
-class Spirals(torch.utils.data.Dataset):
+class Spirals(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Two spirals that no straight line parts."""
 
     def __init__(self, num_samples: int = 1000) -> None:
@@ -58,4 +58,4 @@ def main(place: object = None, layout: str = "dp=2") -> None:
 
 if __name__ == "__main__":
     words = sys.argv[1] if len(sys.argv) > 1 else "dp=2"
-    samestep.launch(main, (words,), ranks=samestep.Layout.parse(words).world_size)  # 5: start the workers
+    samestep.launch(main, (words,), ranks=samestep.Layout(words).world_size)  # 5: start the workers

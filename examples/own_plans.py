@@ -113,7 +113,7 @@ def losses(place: object, layout: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    ranks = {layout: samestep.Layout.parse(layout).world_size for layout in ("dp=1", *(sys.argv[1:] or LAYOUTS))}
+    ranks = {layout: samestep.Layout(layout).world_size for layout in ("dp=1", *(sys.argv[1:] or LAYOUTS))}
     found = {layout: samestep.launch(losses, (layout,), ranks=world) for layout, world in ranks.items()}
     for layout, ours in found.items():
         apart = max(abs(a - b) for a, b in zip(ours, found["dp=1"], strict=True))

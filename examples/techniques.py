@@ -27,7 +27,7 @@ TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {  # the layout, and what th
     "recompute": ("dp=2 recompute=full", {}),  # activations within a block are computed again in the backward
     "accumulation": ("dp=2 microbatch=1", {}),  # each rank adds up the gradients of its four samples, one by one
     "mixed-precision": ("dp=2", {"precision": "bf16"}),
-    "batch-norm": ("dp=2", {"coupled_samples": 8}),  # the statistics are those of eight samples, four on each rank
+    "batch-norm": ("dp=2", {"batch_norm_group": 8}),  # the statistics are those of eight samples, four on each rank
     "compressed": ("dp=2", {"compression": "int8", "replicas": 2}),  # a quarter of the bytes of gradients
     "fewer-exchanges": (
         "dp=2",
@@ -159,6 +159,6 @@ if __name__ == "__main__":
         key = f"{model.__name__} {numerics}"
         if key not in alone:
             alone[key] = samestep.launch(main, (model, "dp=1", numerics), ranks=1)
-        spread = samestep.launch(main, (model, layout, numerics), ranks=samestep.Layout.parse(layout).world_size)
+        spread = samestep.launch(main, (model, layout, numerics), ranks=samestep.Layout(layout).world_size)
         apart = max(abs(one - other) for one, other in zip(alone[key], spread, strict=True))
         print(f"{name:<15} {layout:<31} loss {spread[0]:.4f} to {spread[-1]:.4f}, at most {apart:.0e} from one device")

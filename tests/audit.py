@@ -48,11 +48,11 @@ COPIES = "transformers_modules"
 _BY_SUBPROCESS = ("subprocess.Popen", "os.posix_spawn")  # the latter too from Python 3.13 on
 MAY = {
     "building/imported.py": ("exec", "import"), "datasets/source.py": ("exec", "import"),
-    "runtime/processes/local_workers.py": ("exec", "import"), "models/catalog.py": _BY_SUBPROCESS, "training/ssh.py": _BY_SUBPROCESS,
-    "engines/scripts.py": _BY_SUBPROCESS,
-    **dict.fromkeys(("engines/ray_job.py", "engines/ray_worker.py"), ("exec", "import", "pickle.find_class", *_BY_SUBPROCESS)),
+    "runtime/processes/local_workers.py": ("exec", "import"), "models/catalog.py": _BY_SUBPROCESS, "wings/cluster/hosts/ssh.py": _BY_SUBPROCESS,
+    "wings/cluster/engines/scripts.py": _BY_SUBPROCESS, "training/launch.py": ("exec", "import"),
+    **dict.fromkeys(("wings/cluster/engines/ray_job.py", "wings/cluster/engines/ray_worker.py"), ("exec", "import", "pickle.find_class", *_BY_SUBPROCESS)),
 }  # fmt: skip
-"""What files of samestep may do: run the user's own module, which the job names, import modules that they name themselves,
+"""What files of samestep may do: run the script of `samestep launch`, and the module that a job names, import modules that they name themselves,
 trace a model in another process, start ssh, hand a script to the command of an engine, and call Ray, whose processes send each other
 pickles."""
 COMPILER = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")

@@ -23,7 +23,14 @@ settings.register_profile("samestep", deadline=None)  # no test asserts on the c
 settings.load_profile("samestep")
 gc.set_threshold(700, 10, 1000)
 """Old objects are looked through seldom: those of torch and of the traced models, which stay, took a tenth of a session's time."""
-os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _freeze_inherited() -> None:
+    gc.freeze()
+    gc.get_freeze_count = lambda: 1  # to count two million objects takes each worker that trains a sixth of a second
+
+
+os.register_at_fork(after_in_child=_freeze_inherited)
 """A forked process looks through nothing that it has inherited, which would copy the pages too: it made each fork twice as dear."""
 
 
@@ -32,9 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put the time limits to work, and with `-q` the lines of progress."""
     config.pluginmanager.register(time_limit)
     audit.install()  # before any rank is forked
+    if config.getoption("--keep-costs") and (config.option.keyword or any("::" in word for word in config.args)):
+        raise pytest.UsageError("--keep-costs keeps the cost of whole files: name files or folders, without -k and ::")
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and config.get_verbosity() < 0:
-        config.pluginmanager.register(Progress(reporter))
+        config.pluginmanager.register(Progress(reporter, keeps_costs=config.getoption("--keep-costs")))
     if (given := config.getoption("--shard")) is not None:
         config.option.every_layout = True
         if not given:  # who asks for one by its number wants all of it
@@ -47,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-layout", action="store_true", help="run the nightly combinations too")
     parser.addoption("--no-skips", action="store_true", help="fail tests that skip")
     parser.addoption("--costs", type=int, default=0, help="print so many of the tests that use most processor time")
+    parser.addoption("--keep-costs", action="store_true", help="write the costs of files to tests/costs.json; with -q")
     parser.addoption(
         "--shard",
         metavar="NUMBER",

@@ -52,7 +52,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
     **{name: values[:1] for name, values in FEATURES.items()},
     "model": (
-        "deep_llama", "deep_qwen3", "deep_gemma3", "deep_gpt_oss", "deep_attentive", "dropping_llama", "packed_llama"
+        "deep_llama", "deep_qwen3", "deep_gemma3", "deep_attentive", "dropping_llama", "packed_llama"
     ),
     "dp_shard": (1, 2),
     "cp": (2, 4),
@@ -65,7 +65,7 @@ OF_SEQUENCES: dict[str, tuple[Any, ...]] = {
     "microbatch": (None, 2),
     "recompute": FEATURES["recompute"],
 }  # fmt: skip
-"""What stands with ranks that share sequences: windows, sinks, dropout and packed documents are those of the models."""
+"""What stands with ranks that share sequences: windows, dropout and packed documents are those of the models."""
 TABLES = {"all": FEATURES, "sequences": OF_SEQUENCES}
 ROUNDED = ("deep_llama", "deep_tied", "deep_gpt2")
 """Models that are run in bf16 too; what one device may deviate by is measured for each."""
@@ -223,10 +223,10 @@ def pairs_of(layout: Layout, model: str) -> set[Hashable]:
 def beyond_products(cases: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
     """Return the layouts and models that hold a pair which neither the rows of `test_products.py` nor others of these hold."""
     held = set[Hashable]().union(
-        *(pairs_of(Layout.parse(layout), model) for layout, model, _ in rows(2, 4, alone=("model",)))
+        *(pairs_of(Layout(layout), model) for layout, model, _ in rows(2, 4, alone=("model",)))
     )
-    by_ranks = sorted(set(cases), key=lambda case: (Layout.parse(case[0]).world_size, case))
-    return set(without_needless(by_ranks, lambda case: pairs_of(Layout.parse(case[0]), case[1]) - held))
+    by_ranks = sorted(set(cases), key=lambda case: (Layout(case[0]).world_size, case))
+    return set(without_needless(by_ranks, lambda case: pairs_of(Layout(case[0]), case[1]) - held))
 
 
 def fewest(words: dict[int, set[Hashable]], layouts: dict[int, list[Layout]]) -> list[int]:
@@ -353,7 +353,7 @@ def _layout_in(value: Any) -> Layout | None:
 @functools.cache
 def _parsed(words: str) -> Layout | None:
     with contextlib.suppress(LayoutError):
-        return Layout.parse(words) if "=" in words else None
+        return Layout(words) if "=" in words else None
     return None
 
 
@@ -362,14 +362,14 @@ def _cost(row: Row) -> float:
     layout = layout_of(row)
     num_microbatches = math.ceil(BATCH / layout.dp / layout.microbatch) if layout.microbatch else 1
     work = layout.world_size / layout.pp * num_microbatches * (1.0 if layout.recompute == "none" else 1.5)
-    share = 1 + (row["model"] in ("deep_mixtral", "deep_gpt_oss")) + (layout.tp > 1) + (layout.exchange == "ring")
+    share = 1 + (row["model"] == "deep_mixtral") + (layout.tp > 1) + (layout.exchange == "ring")
     return layout.world_size * (5 if layout.zero == 3 else 2) + work * share
 
 
 @functools.cache
 def _spec(model: str) -> ModelSpec:
     """Return a decoder with the sizes of a model of `tests/models.py`, as far as rules look at them."""
-    experts = {"experts": 4, "top_k": 2} if model in ("deep_mixtral", "deep_gpt_oss") else {}
+    experts = {"experts": 4, "top_k": 2} if model == "deep_mixtral" else {}
     kv_heads = 0 if model in ("deep_gpt2", "parted", "deep_attentive") else 2
     heads = 2 if model == "deep_gpt2" else 4
     shape = Decoder(

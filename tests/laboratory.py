@@ -68,16 +68,33 @@ class Observed:
 
 
 def job_of(precision: str = "float64", steps: int = 3, **tables: Any) -> Job:
-    """A small job; SGD with momentum, so that weights can be compared after separate backward passes."""
-    train = {"global_batch": 8, "steps": steps, "seed": 3, **tables.pop("train", {})}
+    """A small job; SGD with momentum, so that weights can be compared after separate backward passes.
+
+    Samples run again in the first step alone unless `watch_every` says so: to repeat the second one too takes as long as two steps.
+    """
+    train = {"global_batch": 8, "steps": steps, "seed": 3, "watch_every": 0, **tables.pop("train", {})}
     optimizer = {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9}, **tables.pop("optimizer", {})}
     numerics = {"precision": precision, **tables.pop("numerics", {})}
     return Job(train=train, optimizer=optimizer, numerics=numerics, **tables)
 
 
+def in_loop(job: Job) -> Job:
+    """Return a job as a loop of one's own takes it: `parallelize` rejects keys that its arguments replace."""
+    kept = {
+        "optimizer": {"clip_norm": job.optimizer.clip_norm},
+        "model": {"stages": job.model.stages, "offload": job.model.offload},
+    }
+    return Job(**{**job.model_dump(exclude={"train": {"loss", "loss_over"}}), **kept})
+
+
 def clipped(precision: str = "float64", **train: Any) -> Job:
-    """A small job of two steps that clips, so that the norm has an effect; no sample runs again unless `watch_every` says so."""
-    return job_of(precision, 2, optimizer={"clip_norm": 0.5}, train={"watch_every": 0, **train})
+    """A small job of two steps that clips, so that the norm has an effect."""
+    return job_of(precision, 2, optimizer={"clip_norm": 0.5}, train=train)
+
+
+def watched(job: Job, every: int) -> Job:
+    """Return a job that runs samples again, and compares ranks, in every so many steps."""
+    return job.model_copy(update={"train": job.train.model_copy(update={"watch_every": every})})
 
 
 def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
@@ -165,7 +182,7 @@ def trace_ahead() -> None:
     while _ahead:
         (model, layout), _ = _ahead.popitem()
         with contextlib.suppress(Exception):  # the test that asks for it finds it out itself
-            source_of(model, Layout.parse(layout), job_for(model))
+            source_of(model, Layout(layout), job_for(model))
 
 
 def make_run(
@@ -173,7 +190,7 @@ def make_run(
 ) -> Run:
     per_node = job.run.ranks_per_node or world
     place = RankInfo(rank, rank % per_node, world, per_node, device_of_ranks())
-    where = Layout.parse(layout) if isinstance(layout, str) else layout
+    where = Layout(layout) if isinstance(layout, str) else layout
     return Run(source_of(model, where, job, dataset), where, job, place)
 
 
@@ -223,7 +240,7 @@ def on_ranks(
     layout: str, function: Callable[..., Any], model: str, job: Job, *args: Any, device: str = "cpu"
 ) -> list[Any]:
     """Return what `function(rank, world, model, layout, job, *args)` returns on each rank; all inherit the traced model."""
-    where = Layout.parse(layout)
+    where = Layout(layout)
     if device == "cuda" and (reason := real_gpu.refusal(where.world_size)):
         pytest.skip(reason)
     source_of(model, where, job)
@@ -391,7 +408,7 @@ def assert_ledger(ranks: list[Observed], layout: str) -> None:
     if ranks[0].picks:
         _assert_picked_ledger(ranks)
         return
-    if Layout.parse(layout).ep == 1:
+    if Layout(layout).ep == 1:
         for rank, seen in enumerate(ranks):
             assert seen.ledger == seen.predicted, f"rank {rank}"
         return

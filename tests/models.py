@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.building.adapters import insert
+import samestep
 from samestep.job_tables import LoraTable
+from samestep.wings.adapters.lora import insert
 
 VOCABULARY, LENGTH = 61, 12
 
@@ -45,6 +46,17 @@ class Capped(Plain):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return 3.0 * torch.tanh(super().forward(input_ids) * self.heat / 3.0)
+
+
+class Centred(Plain):
+    """Activations less their mean over all samples, and what all samples have in common."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+            x = x - samestep.batch_mean(x.mean(1)) + 0.1 * samestep.batch_cat(x[:, 0]).square().mean(0)
+        return self.head(self.norm(x))
 
 
 class WithStatistics(Plain):
@@ -165,6 +177,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
     "plain_with_dropout": plain_with_dropout,
     "plain_with_statistics": WithStatistics,
+    "centred": Centred,
     "capped": Capped,
     "gpt2_with_dropout": GPT2_WITH_DROPOUT,
     "noisy": Noisy,

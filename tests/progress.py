@@ -17,14 +17,14 @@ from collections.abc import Generator
 
 import pytest
 
-from tests import processor_time
+from tests import costs, processor_time
 
 
 class Progress:
     """The progress of a session, in the order of its files; passed tests print nothing of their own."""
 
-    def __init__(self, reporter: pytest.TerminalReporter) -> None:
-        self._reporter = reporter
+    def __init__(self, reporter: pytest.TerminalReporter, *, keeps_costs: bool = False) -> None:
+        self._reporter, self._keeps_costs = reporter, keeps_costs
         self._start_s = time.monotonic()
         self._file_start_s = self._begin_s = self._start_s
         self._file_start_used_s = 0.0
@@ -69,6 +69,8 @@ class Progress:
             f"{self._of_file[file]} test{'s' * (self._of_file[file] > 1)}{failed}, {now_s - self._file_start_s:.0f} s, "
             f"processor {used_s - self._file_start_used_s:.0f} s"
         )
+        if self._keeps_costs:
+            costs.keep(file, used_s - self._file_start_used_s, self._of_file[file])
         folder = file.removeprefix("tests/").rpartition("/")[0]
         self._used_s_of_folder[folder] = self._used_s_of_folder.get(folder, 0.0) + used_s - self._file_start_used_s
         self._file_start_s, self._file_start_used_s = now_s, used_s

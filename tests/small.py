@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import json
 import os
 import re
@@ -23,6 +25,11 @@ from torch import Tensor
 from samestep import cli
 from tests.traced import families_once
 
+importlib.import_module(
+    "numpy.ma"
+)  # which each worker that resumes would import anew, and the first one of each run the other
+with contextlib.suppress(ImportError):
+    importlib.import_module("tensorboardX")
 SMALL = {
     "model.config.hidden_size": 16,
     "model.config.intermediate_size": 40,
@@ -35,6 +42,7 @@ SMALL = {
     "train.steps": 6,
     "train.evaluate_samples": 0,
     "train.sample_tokens": 0,
+    "train.watch_every": 0,
     "schedule.warmup_steps": 2,
     "checkpoint.every": 0,
 }
@@ -70,8 +78,8 @@ def main(*words: str | Path) -> int:
             return int(end.code or 0)
 
 
-def without_slug(complaint: str) -> str:
-    """What the command line says of an error, without the slug at the end of its first line."""
+def without_code(complaint: str) -> str:
+    """What the command line says of an error, without the code at the end of its first line."""
     return re.sub(r" \[[a-z0-9_-]+\]\n", "\n", complaint, count=1)
 
 

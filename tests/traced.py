@@ -6,26 +6,38 @@ next job was traced is built anew (`pool.py`), which costs less than to trace it
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
+import hashlib
+import io
+import marshal
+import pickle
+import tempfile
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.examination.examine import Source, examine
+from samestep.examination.examine import Source, build_blueprint, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
-from samestep.job_paths import model_folder
+from samestep.job_files import model_folder
 from samestep.layout import Layout
 from samestep.models import catalog
-from samestep.models.spec_json import to_json
+from samestep.models.spec import to_json
 from samestep.runtime import assembly
 from samestep.runtime.axes.pipeline import recorded_flows
+from samestep.tracing.trace import samples_traced, trace_whole_batch
 from samestep.training import workload
+from samestep.wings.slow_links import local_replicas
 
 _KNOWN: dict[Hashable, TracedModel] = {}
 _asked: set[Hashable] = set()
@@ -81,6 +93,86 @@ def families_once() -> Iterator[None]:
         patch.setattr(assembly, "examine", once)
         patch.setattr(recorded_flows, "examine", once)
         yield
+
+
+@contextmanager
+def alike_once() -> Iterator[None]:
+    """Let a session examine code that is the same to the byte once, on whichever rank and for however many layouts: a folder has the findings.
+
+    Each run builds its model anew, or takes the instance that it is given, and has its own weights. Ranks that begin with the same code
+    wait for the first of them. What has no bytes, as a class within a test, is examined each time.
+    """
+    with tempfile.TemporaryDirectory(prefix="samestep-examined-") as folder, pytest.MonkeyPatch.context() as patch:
+
+        def once(source: Source, job: Job, example: Any, layout: Layout | None = None) -> TracedModel:
+            key = _digest(source, job, example) if source.prepared is None else None
+            if key is None:
+                return examine(source, job, example, layout)
+            with _held(Path(folder, key)) as stored:
+                if known := stored.read_bytes():
+                    source = replace(source, prepared=_read(known, source, job))
+                found = examine(source, job, example, layout)
+                if found is not source.prepared:
+                    with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):  # findings without bytes
+                        stored.write_bytes(_written(found))
+                return found
+
+        for room in (assembly, recorded_flows, local_replicas):
+            patch.setattr(room, "examine", once)
+        yield
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[Path]:
+    """Hold a file, which is empty at first, for this process alone."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield path
+
+
+def _written(found: TracedModel) -> bytes:
+    """Return the findings of an examination, without the model and the flows of its tensors."""
+    return pickle.dumps((found.analysis, found.facts, found.cuts, found.keeps_double, samples_traced(found.module)))
+
+
+def _read(stored: bytes, source: Source, job: Job) -> TracedModel:
+    """Return stored findings with a new blueprint of a source."""
+    analysis, facts, cuts, keeps_double, num_samples = pickle.loads(stored)
+    plan = build_blueprint(source, job, source.owner)
+    trace_whole_batch(plan.module, num_samples)
+    return TracedModel(plan, analysis, facts, cuts, keeps_double)
+
+
+class _Bytes(pickle.Pickler):
+    """Writes tensors by their elements, where torch writes where its storages lie in memory, and functions within others by their code."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return the parts of a tensor that are written."""
+        if isinstance(obj, FunctionType) and "<" in obj.__qualname__:
+            code, cells = obj.__code__, [cell.cell_contents for cell in obj.__closure__ or ()]
+            return _as_written, (obj.__module__, marshal.dumps(code), cells, obj.__defaults__, obj.__kwdefaults__)
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        if obj._backward_hooks or obj._post_accumulate_grad_hooks:
+            raise ValueError("a hook has no bytes")
+        elements = obj.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _as_written, (type(obj), obj.dtype, obj.shape, obj.requires_grad, elements, vars(obj))
+
+
+def _as_written(*_: Any) -> None:
+    """Stand for a tensor that is written; nothing is read."""
+
+
+def _digest(source: Source, job: Job, example: Any) -> str | None:
+    """Return a digest of all that an examination reads; None of what has no bytes, as a function within a test."""
+    try:
+        written = io.BytesIO()
+        is_owned = source.owner is not None
+        given = job.model_dump_json(exclude={"layout"})
+        _Bytes(written).dump((source.model, source.loss, source.name, is_owned, given, example))
+    except Exception:  # of the user's own classes
+        return None
+    return hashlib.sha256(written.getvalue()).hexdigest()
 
 
 @contextmanager

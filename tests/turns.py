@@ -23,7 +23,7 @@ DEAR = (
     "parity", "code",
     "benchmarks/test_foresight.py", "benchmarks/test_host.py",
     "crashes/test_canary.py", "crashes/test_hangs.py", "crashes/test_other_data.py", "crashes/test_watch.py",
-    "device/test_captures.py", "device/test_layouts.py", "device/test_waits.py",
+    "device/test_layouts.py", "device/test_waits.py",
     "launchers/test_variables.py",
     "laws/test_candidates.py", "laws/test_codecs.py", "laws/test_program.py", "laws/test_search.py",
     "ledger/test_data_axis.py", "ledger/test_peaks.py", "ledger/test_repeated_products.py",
@@ -33,7 +33,7 @@ DEAR = (
     "unit/test_door.py", "unit/test_errors.py", "unit/test_evaluations.py", "unit/test_foreign_traces.py", "unit/test_fuzz.py", "unit/test_graph_trial.py",
     "unit/test_json.py", "unit/test_launch.py", "unit/test_lengths.py", "unit/test_loading.py", "unit/test_locality.py", "unit/test_measure.py",
     "unit/test_packed_states.py", "unit/test_plan.py", "unit/test_presets.py", "unit/test_pretrained.py", "unit/test_recorder.py", "unit/test_rows.py",
-    "unit/test_shared_weights.py", "unit/test_split_masters.py", "unit/test_token_moves.py", "unit/test_trace.py", "unit/test_traced_model.py",
+    "unit/test_owned_models.py", "unit/test_split_masters.py", "unit/test_token_moves.py", "unit/test_trace.py", "unit/test_traced_model.py",
     "unit/test_update.py", "unit/test_verbs.py",
 )  # fmt: skip
 """The two folders where a row is a run of several ranks, and files that use 7 s of processor time or more where every row runs.

@@ -224,7 +224,7 @@ def with_closure(name: str, optimizer: Callable[[Any], torch.optim.Optimizer], l
                 loss.backward()
                 return loss
 
-            losses.append(float(made.step(closure).detach()))  # type: ignore[arg-type, union-attr]
+            losses.append(float(made.step(closure).detach()))  # type: ignore[arg-type, attr-defined]
         return losses
 
     def port(given: Port, model: nn.Module) -> None:

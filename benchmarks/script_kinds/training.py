@@ -290,7 +290,7 @@ def lbfgs_plain(model: nn.Module, batches: list[Any]) -> list[float]:
             loss.backward()
             return loss
 
-        losses.append(float(made.step(closure).detach()))
+        losses.append(float(made.step(closure).detach()))  # type: ignore[attr-defined]
     return losses
 
 

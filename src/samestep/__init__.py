@@ -9,7 +9,7 @@ for batch in samestep.batches(dataset, job):
 run.save("checkpoints")                 # run.load(samestep.latest("checkpoints")) continues, in any layout
 ```
 Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `explain`, `measure`,
-`layouts`, `inspect`, `export`, `sample`, `evaluate`, `doctor`. Names that need torch are imported on first use.
+`launch`, `layouts`, `inspect`, `export`, `sample`, `evaluate`, `doctor`. Names that need torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -43,66 +43,86 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep import losses as losses
+    from samestep.datasets.batch import Batch
+    from samestep.hardware import Hardware
+    from samestep.proof.verdict import Verdict
+    from samestep.runtime.run import Run
+    from samestep.runtime.step_report import StepReport
+    from samestep.wings.plan.search import Plan
+    from samestep.wings.plan.simulation.simulate import Prediction
 
     __version__: str
     from samestep.building.loss_scope import whole_batch
     from samestep.building.model_loss import model_loss
     from samestep.building.over_samples import after_step, batch_cat, batch_mean, batch_sum
+    from samestep.building.torch_losses import mean_over
     from samestep.datasets import batches
-    from samestep.diagnosis.doctor import doctor
-    from samestep.engines.launch import launch
-    from samestep.engines.ray_worker import ray_worker
-    from samestep.explanation.explain import explain
+    from samestep.enumeration.legality import layouts
     from samestep.independence.row_rules import independent
-    from samestep.measurement.profile import measure
-    from samestep.planning.legality import layouts
-    from samestep.planning.plan import plan
     from samestep.proof.verify import verify
     from samestep.runtime.checkpoints.manifests import latest
     from samestep.runtime.run import parallelize
-    from samestep.simulation.simulate import simulate
-    from samestep.training.evaluations import HeldOut
-    from samestep.training.export import export
+    from samestep.training.evaluations import EarlyStopping
     from samestep.training.inspection import inspect
+    from samestep.training.launch import launch, write_submission
     from samestep.training.tracking import track
     from samestep.training.train import train
-    from samestep.training.trained import evaluate, sample
+    from samestep.training.trained import evaluate, export, sample
+    from samestep.wings.cluster.diagnosis.doctor import doctor
+    from samestep.wings.cluster.engines.ray_worker import ray_worker
+    from samestep.wings.explain.explain import explain
+    from samestep.wings.plan.calibrate import calibrate
+    from samestep.wings.plan.measurement.profile import benchmark_hardware, benchmark_layouts
+    from samestep.wings.plan.plan import plan
+    from samestep.wings.plan.simulation.simulate import simulate
 
 _LAZY = {
-    "HeldOut": ("samestep.training.evaluations", "HeldOut"),
-    "after_step": ("samestep.building.over_samples", "after_step"),
-    "batch_cat": ("samestep.building.over_samples", "batch_cat"),
-    "batch_mean": ("samestep.building.over_samples", "batch_mean"),
-    "batch_sum": ("samestep.building.over_samples", "batch_sum"),
-    "batches": ("samestep.datasets", "batches"),
-    "calibrate": ("samestep.planning.calibration.calibrate", "calibrate"),
-    "doctor": ("samestep.diagnosis.doctor", "doctor"),
-    "evaluate": ("samestep.training.trained", "evaluate"),
-    "explain": ("samestep.explanation.explain", "explain"),
-    "export": ("samestep.training.export", "export"),
-    "inspect": ("samestep.training.inspection", "inspect"),
-    "independent": ("samestep.independence.row_rules", "independent"),
-    "latest": ("samestep.runtime.checkpoints.manifests", "latest"),
-    "launch": ("samestep.engines.launch", "launch"),
-    "layouts": ("samestep.planning.legality", "layouts"),
-    "measure": ("samestep.measurement.profile", "measure"),
-    "model_loss": ("samestep.building.model_loss", "model_loss"),
-    "parallelize": ("samestep.runtime.run", "parallelize"),
-    "plan": ("samestep.planning.plan", "plan"),
-    "ray_worker": ("samestep.engines.ray_worker", "ray_worker"),
-    "sample": ("samestep.training.trained", "sample"),
-    "simulate": ("samestep.simulation.simulate", "simulate"),
-    "track": ("samestep.training.tracking", "track"),
-    "train": ("samestep.training.train", "train"),
-    "verify": ("samestep.proof.verify", "verify"),
-    "whole_batch": ("samestep.building.loss_scope", "whole_batch"),
+    "Batch": "samestep.datasets.batch",
+    "Hardware": "samestep.hardware",
+    "EarlyStopping": "samestep.training.evaluations",
+    "Plan": "samestep.wings.plan.search",
+    "Prediction": "samestep.wings.plan.simulation.simulate",
+    "Run": "samestep.runtime.run",
+    "StepReport": "samestep.runtime.step_report",
+    "Verdict": "samestep.proof.verdict",
+    "after_step": "samestep.building.over_samples",
+    "batch_cat": "samestep.building.over_samples",
+    "batch_mean": "samestep.building.over_samples",
+    "batch_sum": "samestep.building.over_samples",
+    "batches": "samestep.datasets",
+    "calibrate": "samestep.wings.plan.calibrate",
+    "doctor": "samestep.wings.cluster.diagnosis.doctor",
+    "evaluate": "samestep.training.trained",
+    "explain": "samestep.wings.explain.explain",
+    "export": "samestep.training.trained",
+    "independent": "samestep.independence.row_rules",
+    "inspect": "samestep.training.inspection",
+    "latest": "samestep.runtime.checkpoints.manifests",
+    "launch": "samestep.training.launch",
+    "layouts": "samestep.enumeration.legality",
+    "benchmark_hardware": "samestep.wings.plan.measurement.profile",
+    "benchmark_layouts": "samestep.wings.plan.measurement.profile",
+    "model_loss": "samestep.building.model_loss",
+    "mean_over": "samestep.building.torch_losses",
+    "parallelize": "samestep.runtime.run",
+    "plan": "samestep.wings.plan.plan",
+    "ray_worker": "samestep.wings.cluster.engines.ray_worker",
+    "sample": "samestep.training.trained",
+    "simulate": "samestep.wings.plan.simulation.simulate",
+    "track": "samestep.training.tracking",
+    "train": "samestep.training.train",
+    "verify": "samestep.proof.verify",
+    "write_submission": "samestep.training.launch",
+    "whole_batch": "samestep.building.loss_scope",
 }
 
 __all__ = [
+    "Batch",
     "CheckpointError",
     "DataError",
     "DriftError",
-    "HeldOut",
+    "EarlyStopping",
+    "Hardware",
     "InputError",
     "Job",
     "JobError",
@@ -111,19 +131,26 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "OutOfMemoryError",
+    "Plan",
+    "Prediction",
     "RecordError",
     "RepeatError",
+    "Run",
     "RunError",
     "SamestepError",
     "SaveError",
     "SpikeError",
+    "StepReport",
     "UnprovenError",
+    "Verdict",
     "WorkerError",
     "after_step",
     "batch_cat",
     "batch_mean",
     "batch_sum",
     "batches",
+    "benchmark_hardware",
+    "benchmark_layouts",
     "calibrate",
     "doctor",
     "evaluate",
@@ -135,7 +162,7 @@ __all__ = [
     "launch",
     "layouts",
     "load",
-    "measure",
+    "mean_over",
     "model_loss",
     "parallelize",
     "plan",
@@ -146,7 +173,15 @@ __all__ = [
     "train",
     "verify",
     "whole_batch",
+    "write_submission",
 ]
+
+
+_RENAMED = {
+    "HeldOut": "EarlyStopping(sets, metrics=, monitor=, mode=)",
+    "measure": "benchmark_hardware() or benchmark_layouts(job, layouts)",
+}
+"""Names before 0.1.0, and their names now."""
 
 
 def __getattr__(name: str) -> _Any:
@@ -154,10 +189,15 @@ def __getattr__(name: str) -> _Any:
         return _import_module("importlib.metadata").version("samestep")
     if name == "losses":
         return _import_module("samestep.losses")
+    if name in _RENAMED:
+        raise AttributeError(f"samestep.{name} has a new name: use samestep.{_RENAMED[name]}")
     if name not in _LAZY:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    module, attribute = _LAZY[name]
-    return getattr(_import_module(module), attribute)
+    module = _LAZY[name]
+    if not module.startswith("samestep.wings."):
+        return getattr(_import_module(module), name)
+    wing, _, file = module.removeprefix("samestep.wings.").partition(".")
+    return getattr(_import_module("samestep.wings").required(wing, file), name)
 
 
 def __dir__() -> list[str]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from samestep import job_files as jobs
 from samestep.errors import InputError, did_you_mean
 from samestep.job_tables import MOST_STEPS, MayChange, Precision, Waiver
-from samestep.layout_limits import MOST_RANKS
+from samestep.layout import MOST_RANKS
 
 JSON_ALONE = "--json=-"
 """`--json` without a file, as the parser takes it."""
+_RENAMED = {"--emit": "--to", "--emit-file": "--to-file"}
+"""Flags of the last release, and their names now; the release after 0.1.0 drops them."""
+_ALLOWED = (*get_args(Waiver), *get_args(MayChange), "code")
+"""The keys of `--allow`, of all commands."""
 
 
 class Parser(ArgumentParser):
@@ -31,12 +37,16 @@ class Parser(ArgumentParser):
         words, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag, hint = self._unknown(unknown[0])
-            raise InputError(f"unknown argument {flag}{hint}; see {self.prog} --help")
+            raise InputError("unknown-argument", f"unknown argument {flag}{hint}; see {self.prog} --help")
         return words, unknown
 
     def _unknown(self, word: str) -> tuple[str, str]:
         """Return an unknown flag, and the one that was probably meant as a hint."""
         flag = word.partition("=")[0]
+        is_misspelt = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.8)
+        if "--set" in self._option_string_actions and not is_misspelt:
+            for key in jobs.keys_named(flag.lstrip("-").replace("-", "_"))[:1]:
+                return flag, f": use --set {key}=VALUE"
         return flag, did_you_mean(flag, self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
@@ -51,115 +61,147 @@ class Parser(ArgumentParser):
             message = "; ".join(
                 [message, *(f"unknown argument {''.join(self._unknown(one))}" for one in [*unknown][:1])]
             )
-        raise InputError(f"{message}; see {self.prog} --help")
+        raise InputError("arguments", f"{message}; see {self.prog} --help")
 
 
-def spell_out_json(words: Sequence[str]) -> list[str]:
-    """Return the words of a command in which `--json` without a file is `--json=-`; a job after it is no file to write."""
-    spelled = list(words)
-    for place, word in enumerate(spelled):
-        if word == "--":
-            break
-        after = spelled[place + 1] if place + 1 < len(spelled) else "-"
-        if word == "--json" and after.endswith(".toml"):
-            spelled[place] = JSON_ALONE
-        elif word == "--json" and after.startswith("-"):
-            spelled[place] = JSON_ALONE
-            del spelled[place + 1 : place + 1 + (after == "-")]
-    return spelled
+def spell_out(words: Sequence[str]) -> list[str]:
+    """Return the words of a command in which renamed flags have their new names, `--json` without a file is `--json=-`, and each key of
+    `--allow` has a flag of its own.
+
+    So a job file after one of them is not taken for its value.
+    """
+    spelled: list[str] = []
+    rest = list(words)
+    while rest and rest[0] != "--":
+        flag, equals, value = rest.pop(0).partition("=")
+        word = _RENAMED.get(flag, flag) + equals + value
+        after = rest[0] if rest else "-"
+        if word == "--json" and (after.startswith("-") or after.endswith(".toml")):
+            rest = rest[1:] if after == "-" else rest
+            spelled.append(JSON_ALONE)
+        elif word == "--allow" and rest:
+            keys = [rest.pop(0)]
+            while rest and rest[0] in _ALLOWED:
+                keys.append(rest.pop(0))
+            spelled += [f"--allow={key}" for keys_of_word in keys for key in keys_of_word.split(",")]
+        else:
+            spelled.append(word)
+    return spelled + rest
 
 
 def verbs_of(parser: ArgumentParser) -> dict[str, tuple[str, ArgumentParser]]:
     """Return a line about each verb and its parser, by its name."""
     verbs: Any = next(action for action in parser._actions if isinstance(action.choices, dict))
-    about = {one.dest: one.help or "" for one in verbs._get_subactions()}
-    return {name: (about[name], one) for name, one in verbs.choices.items()}
+    about = {action.dest: action.help or "" for action in verbs._get_subactions()}
+    return {name: (about[name], choice) for name, choice in verbs.choices.items()}
 
 
 def add_json(parser: ArgumentParser) -> None:
     """Add what every verb takes: where its result goes as JSON."""
-    about = "print the result as JSON and nothing else; with FILE, write it there and print the text"
+    about = "print the result as JSON only; with FILE, write the JSON to FILE and print the text"
     parser.add_argument("--json", type=Path, metavar="FILE", help=about)
 
 
 def _add_job(parser: ArgumentParser) -> None:
-    parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
+    parser.add_argument(
+        "job", nargs="?", type=Path, metavar="JOB.toml", help="the job file; default: the built-in job, a small Llama"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the job, such as optimizer.lr=1e-3; may be repeated",
+    )
 
 
 def _add_layout(parser: ArgumentParser, more: str = "") -> None:
-    parser.add_argument("--layout", metavar='"dp=2 zero=3"', help=f"the layout; default: the job's own{more}")
+    parser.add_argument(
+        "--layout", metavar='"dp=2 zero=3"', help=f"the parallelism; default: the layout of the job{more}"
+    )
 
 
 def _add_allow(parser: ArgumentParser, *, resumes: bool = False) -> None:
-    about = f"waive refusals of what is not proven, by their words: {', '.join(get_args(Waiver))}"
+    about = f"skip checks: {', '.join(get_args(Waiver))}"
     known = get_args(Waiver)
     if resumes:
-        about += f"; let a resume change keys: {', '.join(get_args(MayChange))}"
-        about += "; and run functions that only a run folder or a checkpoint names: code"
+        about += f"; keys that may differ from the checkpoint: {', '.join(get_args(MayChange))}"
+        about += "; code: run functions that only a run folder or a checkpoint names"
         known += (*get_args(MayChange), "code")
-    parser.add_argument("--allow", nargs="+", action="extend", default=[], choices=known, metavar="KEY", help=about)
+    parser.add_argument("--allow", action="append", default=[], choices=known, metavar="KEY", help=about)
 
 
 def _add_hardware(parser: ArgumentParser) -> None:
-    about = "a hardware profile; default: this machine's, once `measure` has written it, or else cpu-laptop"
+    about = (
+        "the hardware profile; default: the profile of this machine if `measure` has written it, otherwise cpu-laptop"
+    )
     parser.add_argument("--hardware", metavar="NAME|FILE", help=about)
 
 
 def add_train(parser: ArgumentParser) -> None:
     """Add the arguments of `train`."""
     _add_job(parser)
-    _add_layout(parser, "; auto: the fastest that `plan` finds for --ranks")
-    about = "worker processes; default: the ranks of the layout. With MIN:MAX, a restart may go on with fewer than MAX"
+    _add_layout(parser, "; auto: the layout that `plan` recommends for --ranks")
+    about = "number of worker processes; default: the ranks of the layout. With MIN:MAX, a restart may continue with fewer than MAX"
     parser.add_argument("--ranks", type=_rank_range, default=(None, None), metavar="N|MIN:MAX", help=about)
-    about = "end after step N; the learning-rate schedule stays the job's"
+    about = "end after step N; the learning-rate schedule does not change"
     parser.add_argument("--steps", type=_count, metavar="N", help=about)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
-    about = "resume from the newest checkpoint in --out; default: in the newest run below runs/"
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run folder; default: a new folder below runs/")
+    about = "resume from the newest checkpoint in --out, or in the newest run below runs/"
     parser.add_argument("--resume", action="store_true", help=about)
-    about = "start a new run from the weights of a run folder, a checkpoint (also of torch.distributed.checkpoint), or a folder of transformers"
+    about = "start a new run from the weights of a run folder, a checkpoint (torch.distributed.checkpoint too), or a transformers folder"
     parser.add_argument("--init-from", type=Path, metavar="RUN", help=about)
-    about = "resume the run in --out if it has a whole checkpoint, else start it; one that is finished is left alone"
+    about = "resume the run in --out if it has a complete checkpoint; otherwise start it. Does nothing if the run is finished"
     parser.add_argument("--auto-resume", action="store_true", help=about)
     _add_allow(parser, resumes=True)
     _add_hosts(parser)
-    about = "prove the layout first, as verify does, and train nothing where it differs from one device"
+    about = "run `verify` first; train only if the layout gives the result of one device"
     parser.add_argument("--prove", action="store_true", help=about)
-    about = "record where the time of N steps goes, for `samestep explain`; A:B records these"
+    about = "record where the time goes, for `samestep explain`: N steps, or steps A to B"
     parser.add_argument("--record", metavar="N|A:B", help=about)
-    about = "let torch.profiler run in recorded steps, so that `samestep explain` shows the kernels of each block"
+    about = "run torch.profiler in the recorded steps; `samestep explain` then shows the kernels of each block"
     parser.add_argument("--kernels", action="store_true", help=about)
-    about = "print the resolved job, and the bytes and samples of each rank; start nothing"
+    about = "print the resolved job and the bytes and samples of each rank, then exit"
     parser.add_argument("--dry-run", action="store_true", help=about)
 
 
 def _add_hosts(parser: ArgumentParser) -> None:
-    about = (
-        "the hosts of the run: their names, which are started over ssh; or their number, with the same command on each"
-    )
+    about = "the hosts of the run: names (started over ssh), or their number (run the same command on each host)"
     parser.add_argument("--nodes", metavar="H1,H2|N", help=about)
-    about = "the address of the host that leads the run, with a free port; with names, by default that of the first one"
+    about = "the address of the leading host, with a free port; with names, the default is the first host"
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help=about)
-    about = "with a number of hosts: a secret, the same on all; -: the first line of standard input, whose end stops the run"
+    about = "with --nodes N: a file with a shared secret; `-` reads it from standard input, and closing standard input stops the run"
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=about)
 
 
 def add_launch(parser: ArgumentParser) -> None:
     """Add the arguments of `launch`."""
+    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; its own arguments follow after --")
+    parser.add_argument(
+        "--ranks", type=_ranks, metavar="N", help="the number of ranks; default: the ranks of the layout"
+    )
+    about = "the layout that parallelize uses in the script if it is given none"
+    parser.add_argument("--layout", metavar='"dp=2 zero=3"', help=about)
+    about = "the device of the ranks; default: auto (GPUs if there are any)"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=about)
+
+
+def add_submit(parser: ArgumentParser) -> None:
+    """Add the arguments of `submit`."""
     _add_job(parser)
-    about = "what starts the ranks: slurm, ray, kubernetes, mpi, ssh or torchrun"
-    parser.add_argument("--on", required=True, metavar="ENGINE", help=about)
+    about = "the scheduler or launcher that starts the ranks: slurm, ray, kubernetes, mpi, ssh or torchrun"
+    parser.add_argument("--on", required=True, metavar="BACKEND", help=about)
     parser.add_argument("--nodes", metavar="N|H1,H2", help="the number of nodes, or their names; default: 1")
-    about = "the ranks on each node; default: the layout's, shared equally"
+    about = "the ranks on each node; default: the ranks of the layout, divided equally"
     parser.add_argument("--ranks-per-node", type=_ranks, metavar="M", help=about)
     _add_layout(parser)
-    about = "the run folder, which all nodes see; default: one below runs/ by the name of the job"
+    about = "the run folder, on storage that all nodes share; default: a folder below runs/ with the name of the job"
     parser.add_argument("--out", type=Path, metavar="DIR", help=about)
-    parser.add_argument("--name", metavar="NAME", help="the name of the run; default: that of the job file")
-    about = "the settings of the site, such as a partition or an image, as TOML"
+    parser.add_argument("--name", metavar="NAME", help="the name of the run; default: the name of the job file")
+    about = "the settings of the cluster, such as a partition or an image, as TOML"
     parser.add_argument("--site", type=Path, metavar="FILE", help=about)
-    parser.add_argument("--emit", type=Path, metavar="FILE", help="write the script to a file")
-    parser.add_argument("--submit", action="store_true", help="hand the script over to the engine")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the script to FILE instead of submitting it")
+    parser.add_argument("--dry-run", action="store_true", help="print the script; submit nothing")
 
 
 def add_verify(parser: ArgumentParser) -> None:
@@ -167,12 +209,14 @@ def add_verify(parser: ArgumentParser) -> None:
     _add_job(parser)
     _add_layout(parser)
     _add_allow(parser)
-    parser.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare; default: 3")
-    about = "where the proof runs, for a job that trains elsewhere; default: the job's run.device"
+    parser.add_argument(
+        "--steps", type=_count, default=3, metavar="N", help="end after step N of the comparison; default: 3"
+    )
+    about = "the device that runs the comparison; default: run.device of the job"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=about)
-    about = "float64: leave out the second check, in the job's own precision; default: job"
+    about = "float64: skip the second comparison, in the precision of the job; default: job"
     parser.add_argument("--precision", choices=("job", "float64"), default="job", help=about)
-    about = "every legal split of --devices over the axes, and each switch by itself"
+    about = "compare every legal layout of --devices, and each option by itself"
     parser.add_argument("--all", action="store_true", help=about)
     parser.add_argument("--devices", type=_ranks, metavar="N", help="with --all: the number of devices")
 
@@ -182,15 +226,13 @@ def add_export(parser: ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new folder")
     about = (
-        "transformers: for from_pretrained, or adapters for peft; safetensors: one file with the plain state dict of any model; dcp: "
-        "for torch.distributed.checkpoint; default: safetensors for a module of your own, else transformers"
+        "transformers: for from_pretrained, or adapters for peft; safetensors: the state dict in one file; dcp: for "
+        "torch.distributed.checkpoint; default: safetensors for your own module, otherwise transformers"
     )
     parser.add_argument("--format", choices=("transformers", "safetensors", "dcp"), help=about)
-    about = "the dtype of the weights; default: that of the master weights"
+    about = "the dtype of the weights; default: the dtype of the master weights"
     parser.add_argument("--dtype", choices=get_args(Precision), help=about)
-    about = (
-        "write the whole model with its adapters (model.lora) added into its weights; default: the adapters, for peft"
-    )
+    about = "merge the adapters (model.lora) into the weights and write the full model; default: the adapters, for peft"
     parser.add_argument("--merge", action="store_true", help=about)
     _add_ema(parser)
 
@@ -199,31 +241,37 @@ def add_sample(parser: ArgumentParser) -> None:
     """Add the arguments of `sample`."""
     _add_run(parser)
     given = parser.add_mutually_exclusive_group()
-    given.add_argument("--prompt", default="", metavar="TEXT", help="the text to go on from; default: the job's")
-    given.add_argument("--chat", metavar="TEXT", help="a user's message, to which the reply is written")
-    parser.add_argument("--tokens", type=_count, metavar="N", help="tokens to write; default: the job's")
-    about = "0 takes the likeliest token each time; default: the job's"
+    given.add_argument(
+        "--prompt", default="", metavar="TEXT", help="the text to continue; default: train.prompt of the job"
+    )
+    given.add_argument("--chat", metavar="TEXT", help="a message of a user; prints the reply")
+    parser.add_argument(
+        "--tokens", type=_count, metavar="N", help="the number of tokens to generate; default: train.sample_tokens"
+    )
+    about = "the sampling temperature; 0 always takes the most likely token; default: train.sample_temperature"
     parser.add_argument("--temperature", type=_temperature, metavar="T", help=about)
-    parser.add_argument("--seed", type=int, metavar="N", help="the seed of the sampling; default: the job's")
+    parser.add_argument("--seed", type=int, metavar="N", help="the seed of the sampling; default: train.seed")
     _add_ema(parser)
 
 
 def add_evaluate(parser: ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
     _add_run(parser)
-    parser.add_argument("--samples", type=_count, metavar="N", help="held-out samples; default: the job's")
+    parser.add_argument(
+        "--samples", type=_count, metavar="N", help="the number of validation samples; default: train.evaluate_samples"
+    )
     _add_ema(parser)
 
 
 def _add_run(parser: ArgumentParser) -> None:
-    about = "a run folder, whose newest checkpoint is read, or one checkpoint; default: the newest run below runs/"
+    about = "a run folder (reads its newest checkpoint) or a checkpoint; default: the newest run below runs/"
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=about)
-    about = "code: run the functions that the checkpoint names, where no run of yours has named them"
-    parser.add_argument("--allow", nargs="+", action="extend", default=[], choices=("code",), metavar="KEY", help=about)
+    about = "code: run functions that only the checkpoint names"
+    parser.add_argument("--allow", action="append", default=[], choices=("code",), metavar="KEY", help=about)
 
 
 def _add_ema(parser: ArgumentParser) -> None:
-    about = "take the moving averages of the weights (train.ema) in their place"
+    about = "use the moving averages of the weights (train.ema)"
     parser.add_argument("--ema", action="store_true", help=about)
 
 
@@ -232,34 +280,36 @@ def add_plan(parser: ArgumentParser) -> None:
     _add_job(parser)
     _add_hardware(parser)
     parser.add_argument("--devices", type=_ranks, required=True, metavar="N", help="the number of devices")
-    parser.add_argument("--top", type=_count, default=5, metavar="K", help="layouts to print, at most 50; default: 5")
-    parser.add_argument("--why", metavar='"dp=2 ..."', help="say why one layout is not the best")
-    about = "run the best K layouts for a few steps on this machine, and refit its profile to the times"
+    parser.add_argument(
+        "--top", type=_count, default=5, metavar="K", help="the number of layouts to print, at most 50; default: 5"
+    )
+    parser.add_argument("--why", metavar='"dp=2 ..."', help="explain why a layout is not the best one")
+    about = "run the best K layouts for a few steps on this machine, and refit its hardware profile to the times"
     parser.add_argument("--measure-top", type=_count, default=0, metavar="K", help=about)
     wanted = parser.add_mutually_exclusive_group()
-    wanted.add_argument("--fastest", action="store_true", help="use all devices; the default")
-    about = "use the smallest number of devices that the job fits on"
+    wanted.add_argument("--fastest", action="store_true", help="use all devices (the default)")
+    about = "use the smallest number of devices that can hold the job"
     wanted.add_argument("--fewest-devices", action="store_true", help=about)
-    about = "the part of each device's memory that a layout must leave free; default: 0.05"
+    about = "the fraction of the memory of each device that a layout must leave free; default: 0.05"
     parser.add_argument("--keep-free", type=float, default=0.05, metavar="PART", help=about)
-    about = "say how long training on this many tokens takes"
+    about = "print how long training on this many tokens takes"
     parser.add_argument("--days-for-tokens", type=_num_tokens, metavar="2T", help=about)
-    about = "the price of one device for an hour: say what training costs"
+    about = "the price of one device for one hour; prints the cost of the training"
     parser.add_argument("--cost-per-hour", type=_price, metavar="PRICE", help=about)
-    _add_emit(parser, "the fastest layout")
+    _add_to(parser, "the fastest layout")
     _add_html(parser)
 
 
 def _add_html(parser: ArgumentParser) -> None:
-    about = "write a page with the answer, the step on a timeline and its memory, which needs no other file"
+    about = "write a self-contained HTML page: the answer, the timeline of a step, and its memory"
     parser.add_argument("--html", type=Path, metavar="FILE", help=about)
 
 
-def _add_emit(parser: ArgumentParser, what: str) -> None:
-    about = f"write {what} in the words of megatron, torchtitan, deepspeed, fsdp or accelerate, and what that one cannot do of it"
-    parser.add_argument("--emit", metavar="FRAMEWORK", help=about)
-    about = "the file that --emit writes; without it the text is printed"
-    parser.add_argument("--emit-file", type=Path, metavar="FILE", help=about)
+def _add_to(parser: ArgumentParser, what: str) -> None:
+    about = f"write {what} as a config of megatron, torchtitan, deepspeed, fsdp or accelerate, and list the parts that it cannot express"
+    parser.add_argument("--to", metavar="FRAMEWORK", help=about)
+    about = "write the config of --to into this file instead of printing it"
+    parser.add_argument("--to-file", type=Path, metavar="FILE", help=about)
 
 
 def add_simulate(parser: ArgumentParser) -> None:
@@ -267,11 +317,13 @@ def add_simulate(parser: ArgumentParser) -> None:
     _add_job(parser)
     _add_layout(parser)
     _add_hardware(parser)
-    parser.add_argument("--devices", type=_ranks, metavar="N", help="must equal the layout's ranks")
-    parser.add_argument("--program", action="store_true", help="print every op, however many there are")
-    _add_emit(parser, "the layout")
+    parser.add_argument(
+        "--devices", type=_ranks, metavar="N", help="the number of devices; must equal the ranks of the layout"
+    )
+    parser.add_argument("--program", action="store_true", help="print every operation of the step")
+    _add_to(parser, "the layout")
     _add_html(parser)
-    about = "play a published run or a textbook comparison instead of a job; `--case list` lists them"
+    about = "simulate a published run or a textbook comparison instead of a job; `--case list` lists them"
     parser.add_argument("--case", metavar="NAME", help=about)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
 
@@ -279,12 +331,11 @@ def add_simulate(parser: ArgumentParser) -> None:
 def add_explain(parser: ArgumentParser) -> None:
     """Add the arguments of `explain`."""
     about = "a run folder with recorded steps (train --record); default: the newest run below runs/"
-    about += "; two of a run folder, a layout, the word simulation and the JSON file of one: their differences; or a folder of traces of torch.profiler"
+    about += ". Give two to compare them: a run folder, a layout, the word simulation, or a JSON file. Or give a folder of torch.profiler traces"
     parser.add_argument("run", nargs="*", metavar="RUN", help=about)
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--step", type=_count, metavar="N", help="one step; default: all recorded ones but the first")
-    chosen.add_argument("--steps", metavar="A:B", help="some steps, averaged")
-    about = "a hardware profile to predict the step with; default: this machine's, once `measure` has written it; layouts: else cpu-laptop"
+    about = "the step to explain, or several, averaged; default: all recorded steps except the first"
+    parser.add_argument("--step", metavar="N|A:B", help=about)
+    about = "the hardware profile of the prediction; default: the profile of this machine if `measure` has written it; for a layout, otherwise cpu-laptop"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=about)
     _add_html(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
@@ -294,13 +345,13 @@ def add_layouts(parser: ArgumentParser) -> None:
     """Add the arguments of `layouts`."""
     _add_job(parser)
     parser.add_argument("--devices", type=_ranks, required=True, metavar="N", help="the number of devices")
-    about = "list each split also with every switch, such as recompute or offload"
+    about = "also list each split with every option, such as recompute or offload"
     parser.add_argument("--switches", action="store_true", help=about)
-    about = "print every layout, and not the legal ones and the rules by which the others are refused"
+    about = "print every layout; default: the legal ones, and the rules that reject the others"
     parser.add_argument("--whole", action="store_true", help=about)
-    about = "print which layout words can be combined, and the reason where two cannot"
+    about = "print which layout options can be combined, and the reason if two cannot"
     parser.add_argument("--pairs", action="store_true", help=about)
-    parser.add_argument("--why-not", metavar='"dp=2 ..."', help="say why one layout is refused")
+    parser.add_argument("--why-not", metavar='"dp=2 ..."', help="explain why a layout is rejected")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
 
 
@@ -311,36 +362,45 @@ def add_inspect(parser: ArgumentParser) -> None:
 
 def add_profiles(parser: ArgumentParser) -> None:
     """Add the arguments of `profiles`."""
-    about = "print one profile as TOML, with the source of every number: a file to begin one of your own with"
+    about = "print a hardware profile as TOML, with the source of every number; a template for your own"
     parser.add_argument("--show", metavar="NAME", help=about)
 
 
 def add_completion(parser: ArgumentParser) -> None:
     """Add the arguments of `completion`."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+    parser.add_argument(
+        "shell", choices=("bash", "zsh", "fish", "tcsh"), metavar="SHELL", help="bash, zsh, fish or tcsh"
+    )
 
 
 def add_measure(parser: ArgumentParser) -> None:
     """Add the arguments of `measure`."""
-    about = "the profile to write; default: this machine's own, where plan and simulate look for it"
+    about = "the profile to write; default: the file that plan and simulate read"
     parser.add_argument("--out", type=Path, metavar="FILE", help=about)
-    about = "devices that measure at once; default: all GPUs, or the CPU's cores"
+    about = "the number of devices that measure at once; default: all GPUs, or all cores of the CPU"
     parser.add_argument("--ranks", type=_ranks, metavar="N", help=about)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="the device to measure; default: auto (a GPU if there is one)",
+    )
 
 
 def add_doctor(parser: ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
-    about = "the job that is to run: it is compared, and the report ends with what its layout would be bound by"
+    about = "the job to run; it is compared on all hosts, and the report ends with the bottleneck of its layout"
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help=about)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
-    _add_layout(parser, ", or the fastest that `plan` finds")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job; may be repeated"
+    )
+    _add_layout(parser, ", or the fastest one that `plan` finds")
     _add_hardware(parser)
-    about = "the folder that all hosts are to see; default: the one that this command runs in"
+    about = "a folder that all hosts must share; default: the current folder"
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help=about)
-    about = "write the hardware profile with the links that were measured"
+    about = "write the hardware profile with the measured links"
     parser.add_argument("--out", type=Path, metavar="FILE", help=about)
-    about = "seconds to wait for the other hosts; default: 10"
+    about = "the seconds to wait for the other hosts; default: 10"
     parser.add_argument("--wait", type=_seconds, default=10.0, metavar="S", help=about)
     _add_hosts(parser)
 
@@ -355,10 +415,14 @@ def _seconds(text: str) -> float:
 
 def add_calibrate(parser: ArgumentParser) -> None:
     """Add the arguments of `calibrate`."""
-    about = "CSV files with a line for each measured step, of any framework, or folders of runs"
+    about = "CSV files with one line for each measured step of any framework, or run folders"
     parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS.csv", help=about)
-    parser.add_argument("--job", type=Path, metavar="JOB", help="what the rows do not say; default: nothing")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of that job")
+    parser.add_argument(
+        "--job", type=Path, metavar="JOB", help="a job that supplies the columns missing from the CSV; default: none"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of that job; may be repeated"
+    )
     _add_hardware(parser)
     parser.add_argument("--out", type=Path, metavar="PROFILE", help="the profile to write; default: none")
 

@@ -30,25 +30,32 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         given = dict(zip(signature.parameters, args, strict=False)) | kwargs
         for name, check in known.items():
-            if name in given and (given[name] is not None or signature.parameters[name].default is not None):
+            if name in given and (given[name] is not None or not _is_optional(signature.parameters[name])):
                 check(name, given[name])
         return function(*args, **kwargs)
 
     return call
 
 
+def _is_optional(parameter: inspect.Parameter) -> bool:
+    """Return whether None may be given: it is the default, or the annotation has it."""
+    return parameter.default is None or "None" in str(parameter.annotation).replace("|", " ").split()
+
+
 def _job(name: str, value: Any) -> None:
     if not isinstance(value, Job):
         raise JobError(
+            "argument-type",
             f"{name} = {short_repr(value)} is {_kind(value)}, and a samestep.Job is taken: samestep.Job(train={{...}}) makes one of "
-            "tables, samestep.load(path) reads one from a file"
+            "tables, samestep.load(path) reads one from a file",
         )
 
 
 def _layout(name: str, value: Any) -> None:
     if not isinstance(value, (str, Layout)):
         raise LayoutError(
-            f'{name} = {short_repr(value)} is {_kind(value)}: one line of text works, such as {name}="dp=2 tp=2"'
+            "argument-type",
+            f'{name} = {short_repr(value)} is {_kind(value)}: one line of text works, such as {name}="dp=2 tp=2"',
         )
 
 
@@ -57,23 +64,28 @@ def _count(name: str, value: Any) -> None:
         operator.index(value)
     except TypeError:
         raise InputError(
-            f"{name} = {short_repr(value)} is {_kind(value)}: a whole number works, such as {name}=2"
+            "argument-type",
+            f"{name} = {short_repr(value)} is {_kind(value)}: a whole number works, such as {name}=2",
         ) from None
 
 
 def _path(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
-        raise InputError(f"{name} = {short_repr(value)} is {_kind(value)}: the path of a file or a folder works")
+        raise InputError(
+            "argument-type",
+            f"{name} = {short_repr(value)} is {_kind(value)}: the path of a file or a folder works",
+        )
 
 
 def _model(name: str, value: Any) -> None:
     if isinstance(value, dict) and value:
-        for key, one in value.items():
-            _model(f"{name}[{key!r}]", one)
+        for key, item in value.items():
+            _model(f"{name}[{key!r}]", item)
         return
     if not callable(value):
         raise ModelError(
-            f"{name} = {short_repr(value)} is {_kind(value)}: a function that builds an nn.Module works, or a module"
+            "argument-type",
+            f"{name} = {short_repr(value)} is {_kind(value)}: a function that builds an nn.Module works, or a module",
         )
     if not hasattr(value, "named_parameters") or isinstance(value, type):
         _takes(name, value, (), "nothing: a lambda that calls it with its arguments works", ModelError)
@@ -83,13 +95,14 @@ def _optimizer(name: str, value: Any) -> None:
     if hasattr(value, "param_groups"):
         return
     if isinstance(value, (list, tuple, dict)):
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            _optimizer(f"{name}[{key!r}]", one)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _optimizer(f"{name}[{key!r}]", item)
         return
     works = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if not callable(value):
         raise JobError(
-            f"{name} = {short_repr(value)} is {_kind(value)}: a function of the parameters works, such as {works}"
+            "argument-type",
+            f"{name} = {short_repr(value)} is {_kind(value)}: a function of the parameters works, such as {works}",
         )
     _takes(name, value, ([],), f"one argument, a list of parameters: {works} works", JobError)
 
@@ -97,14 +110,16 @@ def _optimizer(name: str, value: Any) -> None:
 def _measure(name: str, value: Any) -> None:
     works = "a function of (outputs, batch) -> {'name': (sum, count)}"
     if not callable(value):
-        raise JobError(f"{name} = {short_repr(value)} is {_kind(value)}: {works} works")
+        raise JobError("argument-type", f"{name} = {short_repr(value)} is {_kind(value)}: {works} works")
     _takes(name, value, (None, None), f"two arguments: {works} works", JobError)
 
 
 def _main(name: str, value: Any) -> None:
-    if not callable(value) and not isinstance(value, Job | str | os.PathLike):
+    if not callable(value):
         raise InputError(
-            f"{name} = {short_repr(value)} is {_kind(value)}: a function works, which every rank calls, or a job or its path"
+            "argument-type",
+            f"{name} = {short_repr(value)} is {_kind(value)}: a function works, which every rank calls; samestep.train(job) "
+            "trains a job, and samestep.write_submission(job, on) writes the script of an engine",
         )
 
 
@@ -122,7 +137,9 @@ def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: ty
         signature.bind(*args)
     except TypeError as failed:
         word = getattr(function, "__qualname__", type(function).__name__)
-        raise error(f"{name} = {word} cannot be called as it will be ({failed}), with {what}") from None
+        raise error(
+            "argument-type", f"{name} = {word} cannot be called as it will be ({failed}), with {what}"
+        ) from None
 
 
 def _kind(value: Any) -> str:
@@ -133,7 +150,7 @@ def _kind(value: Any) -> str:
 
 
 _KINDS: dict[str, Callable[[str, Any], None]] = {
-    "job": _job, "layout": _layout, "model": _model, "optimizer": _optimizer, "measure": _measure, "main": _main,
+    "job": _job, "layout": _layout, "model": _model, "optimizer": _optimizer, "metrics": _measure, "main": _main,
     "devices": _count, "steps": _count, "ranks": _count, "top": _count, "samples": _count, "tokens": _count, "first_step": _count,
     "run": _path, "out": _path, "path": _path, "folder": _path, "init_from": _path,
 }  # fmt: skip

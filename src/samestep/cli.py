@@ -1,41 +1,49 @@
 """The command line: parse the arguments, call the function of a verb, print its result. Each verb is imported when called.
 
 Exit status: 0 done; 1 the run failed (a worker died, or numbers were not finite), or the proof found a difference, or nothing
-fits; 2 the job, layout or arguments cannot run; 130 interrupted by Ctrl-C and 143 by SIGTERM, `train` with a checkpoint saved
+fits; 2 the job, layout or arguments cannot run; 130 interrupted by Ctrl-C, 143 by SIGTERM and 129 by SIGHUP, `train` with a checkpoint saved
 unless it was a second one. So do the ranks of other launchers, all of them, once rank 0 has saved; those of torchrun end with 0, or
 else its agent would start them again at once.
+
+`samestep completion SHELL` prints a script that shtab writes from the parser. A flag is followed by its choices, by the words that
+`words_of_flags` lists for it (of a layout, of a job's keys, names of profiles), or by files or folders.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
+import platform
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
 
-from samestep import arguments
+from samestep import arguments, hardware, verbs, wings
+from samestep import job_files as jobs
+from samestep.arguments import verbs_of
 from samestep.errors import InputError, RunError
+from samestep.layout import Layout
 from samestep.output import results
-from samestep.output.output_file import check_writable
+from samestep.output.durable_files import check_writable
 from samestep.output.results import Result, VerbFailure
-from samestep.verbs import predicting, running
-
-if TYPE_CHECKING:
-    pass
-
+from samestep.output.text import wrap
+from samestep.schedules import SCHEDULES
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writes to standard output that say nothing about samestep."""
+_PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "safetensors")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status, a number from 0 to 255; a user's mistake prints one line, never a traceback."""
     warnings.showwarning = _say_warning
-    given = arguments.spell_out_json(sys.argv[1:] if words is None else words)
+    given = arguments.spell_out(sys.argv[1:] if words is None else words) or ["--help"]
     try:
         if arguments.JSON_ALONE in given:
             return _print_json(given)
@@ -71,12 +79,15 @@ def _print_json(given: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> Result | VerbFailure:
     """Run one verb, and write its result to the file of `--json`."""
     try:
-        given = _parser().parse_args(words)
+        words, script_arguments = _split_at_script(words)
+        given = _parser().parse_args(words, Namespace(arguments=script_arguments))
         for flag in ("json", "trace", "html", "emit_file"):
             path = getattr(given, flag, None)
             if path is not None and path != results.STANDARD_OUTPUT:
                 check_writable(path)
         found: Result | VerbFailure = given.verb(given)
+        if isinstance(found, Result) and found.text and not getattr(given, "markdown", False):
+            found = replace(found, text="\n".join([*map(wrap, getattr(given, "heading", [])), found.text]))
         if isinstance(found, Result) and given.json not in (None, results.STANDARD_OUTPUT):
             results.write_file(given.json, found)
     except RunError as error:
@@ -88,66 +99,86 @@ def _run(words: Sequence[str]) -> Result | VerbFailure:
     return found
 
 
+def _split_at_script(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the words of a command, and the arguments of the script of `launch`, which follow after `--`."""
+    if words[:1] != ["launch"] or "--" not in words:
+        return words, ()
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
 def _parser() -> ArgumentParser:
     about = (
-        "Distributed training for PyTorch: changing the layout never changes the result. A job's functions are run: take jobs "
-        "only from people whose code you would run; those of run folders and checkpoints need --allow code."
+        "Distributed training for PyTorch: changing the layout never changes the result. A job can name functions, and samestep "
+        "runs them: use only jobs from people you trust. Functions named by run folders and checkpoints need --allow code."
     )
     parser = arguments.Parser(prog="samestep", allow_abbrev=False, description=about)
     parser.add_argument("--version", action="version", version=f"samestep {metadata.version('samestep')}")
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def verb(name: str, run: Callable[[Namespace], Result | VerbFailure], about: str) -> ArgumentParser:
-        added: ArgumentParser = verbs.add_parser(name, help=about, allow_abbrev=False)
+        added: ArgumentParser = commands.add_parser(name, help=about, allow_abbrev=False)
         added.set_defaults(verb=run)
         arguments.add_json(added)
         return added
 
-    about = "prove that a layout computes what one device computes: exit 0 proven, 1 differs, 2 could not be tried"
-    arguments.add_train(verb("train", running.train, "train a job on this machine, or as a rank of torchrun or srun"))
-    arguments.add_verify(verb("verify", running.verify, about))
-    more = "write the script that an engine of processes needs to train a job; submit it only with --submit"
-    arguments.add_launch(verb("launch", running.launch, more))
-    about = "write the model of a run as a folder that transformers loads; needs no workers"
-    arguments.add_export(verb("export", running.export, about))
-    arguments.add_sample(verb("sample", running.sample, "write text with the model of a run"))
+    about = "compare a layout with one device on your job. Exit status: 0 equal, 1 different, 2 not possible"
+    arguments.add_train(verb("train", verbs.train, "train a job on this machine, or as one rank of torchrun or srun"))
+    arguments.add_verify(verb("verify", verbs.verify, about))
+    arguments.add_launch(verb("launch", verbs.launch, "run your script on the ranks of this machine"))
+    about = "submit a job to a cluster: Slurm, Kubernetes, Ray, MPI, ssh or torchrun"
+    arguments.add_submit(verb("submit", _of_wing("cluster", "submit"), about))
+    about = "write the model of a run as a folder for transformers, peft or torch"
+    arguments.add_export(verb("export", verbs.export, about))
+    arguments.add_sample(verb("sample", verbs.sample, "generate text with the model of a run"))
     arguments.add_evaluate(
-        verb("evaluate", running.evaluate, "compute the held-out loss of a run's checkpoint, in one process")
+        verb("evaluate", verbs.evaluate, "compute the validation loss of a checkpoint, in one process")
     )
-    about = "find the fastest layout that fits, and say why the others are not; needs no torch"
-    arguments.add_plan(verb("plan", predicting.plan, about))
-    about = "predict the time and memory of a step from its program; needs no torch"
-    arguments.add_simulate(verb("simulate", predicting.simulate, about))
-    about = "say where the time of a run's recorded steps went, who waited for whom, and what to try"
-    arguments.add_explain(verb("explain", predicting.explain, about))
-    about = "list the legal layouts of a job on N devices, and say why one is not"
-    arguments.add_layouts(verb("layouts", predicting.layouts, about))
-    about = "print the blocks of a job's model, what may be cut, and why not the rest"
-    arguments.add_inspect(verb("inspect", running.inspect, about))
-    arguments.add_measure(verb("measure", running.measure, "write this machine's hardware profile, in a minute or two"))
-    about = "look at every host of an allocation, in half a minute, and say what would fail or be slow there; exit 1: a fault"
-    arguments.add_doctor(verb("doctor", running.doctor, about))
-    about = "refit a hardware profile to measured steps, of any framework; needs no torch for presets"
-    arguments.add_calibrate(verb("calibrate", predicting.calibrate, about))
-    verb("presets", predicting.presets, "list the models that plan and simulate know by name")
+    about = "find the fastest layout that fits, and explain why the others do not; needs no torch"
+    arguments.add_plan(verb("plan", _of_wing("plan", "plan"), about))
+    about = "predict the time and memory of one layout; needs no torch"
+    arguments.add_simulate(verb("simulate", _of_wing("plan", "simulate"), about))
+    about = "show where the time of recorded steps went, which ranks waited, and what to try"
+    arguments.add_explain(verb("explain", _of_wing("explain", "explain"), about))
+    about = "list the legal layouts of a job on N devices, and explain why another one is not legal"
+    arguments.add_layouts(verb("layouts", verbs.layouts, about))
+    about = "print the blocks of the model, and which weights can be sharded"
+    arguments.add_inspect(verb("inspect", verbs.inspect, about))
+    arguments.add_measure(
+        verb(
+            "measure",
+            _of_wing("plan", "measure"),
+            "benchmark this machine and write its hardware profile, in a minute or two",
+        )
+    )
+    about = "check all hosts of an allocation for faults and slow links, in half a minute. Exit status: 1 if there is a fault"
+    arguments.add_doctor(verb("doctor", _of_wing("cluster", "doctor"), about))
+    about = "refit a hardware profile to measured steps of any framework; needs no torch for presets"
+    arguments.add_calibrate(verb("calibrate", _of_wing("plan", "calibrate"), about))
+    verb("presets", verbs.presets, "list the models that plan and simulate have by name")
     arguments.add_profiles(
-        verb("profiles", predicting.profiles, "list the machines that plan and simulate know by name")
+        verb("profiles", verbs.profiles, "list the hardware profiles that plan and simulate have by name")
     )
     verb("env", _env, "print versions and devices, for a bug report")
-    arguments.add_completion(verb("completion", _completion, "print the script that completes this command in a shell"))
+    arguments.add_completion(verb("completion", _completion, "print the completion script for a shell"))
     return parser
 
 
-def _env(_: Namespace) -> Result:
-    from samestep import environment
+def _of_wing(wing: str, name: str) -> Callable[[Namespace], Result | VerbFailure]:
+    """Return the function of a command of a wing, which is loaded when the command is called."""
 
-    return Result(environment.as_record, environment.as_text())
+    def run(words: Namespace) -> Result | VerbFailure:
+        return cast(Result | VerbFailure, getattr(wings.required(wing, f"{wing}_verbs"), name)(words))
+
+    return run
+
+
+def _env(_: Namespace) -> Result:
+    return Result(_environment, _environment_text())
 
 
 def _completion(words: Namespace) -> Result:
-    from samestep import completion
-
-    text = completion.script(words.shell, arguments.verbs_of(_parser()), completion.words_of_flags())
+    text = script(words.shell, _parser())
     return Result(lambda: {"shell": words.shell, "script": text}, text.rstrip("\n"))
 
 
@@ -160,13 +191,120 @@ def _fail(failure: VerbFailure) -> int:
 
 def _visible(text: object) -> str:
     """Return a text for the terminal, with control characters as escapes: a job or a file may hold any."""
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in str(text))
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
+        for character in str(text)
+    )
 
 
 def _say_warning(message: Warning | str, category: Any, *_: Any, **__: Any) -> None:
     """Print the warnings of samestep as one line, and none of other categories, which libraries address to developers."""
     if category is UserWarning:
         print(f"samestep: warning: {_visible(message)}", file=sys.stderr)
+
+
+def _environment_text() -> str:
+    """Return the versions of Python and of the packages that results depend on, and the GPUs, one line each."""
+    python = f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
+    packages = (f"{package} {_version(package) or 'is not installed'}" for package in _PACKAGES)
+    return "\n".join([python, *packages, *_list_shadowed(), *_gpus()])
+
+
+def _environment() -> dict[str, object]:
+    """Return the same as plain data; a package that is not installed is None."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {package: _version(package) for package in _PACKAGES},
+        "shadowed": _list_shadowed(),
+        "gpus": _gpus(),
+    }
+
+
+def _gpus() -> list[str]:
+    """Return a line for each GPU, or why torch, which knows them, cannot be imported."""
+    try:
+        import torch
+    except Exception as error:
+        return [f"torch cannot be imported: {type(error).__name__}: {error}"]
+    return [f"GPU {index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+
+
+def _list_shadowed() -> list[str]:
+    """Return a line for each package in whose place a file of the same name on the path is imported."""
+    lines = []
+    for package in _PACKAGES[1:]:
+        try:
+            files = {
+                Path(str(file.locate())).resolve()
+                for file in metadata.files(package) or ()
+                if file.name == "__init__.py"
+            }
+            found = importlib.util.find_spec(package)
+        except (metadata.PackageNotFoundError, ImportError, ValueError):
+            continue
+        origin = Path(found.origin).resolve() if found is not None and found.origin else None
+        if origin is not None and files and origin not in files:
+            lines.append(
+                f"{package} is imported from {origin}, which hides the installed one: another name for that file works"
+            )
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def script(shell: str, parser: ArgumentParser) -> str:
+    """Return the script of a shell for a parser, whose actions are given what may follow them: it parses nothing any more."""
+    import shtab
+
+    words = words_of_flags()
+    for _, verb in verbs_of(parser).values():
+        for action in verb._actions:
+            _say_what_follows(action, words)
+    return shtab.complete(parser, shell)
+
+
+def _say_what_follows(action: Any, words: Mapping[str, Sequence[str]]) -> None:
+    import shtab
+
+    shown = str(action.metavar or "")
+    if flag := next((flag for flag in action.option_strings if flag in words), ""):
+        action.choices = words[flag]
+    elif action.type is Path or shown.endswith(("FILE", "RUN")):
+        action.complete = shtab.DIRECTORY if shown in ("DIR", "RUN") else shtab.FILE
+
+
+def words_of_flags() -> dict[str, Sequence[str]]:
+    """Return the words that may follow flags whose parser has no choices."""
+    scripts, cases = wings.optional("cluster", "engines.scripts"), wings.optional("plan", "simulation.cases")
+    return {
+        **dict.fromkeys(("--layout", "--why", "--why-not"), words_of_layouts()),
+        "--set": jobs.settings(),
+        "--hardware": hardware.known(),
+        "--show": hardware.known(),
+        "--on": tuple(scripts.ENGINES) if scripts else (),
+        "--case": ("list", *cases.RUNS, *cases.COMPARISONS) if cases else (),
+    }
+
+
+def words_of_layouts() -> tuple[str, ...]:
+    """Return the words of a layout as one begins to write them: `tp=` before a number, else each value."""
+    written = ["dp="]
+    for name, hint in get_type_hints(Layout).items():
+        choices = {"schedule": tuple(SCHEDULES), "zero": (0, 1, 2, 3)}.get(name, get_args(hint))
+        if hint is bool:
+            written.append(name)
+        elif name in ("schedule", "zero") or all(isinstance(choice, str) for choice in choices or (0,)):
+            written += [f"{name}={choice}" for choice in choices]
+        else:
+            written.append(f"{name}=")
+    return tuple(written)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ SamestepError (Exception)
     ├── RepeatError                 a part of a step, done once more, gives something else
     └── OutOfMemoryError            memory ran out, on a device or on the host
 ```
-Each rule that refuses, and each way to fail, has a slug that stays when the text is reworded (`error_kinds.py`): `error.slug`.
+Each is raised with a code, which stays when the text is reworded, and the text: `raise LayoutError("tp-indivisible", f"tp={tp} ...")`.
 A mistake of none of these classes, such as a file that cannot be written, is an `InputError` itself. A broken invariant
 of our own code is an `assert`, never one of these.
 """
@@ -33,21 +33,23 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from samestep.error_kinds import ErrorKind, kind_of
-
 
 class SamestepError(Exception):
     """Any error that samestep raises on purpose."""
 
-    @property
-    def kind(self) -> ErrorKind:
-        """The rule that was broken, with its slug; docs/reference/errors.md lists them."""
-        return kind_of([one.__name__ for one in type(self).__mro__ if one.__module__ == __name__], str(self))
+    def __init__(self, code: str, text: str) -> None:
+        """Set the code, one of docs/reference/errors.md, and the text."""
+        super().__init__(code, text)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
     @property
-    def slug(self) -> str:
-        """The name of its kind, which stays when the text is reworded."""
-        return self.kind.slug
+    def remedy(self) -> str:
+        """The last clause of the text's first line, which specifies what to do."""
+        line = str(self).partition("\n")[0]
+        return next((line.rpartition(mark)[2] for mark in (". ", "; ", ": ") if mark in line), line)
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows of this error."""
@@ -55,7 +57,7 @@ class SamestepError(Exception):
 
 
 class InputError(SamestepError, ValueError):
-    """A mistake in what samestep was given; the text says what would work."""
+    """A mistake in the input of samestep; the text names a fix."""
 
 
 class JobError(InputError):
@@ -75,15 +77,15 @@ class DataError(InputError):
 
 
 class UnprovenError(InputError):
-    """Nothing shows that the layout computes what one device does; the text ends with the waiver that lets it run."""
+    """Nothing shows that the layout equals one device; the text ends with the name that skips the check."""
 
-    def __init__(self, reason: str, waiver: str = "") -> None:
-        """Write the reason, and the waiver, a word of `job_tables.Waiver`, if there is one."""
-        super().__init__(f'{reason}; run.allow = ["{waiver}"] lets it run unproven' if waiver else reason)
+    def __init__(self, code: str, reason: str, waiver: str = "") -> None:
+        """Set the code, the reason, and the waiver, a word of `job_tables.Waiver`, if there is one."""
+        super().__init__(code, f'{reason}; run.allow = ["{waiver}"] lets it run unproven' if waiver else reason)
         self.reason, self.waiver = reason, waiver
 
-    def __reduce__(self) -> tuple[type[UnprovenError], tuple[str, str]]:
-        return UnprovenError, (self.reason, self.waiver)
+    def __reduce__(self) -> tuple[type[UnprovenError], tuple[str, str, str]]:
+        return UnprovenError, (self.code, self.reason, self.waiver)
 
 
 class CheckpointError(InputError):
@@ -95,7 +97,7 @@ class RecordError(InputError):
 
 
 class RunError(SamestepError, RuntimeError):
-    """A run failed on the way, though what it was given can run; the text says where and why."""
+    """A run failed although its input can run; the text says where and why."""
 
 
 class SaveError(RunError):
@@ -123,14 +125,14 @@ class RepeatError(RunError):
 
 
 class OutOfMemoryError(RunError):
-    """Memory ran out; the text says what held it, what was predicted, and which layout needs less."""
+    """Out of memory; the text has the largest parts, the prediction, and a layout that needs less."""
 
 
 def to_words(error: SamestepError) -> tuple[str, tuple[str, ...]]:
     """Return the name of an error's class, one of those here, and its arguments, as words that can be sent."""
     kind = next(one for one in type(error).__mro__ if one.__module__ == __name__)
-    given = (error.reason, error.waiver) if isinstance(error, UnprovenError) else (str(error),)
-    return kind.__name__, given
+    text = (error.reason, error.waiver) if isinstance(error, UnprovenError) else (str(error),)
+    return kind.__name__, (error.code, *text)
 
 
 def of_words(name: str, given: Iterable[str]) -> SamestepError:
@@ -197,7 +199,9 @@ class failures_of:  # noqa: N801  # a context, entered in every step: a generato
         if not isinstance(failed, Exception) or isinstance(failed, SamestepError | MemoryError):
             return
         text = " ".join(str(failed).split()) or "no text"
-        raise self._error(f"{self._what} fails: {type(failed).__name__}: {text[:300]}{line_of(failed)}") from failed
+        raise self._error(
+            "code-fails", f"{self._what} fails: {type(failed).__name__}: {text[:300]}{line_of(failed)}"
+        ) from failed
 
 
 def line_of(failed: Exception) -> str:

@@ -26,7 +26,7 @@ kernel_launch_s = 10e-6           # time in which the host launches one operatio
 host_step_s = 5e-3                # time of the host once a step: data, norm, log
 fsdp_unit_s = 1e-3                # time of FSDP2's own code for each gather and scatter, where it is exposed: on a CPU
 attention_kernel = "cudnn"        # family of the kernels of attention, of torch's choice: flash-1, flash-2, flash-3 or cudnn
-sustained = 0.8                   # fraction of a product's rate that is held throughout a step, under the power limit
+sustained = 0.8                   # clock held throughout a step, over the one of the peak: lower under a power limit
 memory_efficiency = 0.85          # fraction of memory_bytes_per_s that an elementwise kernel reaches
 contention = 1.1                  # factor by which compute is slower while communication runs
 device_spread = 0.03              # standard deviation of the seconds of the same work over devices, over their mean
@@ -40,7 +40,7 @@ attention = 0.35                  # that of FlashAttention-2 with heads of 128, 
 ```
 and in a link `collective_s`, the time that every collective over it takes, however small, and `ll128_latency_s`, the
 latency of a hop in NCCL's protocol for smaller messages. `library = "gloo"` says that all collectives are rings; without it
-they are NCCL's (`simulation/collectives.py`).
+they are NCCL's (`wings/plan/simulation/collectives.py`).
 
 All ranks wait for each other in every step, so a step over N devices takes what the slowest of them takes. Where the seconds of the
 same work are spread normally over devices, the work of each takes so many times as long as the mean, and its links do not:
@@ -52,6 +52,8 @@ same work are spread normally over devices, the work of each takes so many times
 
 from __future__ import annotations
 
+import itertools
+import re
 import statistics
 import tomllib
 from collections import Counter
@@ -65,8 +67,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from samestep.errors import InputError, did_you_mean, short_repr
-from samestep.output.byte_sizes import gib
-from samestep.output.text_table import align_columns
+from samestep.output.text import align_columns, gib
 
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -145,7 +146,7 @@ class Hardware:
     """Fraction of a dtype's peak that the best large product reaches; under `attention` that of FlashAttention-2, forward and
     backward, with long heads of 128 and without a mask."""
     attention_kernel: Literal["sdpa", "flash-1", "flash-2", "flash-3", "cudnn"] = "sdpa"
-    """Family of kernels that computes a fused attention (`simulation/attention.py`)."""
+    """Family of kernels that computes a fused attention (`wings/plan/simulation/attention.py`)."""
     efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
         default_factory=dict
     )
@@ -155,9 +156,9 @@ class Hardware:
     host_update_bytes_per_s: Positive = 15e9
     """Rate at which one device's share of the host reads and writes weights and states that it updates. By default an eighth of
     what updates reach of the memory of two processors, assumed."""
-    sustained: Fraction = 1.0
-    """Fraction of a product's rate that the device holds throughout a step, where its power limit lowers the clock under load; the
-    best product was measured alone."""
+    sustained: Annotated[float, Field(gt=0.0, le=1.25)] = 1.0
+    """Clock that the device holds throughout a step over the one of its peak: lower under a power limit, as the best product was
+    measured alone, and higher on cards that boost beyond their data sheet."""
     memory_efficiency: Fraction = 1.0
     """Fraction of `memory_bytes_per_s` that an elementwise kernel reaches."""
     kernel_s: NonNegative = 0.0
@@ -241,13 +242,13 @@ def load(name_or_path: str | Path) -> Hardware:
         ValueError,
         RecursionError,
     ) as error:  # not TOML, not text, a number of over 4,300 digits, too many brackets
-        raise InputError(f"{name_or_path} is not TOML: {error}") from None
+        raise InputError("hardware-profile", f"{name_or_path} is not TOML: {error}") from None
     try:
         return TypeAdapter(Hardware).validate_python({"name": source.name.removesuffix(".toml"), **table})
     except ValidationError as error:
         mistakes = [f"{'.'.join(map(str, m['loc']))}: {m['msg'].lower()}" for m in error.errors(include_url=False)]
         renewed = f"; samestep measure writes a new {OWN}" if str(name_or_path) == OWN else ""
-        raise InputError(f"{name_or_path}: {'; '.join(mistakes)}{renewed}") from None
+        raise InputError("hardware-profile", f"{name_or_path}: {'; '.join(mistakes)}{renewed}") from None
 
 
 def origins(machine: Hardware) -> dict[str, int]:
@@ -286,7 +287,7 @@ def own_or(name: str) -> Hardware:
 
 def of_device(device_name: str) -> Hardware | None:
     """Return the profile of a GPU by the name that its driver gives it; None if no profile has that name."""
-    return next((one for one in map(load, profiles()) if device_name in one.device_names), None)
+    return next((machine for machine in map(load, profiles()) if device_name in machine.device_names), None)
 
 
 def resolve_hardware(given: Hardware | str | Path | None) -> Hardware:
@@ -363,18 +364,46 @@ def _find(name_or_path: str | Path) -> Traversable:
     if name == OWN:
         if _is_measured():
             return own_path()
-        raise InputError(f"this machine has not been measured: samestep measure writes the profile {OWN}")
+        raise InputError(
+            "machine-not-measured",
+            f"this machine has not been measured: samestep measure writes the profile {OWN}",
+        )
     path = Path(name_or_path)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
     except OSError as error:
-        raise InputError(f"{short_repr(name)} is no path of a hardware profile: {error.strerror}") from None
+        raise InputError(
+            "argument-type", f"{short_repr(name)} is not the path of a hardware profile: {error.strerror}"
+        ) from None
     if is_file:
         return path
     if is_folder:
-        raise InputError(f"{path} is a folder; a hardware profile is a TOML file")
+        raise InputError("hardware-profile", f"{path} is a folder; a hardware profile is a TOML file")
     what = f"there is no file {path}" if path.suffix == ".toml" else f"no hardware {name!r}"
-    hint = did_you_mean(path.stem.lower() if path.suffix == ".toml" else name.lower(), profiles())
+    word = path.stem.lower() if path.suffix == ".toml" else name.lower()
+    card = re.match(r"[a-z]*[0-9]*", word)
+    same_card = [known for known in profiles() if card and card[0] and re.match(rf"{card[0]}(?![0-9])", known)]
+    hint = f" (did you mean {' or '.join(map(repr, same_card))}?)" if same_card else did_you_mean(word, profiles())
     raise InputError(
-        f"{what}{hint}: the profiles are {', '.join(profiles())}, or give a TOML file of that form (docs/hardware.md)"
+        "hardware-profile",
+        f"{what}{hint}: the profiles are {', '.join(profiles())}, or give a TOML file of that form (docs/hardware.md)",
     )
+
+
+def without_fixed_costs(hardware: Hardware) -> Hardware:
+    """Return the hardware without the costs that an op has however small it is, and as if work could be cut anywhere.
+
+    No op takes longer on it. Without units a product of m x k x n takes 2 m k n / rate, which whole tiles and whole waves of them exceed,
+    and attention the keys of its tiles / rate; links have no hops; and no product has a lower rate than a smaller one.
+    """
+    rising: dict[str, dict[int, float]] = {}
+    for dtype, rates in hardware.efficiency_by_shortest_side.items():
+        sides = sorted(rates)
+        rising[dtype] = dict(zip(sides, itertools.accumulate((rates[side] for side in sides), max), strict=True))
+    intra, inter = (
+        replace(link, latency_s=0.0, collective_s=0.0, ll128_latency_s=None)
+        for link in (hardware.intra, hardware.inter)
+    )
+    return replace(
+        hardware, intra=intra, inter=inter, num_units=0, kernel_s=0.0, kernel_launch_s=0.0, efficiency_by_shortest_side=rising
+    )  # fmt: skip

@@ -2,20 +2,19 @@
 
 Everything here may change the result, except `[run]`, `[checkpoint]`, `[layout]`, `model.stages` and `model.offload`. A job is read from a TOML file
 with `job_files.load`, or written in Python: `Job(train={"global_batch": 32})`. All mistakes in it are reported at once. Its tables, with
-their keys and ranges, are in `job_tables` and `optimizer_tables`, the rules between them in `job_rules`.
+their keys and ranges, are in `job_tables` and `optimizer_tables`; the rules between keys stand here, each a function that returns the mistake of a job
+that breaks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import tomli_w
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from samestep.errors import JobError, LayoutError, short_repr
-from samestep.job_keys import JobKeys
-from samestep.job_rules import RULES, mistakes_in
+from samestep.errors import JobError, did_you_mean, short_repr
 from samestep.job_tables import (
     HELD_OUT,
     CheckpointTable,
@@ -25,9 +24,13 @@ from samestep.job_tables import (
     RunTable,
     Table,
     TrainTable,
+    types_in,
 )
 from samestep.layout import Layout
 from samestep.optimizer_tables import OptimizerTable, ScheduleTable
+
+if TYPE_CHECKING:
+    from samestep.job_keys import JobKeys
 
 
 class Job(Table):
@@ -53,27 +56,25 @@ class Job(Table):
         """
         if not callable(source):
             raise JobError(
-                f"a job is made of tables by their names, and {short_repr(source)} has none: Job(train={{...}}) works, and Job(**tables)"
+                "argument-type",
+                f"a job is made of tables by their names, and {short_repr(source)} has none: Job(train={{...}}) works, and Job(**tables)",
             )
         try:
             super().__init__(**dict[str, Any](tables))
         except ValidationError as error:
-            raise JobError(mistakes_in(error, source, type(self))) from None
+            raise JobError(*_mistakes_in(error, source, type(self))) from None
 
     @field_validator("layout")
     @classmethod
     def _layout_is_one(cls, words: dict[str, Any]) -> dict[str, Any]:
-        try:
-            Layout.of(words)
-        except LayoutError as error:
-            raise ValueError(str(error)) from None
+        Layout(**words)
         return words
 
     @model_validator(mode="after")
     def _values_agree(self) -> Job:
-        for rule in RULES:
-            if mistake := rule(self):
-                raise ValueError(mistake)
+        for rule in _RULES:
+            if error := rule(self):
+                raise error
         return self
 
     @property
@@ -85,7 +86,7 @@ class Job(Table):
     @property
     def judge(self) -> str | None:
         """The one of `evaluated_sets` whose loss is the run's; None where nothing is evaluated."""
-        return self.train.judged_by or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
+        return self.train.monitor or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
 
     def with_modules(self, *, stages: Sequence[str] | None = None, offload: Sequence[str] | None = None) -> Job:
         """Return the job with other names of modules in these keys of its model; None leaves a key as it is.
@@ -94,12 +95,23 @@ class Job(Table):
             JobError: one name is given, and no list.
         """
         if isinstance(stages, str):
-            raise JobError(f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works")
+            raise JobError(
+                "argument-type", f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works"
+            )
         if isinstance(offload, str):
-            raise JobError(f"offload={offload!r} is one name, and a list is read: offload=[{offload!r}] works")
+            raise JobError(
+                "argument-type",
+                f"offload={offload!r} is one name, and a list is read: offload=[{offload!r}] works",
+            )
         named = {"stages": stages, "offload": offload}
         changes = {key: tuple(names) for key, names in named.items() if names is not None}
         return self.model_copy(update={"model": self.model.model_copy(update=changes)})
+
+    def set_keys(self, *within: str) -> set[str]:
+        """Return the keys of two parts, such as `optimizer.lr`, whose values are not the default, in these tables or of these names."""
+        tables = self.model_dump(exclude_defaults=True)
+        keys = {f"{table}.{key}" for table, values in tables.items() for key in values}
+        return {key for key in keys if key in within or key.partition(".")[0] in within}
 
     def to_toml(self, *, with_folder: bool = False) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run.
@@ -120,3 +132,242 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     return value
+
+
+class _Tables(Protocol):
+    """The tables of a job between whose keys there are rules."""
+
+    data: DataTable
+    train: TrainTable
+    schedule: ScheduleTable
+    numerics: NumericsTable
+    checkpoint: CheckpointTable
+
+
+def _warmup(job: _Tables) -> JobError | None:
+    steps, warmup = job.train.steps, job.schedule.warmup_steps
+    if warmup <= steps:
+        return None
+    return JobError(
+        "schedule-too-long",
+        f"schedule.warmup_steps = {warmup} is more than train.steps = {steps}; "
+        f"at most {steps} works, or more steps (--set schedule.warmup_steps=0 --set train.steps=...)",
+    )
+
+
+def _evaluations(job: _Tables) -> JobError | None:
+    if job.train.evaluate_every or not (job.train.patience or job.checkpoint.keep_best):
+        return None
+    key = "train.patience" if job.train.patience else "checkpoint.keep_best"
+    return JobError(
+        "job-keys-conflict", f"{key} needs evaluations while the run trains: train.evaluate_every = 100 works"
+    )
+
+
+def _held_out_sets(job: _Tables) -> JobError | None:
+    sets, judge = job.data.held_out_sets, job.train.monitor
+    if HELD_OUT in sets:
+        return JobError(
+            "job-keys-conflict",
+            f"data.held_out_sets.{HELD_OUT}: this is the name of the part of the data that is held out; another name works",
+        )
+    if judge and judge not in (*sets, HELD_OUT):
+        names = ", ".join(sets) if sets else "there are none"
+        return JobError(
+            "judged-by-unknown",
+            f"train.monitor = {judge!r} is no set of data.held_out_sets ({names}){did_you_mean(judge, list(sets))}",
+        )
+    if judge == HELD_OUT and not job.data.held_out:
+        return JobError(
+            "job-keys-conflict",
+            f'train.monitor = "{HELD_OUT}" is the part of the data that is held out: data.held_out = 0.1 works',
+        )
+    return None
+
+
+def _rollback(job: _Tables) -> JobError | None:
+    if job.numerics.on_spike != "rollback" or job.checkpoint.every:
+        return None
+    return JobError(
+        "job-keys-conflict",
+        'numerics.on_spike = "rollback" goes back to a checkpoint, and checkpoint.every = 0 writes none before the end: '
+        'checkpoint.every = 100 works, or numerics.on_spike = "skip"',
+    )
+
+
+def _averages(job: _Tables) -> JobError | None:
+    if job.train.evaluate_ema and job.train.ema is None:
+        return JobError(
+            "job-keys-conflict",
+            "train.evaluate_ema evaluates the averages of weights: train.ema = 0.999 makes them",
+        )
+    if job.train.ema is not None and job.numerics.exchange_every > 1:
+        return JobError(
+            "job-keys-conflict",
+            f"train.ema averages the weights of every step, and numerics.exchange_every = {job.numerics.exchange_every} "
+            "trains replicas separately, and their weights are equal only after an exchange: one of them alone works",
+        )
+    return None
+
+
+def _decay(job: _Tables) -> JobError | None:
+    decay, left = job.schedule.decay_steps, job.train.steps - job.schedule.warmup_steps
+    if decay <= left:
+        return None
+    return JobError(
+        "schedule-too-long",
+        f"schedule.decay_steps = {decay} is more than the {left} steps after warm-up; that many work, or fewer",
+    )
+
+
+def _batch_norm_group(job: _Tables) -> JobError | None:
+    coupled, batch = job.numerics.batch_norm_group, job.train.global_batch
+    if coupled is None or not batch % coupled:
+        return None
+    near = max(n for n in range(1, min(coupled, batch) + 1) if batch % n == 0)
+    return JobError(
+        "batch-indivisible",
+        f"numerics.batch_norm_group = {coupled} does not divide train.global_batch = {batch} into groups: "
+        f"batch_norm_group = {near} works",
+    )
+
+
+def _mixture(job: _Tables) -> JobError | None:
+    if (job.data.source == "mixture") == bool(job.data.mixture):
+        return None
+    return JobError(
+        "job-keys-conflict",
+        f'data.source = "{job.data.source}" with {len(job.data.mixture)} sources in data.mixture: '
+        'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source work',
+    )
+
+
+def _replicas(job: _Tables) -> JobError | None:
+    """Return why gradients cannot be compressed, or replicas cannot be trained independently, and what works; None if they can."""
+    numerics, batch = job.numerics, job.train.global_batch
+    kind, replicas = numerics.compression, numerics.replicas
+    every, states = numerics.exchange_every, numerics.optimizer_states
+    if kind == "none" and every == 1 and replicas > 1:
+        return JobError(
+            "replicas-unused",
+            f"numerics.replicas = {replicas} says how many gradients are compressed, and none is: replicas = 1 works, "
+            'or numerics.compression = "int8", or numerics.exchange_every = 20',
+        )
+    if every > 1 and replicas == 1:
+        return JobError(
+            "replicas-missing",
+            f"numerics.exchange_every = {every} is the number of steps that numerics.replicas take apart from each other: "
+            "replicas = 2 or more works, as many as the links are slow between",
+        )
+    if mistake := _mistake_of_exchange_times(numerics):
+        return mistake
+    if every > 1 and states != "float32":
+        return JobError(
+            "diloco-unsupported",
+            f'numerics.optimizer_states = "{states}" is not proven with numerics.exchange_every = {every}: "float32" works',
+        )
+    if kind != "none" and replicas == 1:
+        return JobError(
+            "replicas-missing",
+            f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch: '
+            "replicas = 2 or more works, as many as the links are slow between",
+        )
+    if replicas > 1 and numerics.batch_norm_group is not None:
+        return JobError(
+            "job-keys-conflict",
+            f"numerics.batch_norm_group = {numerics.batch_norm_group} and numerics.replicas = {replicas} both say which "
+            "samples belong together: one of them alone works",
+        )
+    if batch % replicas:
+        return JobError(
+            "batch-indivisible",
+            f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "
+            f"global_batch = {-(-batch // replicas) * replicas} works",
+        )
+    return None
+
+
+def _mistake_of_exchange_times(numerics: NumericsTable) -> JobError | None:
+    """Return why replicas cannot exchange parts of their weights, or later than they begin to, and what works."""
+    every, parts, delay = (getattr(numerics, f"exchange_{word}") for word in ("every", "parts", "delay"))
+    if every == 1 and (parts > 1 or delay):
+        key = f"exchange_parts = {parts}" if parts > 1 else f"exchange_delay = {delay}"
+        return JobError(
+            "replicas-unused",
+            f"numerics.{key} sets how replicas exchange the changes of their weights, and numerics.exchange_every = 1 trains none separately: exchange_every = 20 works",
+        )
+    if parts > every:
+        return JobError(
+            "exchange-schedule",
+            f"numerics.exchange_parts = {parts} parts cannot be exchanged at different steps of "
+            f"numerics.exchange_every = {every}: exchange_parts = {every} works, or fewer",
+        )
+    if delay > every // parts:
+        return JobError(
+            "exchange-schedule",
+            f"numerics.exchange_delay = {delay} is longer than the {every // parts} steps between the exchanges of two of "
+            f"numerics.exchange_parts = {parts} parts in numerics.exchange_every = {every}: exchange_delay = {every // parts} works",
+        )
+    return None
+
+
+_RULES: tuple[Callable[[_Tables], JobError | None], ...] = (
+    _warmup,
+    _evaluations,
+    _held_out_sets,
+    _rollback,
+    _averages,
+    _decay,
+    _replicas,
+    _batch_norm_group,
+    _mixture,
+)
+"""All rules, in the order in which they are asked; each returns the mistake, with the values that work, or None."""
+
+
+_REMOVED = {
+    'compression = "fp16"': 'compression = "bf16"',
+    'compression = "int4"': 'compression = "int8"',
+    'compression = "topk"': 'compression = "int8" or "powersgd"',
+    'compile = "model"': 'compile = "blocks"',
+    'compile_mode = "reduce-overhead"': 'compile_mode = "default"',
+    'compile_mode = "max-autotune"': 'compile_mode = "max-autotune-no-cudagraphs"',
+}
+"""Words that jobs of earlier versions may have, and what to use in their place."""
+
+
+def _mistakes_in(error: ValidationError, source: Callable[[str], str], job: type[BaseModel]) -> tuple[str, str]:
+    """Return the code of the first mistake in the tables of a job, and all mistakes, one a line: the origin, the key, what was given and what would be right."""
+    lines, codes = [], []
+    for mistake in error.errors(include_url=False):
+        path = [str(part) for part in mistake["loc"]]
+        key = ".".join(path)
+        word = f'{path[-1]} = "{mistake["input"]}"' if path and isinstance(mistake["input"], str) else ""
+        if (instead := _REMOVED.get(word)) is not None:
+            code, text = "job-value-removed", f"{word} was removed in this version; use {instead}"
+        elif mistake["type"] == "extra_forbidden":
+            known = _keys_of(path[:-1], job)
+            hint = did_you_mean(path[-1], known)
+            code, text = "job-key-unknown", f"unknown key{hint}; the keys here are {', '.join(known)}"
+        elif mistake["type"] == "value_error":
+            code, text = mistake["ctx"]["error"].code, str(mistake["ctx"]["error"])
+        else:
+            code, text = (
+                "job-value",
+                f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {short_repr(mistake['input'])}",
+            )
+        codes.append(code)
+        lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
+    return codes[0], "\n".join(lines)
+
+
+def _keys_of(path: Sequence[str], job: type[BaseModel]) -> list[str]:
+    """Return the names of the keys of the table at `path`."""
+    table: Any = job
+    for part in (one for one in path if not one.isdecimal()):  # an entry of an array of tables
+        field = table.model_fields.get(part)
+        kinds = types_in(field.annotation) if field else ()
+        table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if not (isinstance(table, type) and issubclass(table, BaseModel)):
+            return []
+    return list(table.model_fields)

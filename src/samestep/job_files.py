@@ -5,6 +5,7 @@ Paths and modules that a file names are looked for in its folder first; those of
 
 from __future__ import annotations
 
+import glob
 import os
 import tomllib
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from pydantic import BaseModel
 
 from samestep.errors import JobError, short_repr
 from samestep.job import Job
-from samestep.job_paths import exists
 from samestep.job_tables import PRESET, types_in
 
 _KEYS_OF_SOURCES = ("data.source", "data.held_out_sets.", "model.source")
@@ -34,9 +34,12 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
         JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and the rule.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise JobError(f"{short_repr(path)} is no path of a job file; samestep.load('job.toml') works")
+        raise JobError("argument-type", f"{short_repr(path)} is not the path of a job file, such as 'job.toml'")
     if isinstance(settings, str):
-        raise JobError(f"settings = {settings!r} is one setting, and a list is read: settings = [{settings!r}] works")
+        raise JobError(
+            "argument-type",
+            f"settings = {settings!r} is one setting, and a list is read: settings = [{settings!r}] works",
+        )
     path = Path(path)
     tables = _read(path)
     folder, run = path.parent.resolve(), tables.setdefault("run", {})
@@ -53,17 +56,19 @@ def _read(path: Path) -> dict[str, Any]:
             str(p) for p in (*path.parent.glob("*.toml"), *path.parent.glob("jobs/*.toml")) if p.stem != "pyproject"
         ]
         there = f"; there are {', '.join(sorted(near))}" if near else ""
-        raise JobError(f"no job file at {path}{there}") from None
+        raise JobError("job-file-missing", f"no job file at {path}{there}") from None
     except IsADirectoryError:
         of_run = f", as {path / 'job.toml'}; `--out {path} --resume` resumes this run"
-        raise JobError(f"{path} is a folder; a job is a TOML file{of_run * (path / 'job.toml').exists()}") from None
+        raise JobError(
+            "job-file-missing", f"{path} is a folder; a job is a TOML file{of_run * (path / 'job.toml').exists()}"
+        ) from None
     except OSError as error:
-        raise JobError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise JobError("job-file-unreadable", f"{path} cannot be read: {error.strerror or error}") from None
     except (
         ValueError,
         RecursionError,
     ) as error:  # not TOML, not text, a number of over 4,300 digits, too many brackets
-        raise JobError(f"{path} is not TOML: {error}") from None
+        raise JobError("job-file-unreadable", f"{path} is not TOML: {error}") from None
 
 
 def _checked(path: Path, tables: dict[str, Any], settings: Sequence[str]) -> Job:
@@ -96,7 +101,10 @@ def default(settings: Sequence[str] = ()) -> Job:
         steps = given.get("train.steps", "")
         tables = _read(path)
         if steps.isdecimal() and len(steps) < 10 and int(steps) < tables["schedule"]["warmup_steps"]:
-            without.append("schedule.warmup_steps")  # a run shorter than the default job's warm-up has none
+            without += [
+                "schedule.warmup_steps",
+                "train.sample_tokens",
+            ]  # so short a run has no warm-up, and writes noise
         for key in without:
             table, _, name = key.partition(".")
             tables.get(table, {}).pop(name, None)
@@ -123,20 +131,23 @@ def set_key(tables: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
-        raise JobError(f"--set {setting}: write key=value, as in --set train.steps=50")
+        raise JobError("set-syntax", f"--set {setting}: write key=value, as in --set train.steps=50")
+    if len(parts) == 1 and parts[0] not in Job.model_fields and (keys := keys_named(parts[0])):
+        raise JobError("set-syntax", f"--set {setting}: a key has the name of its table. Use --set {keys[0]}={text}.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         if text.lstrip().startswith("="):
             raise JobError(
-                f"--set {setting}: one '=' separates key and value, and text that begins with another needs quotes"
+                "set-syntax",
+                f"--set {setting}: one '=' separates key and value, and text that begins with another needs quotes",
             ) from None
         value = text
     table: Any = tables
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise JobError(f"--set {setting}: {part} is a value, not a table")
+            raise JobError("set-syntax", f"--set {setting}: {part} is a value, not a table")
     table[parts[-1]] = value
 
 
@@ -149,3 +160,34 @@ def settings() -> tuple[str, ...]:
             values = [*filter(lambda one: isinstance(one, str), get_args(key.annotation))]
             written += [f"{table}.{name}={value}" for value in values or ("",)]
     return tuple(written)
+
+
+def keys_named(name: str) -> list[str]:
+    """Return the keys of a job, such as `optimizer.lr`, that end with a name."""
+    keys = dict.fromkeys(setting.partition("=")[0] for setting in settings())
+    return [key for key in keys if key.rpartition(".")[2] == name]
+
+
+def model_folder(job: Job) -> Path | None:
+    """Return the folder of a pretrained model, which a separator in its name or its config.json tells from a family; else None."""
+    name = job.model.source.removeprefix("hf:")
+    if not name or name == job.model.source:
+        return None
+    place = place_of(job, name)
+    is_path = any(mark in name for mark in "/\\") or name in (".", "..") or (place / "config.json").is_file()
+    return place if is_path else None
+
+
+def place_of(job: Job, path: str) -> Path:
+    """Return where a path of a job is: in `run.folder`, or where there is none of this name, in the working directory."""
+    given = Path(os.path.expanduser(path))
+    if not path or job.run.folder is None or Path(job.run.folder) == Path.cwd():
+        return given
+    near = Path(job.run.folder) / given  # of an absolute path the path itself
+    return given if not exists(near) and exists(given) else near
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a file or a folder, or files of which the path is a prefix."""
+    parent = path.parent
+    return os.path.exists(path) or (os.path.isdir(parent) and any(parent.glob(f"{glob.escape(path.name)}.*")))

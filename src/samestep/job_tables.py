@@ -19,8 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from samestep.errors import UnprovenError, short_repr
-from samestep.layout_limits import MOST_RANKS, MOST_SAMPLES
+from samestep.errors import JobError, UnprovenError, short_repr
+from samestep.layout import MOST_RANKS, MOST_SAMPLES
 from samestep.rules import RULES
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
@@ -29,24 +29,17 @@ LossOver = Literal["sample", "batch"]
 OnNonFinite = Literal["skip", "stop", "continue"]
 OnSpike = Literal["continue", "skip", "rollback"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Compression = Literal["none", "bf16", "fp16", "int8", "int4", "topk", "powersgd"]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+Compression = Literal["none", "bf16", "int8", "powersgd"]
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
 Turns = Literal["all", "last", "each"]
 """The replies of a conversation that are learned, in one document or in several."""
 Convention = Literal["aligned", "next"]
 """The token that the label at a place stands for: the one at that place, or the next one."""
-Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
+Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume", "memory"]
 """The subject of a refusal: samples that influence each other, the loss as a sum over samples, random numbers, state that a
-forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
-WITHOUT_CUDA_GRAPHS: dict[CompileMode, CompileMode] = {
-    "reduce-overhead": "default",
-    "max-autotune": "max-autotune-no-cudagraphs",
-}
-"""The modes of a compiler that capture no CUDA graph, by those that differ from them in this alone."""
-
-
+forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds, the memory that a run is predicted to need."""
 MayChange = Literal[
     "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.no_weight_decay",
     "schedule.name", "schedule.warmup_steps", "schedule.final_ratio", "train.global_batch",
@@ -84,7 +77,7 @@ class Table(BaseModel):
     def _no_switch_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse `true` where a number belongs, which pydantic takes for 1."""
         if isinstance(value, bool) and {int, float} & set(types_in(cls.model_fields[info.field_name or ""].annotation)):
-            raise ValueError(f"input should be a number, got {value!r}")
+            raise JobError("job-value", f"input should be a number, got {value!r}")
         return value
 
 
@@ -100,10 +93,10 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraTable(Table):
-    """Low-rank adapters, which are trained in place of the weights of some linear layers and embeddings."""
+    """Low-rank adapters (LoRA), trained instead of the weights of some linear layers and embeddings."""
 
     targets: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Names of linear layers and embeddings, such as `q_proj`, or whole paths of some; or `all-linear`: all linear layers but the head."""
+    """Names of linear layers and embeddings, such as `q_proj`, or full paths; or `all-linear`: all linear layers except the head."""
     r: Annotated[int, Field(ge=1, le=2**20)] = 8
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 16.0
@@ -111,36 +104,36 @@ class LoraTable(Table):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout rate of the input of an adapter."""
     modules_to_save: tuple[str, ...] = ()
-    """Names of modules that are trained whole and saved with the adapters, such as `lm_head`."""
+    """Names of modules that are fully trained and saved with the adapters, such as `lm_head`."""
     base: Literal["full", "nf4"] = "full"
-    """Weights of all linear layers but the head: `full` as they are, or `nf4`: rounded to 4 bits, and held and gathered so (QLoRA)."""
+    """Storage of the weights of all linear layers except the head: `full` is unchanged; `nf4` rounds them to 4 bits, and stores and gathers them in 4 bits (QLoRA)."""
 
 
 class ModelTable(Table):
-    """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with weights, from which training starts),
-    `module:function` that returns an nn.Module, `preset:resnet50`, or, to plan and simulate only, another `preset:NAME`."""
+    """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with pretrained weights to start from),
+    `module:function` that returns an nn.Module, or `preset:resnet50`. Other presets, `preset:NAME`, can only be planned and simulated."""
 
-    source: str = "hf:llama"
-    """`hf:FAMILY`, `hf:PATH`, `module:function`, or `preset:NAME`."""
+    source: str = ""
+    """`hf:FAMILY`, `hf:PATH`, `module:function`, or `preset:NAME`; a run in a loop of one's own needs none."""
     config: dict[str, Any] = {}
-    """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
+    """Overrides of fields of the configuration (of the family, the folder or the preset), or keyword arguments of the function."""
     task: Task = "causal"
-    """For `hf:`, the task of the model: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
+    """`hf:` only: the task of the model: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
     resize_embeddings: int | str | None = None
-    """For a folder, the number of tokens of its embedding and its head: a number, `tokenizer` for at least those of
-    `data.tokenizer`, or `tokenizer:64` for the next multiple of 64. New entries are drawn as in a new model."""
+    """`hf:PATH` only: the size of the token embedding and the head: a number, `tokenizer` for at least the size of
+    `data.tokenizer`, or `tokenizer:64` for the next multiple of 64. New rows are initialized as in a new model."""
     freeze: tuple[str, ...] = ()
-    """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
+    """Patterns of the names of frozen parameters, such as `model.embed_tokens.*` or `*norm*`."""
     stages: tuple[str, ...] = ()
-    """Names of modules with which the later stages of a pipeline may begin, such as `["encoder.3", "head"]`; by default they begin
-    with blocks, or in a model without a list of blocks with any module that it calls. Changes no result."""
+    """Names of modules that may begin a pipeline stage, such as `["encoder.3", "head"]`. By default every block may begin a stage;
+    in a model without a list of blocks, every module that it calls. Does not affect the result."""
     offload: tuple[str, ...] = ()
-    """Names of modules whose weights take no gradient, such as `["reference"]`: they are in the host's memory, and on the device
-    while a forward or a backward reads them. Changes no result."""
+    """Parameter offloading of frozen modules, such as `["reference"]`: their weights are in CPU memory, and on the device only
+    while a forward or backward pass reads them. Does not affect the result."""
     lora: LoraTable | None = None
-    """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
-    modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of all linear layers but the head are
-    rounded to 4 bits, and held so (QLoRA)."""
+    """LoRA adapters by peft on some linear layers; everything else is frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0,
+    dropout = 0.0, modules_to_save = [], base = "full" }`. With `base = "nf4"` the weights of all linear layers except the head are
+    stored in 4 bits (QLoRA)."""
 
     @field_validator("resize_embeddings", mode="before")
     @classmethod
@@ -148,16 +141,34 @@ class ModelTable(Table):
         is_number = isinstance(asked, int) and 1 <= asked < 2**31
         if asked is None or is_number or (isinstance(asked, str) and _TOKENS.fullmatch(asked)):
             return asked
-        raise ValueError(f"input should be a number from 1, 'tokenizer' or 'tokenizer:64', got {short_repr(asked)}")
+        raise JobError(
+            "job-value",
+            f"input should be a number from 1, 'tokenizer' or 'tokenizer:64', got {short_repr(asked)}",
+        )
 
     @model_validator(mode="after")
     def _shape_is_no_module(self) -> ModelTable:
         if self.preset is not None and (self.freeze or self.stages or self.offload):
             key = next(key for key in ("freeze", "stages", "offload") if getattr(self, key))
-            raise ValueError(
-                f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
+            raise JobError(
+                "job-keys-conflict",
+                f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work",
             )
         return self
+
+    def named(self) -> str:
+        """Return the source of the model.
+
+        Raises:
+            JobError: the job names none.
+        """
+        if not self.source:
+            raise JobError(
+                "job-without-model",
+                'model.source is missing, and a job has no model by default: "module:function" works, "hf:PATH" with a folder of '
+                'transformers, or "hf:llama" with sizes in model.config',
+            )
+        return self.source
 
     @property
     def preset(self) -> str | None:
@@ -175,53 +186,56 @@ HELD_OUT = "held_out"
 
 
 class DataTable(Table):
-    """The data, and how it becomes samples."""
+    """The data, and its conversion to samples."""
 
     source: str = "topics"
-    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:PATH, digits, images:PATH, `module:function`, or mixture."""
+    """The source of the data: topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:PATH, digits, images:PATH,
+    `module:function`, or mixture."""
     mixture: dict[str, Annotated[float, Field(gt=0.0, le=MOST_SCALE)]] = {}
-    """With `source = "mixture"`: sources, and the share of the samples that each one gives, in any unit."""
+    """With `source = "mixture"`: the sources, each with its weight in the mixture, in any unit."""
     tokenizer: str = "bytes"
-    """`bytes`, or a folder that holds a tokenizer."""
+    """`bytes`, or a folder with a tokenizer."""
     sequence_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 64
-    """Tokens of a sample."""
+    """Number of tokens in a sample."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
-    """Fraction at the end of the data that is held out of training."""
+    """Fraction of the data, from its end, that is the validation set: it is not trained on."""
     held_out_sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], str] = {}
-    """Sources that are evaluated besides, by names of your own: `{ code = "text:PATH" }`. One that is trained on gives the part that
-    is held out, any other one all its samples."""
+    """More validation sets, by names that you choose: `{ code = "text:PATH" }`. A source that is also trained on contributes its
+    held-out fraction; any other source contributes all its samples."""
     labels: Convention | None = None
-    """In a dataset of your own, for a causal model of transformers: labels[t] is the token at t (`aligned`, as for transformers, which
-    are moved by one), or the one after it (`next`); without it the samples show which."""
+    """Your own dataset with a causal transformers model only: `aligned` if labels[t] is the token at t (the model shifts them), `next` if
+    it is the token after t. By default this is detected from the samples."""
     text_field: str = "text"
-    """Field of a JSON line or of a dataset row that holds the text; `doc.text` is one within another."""
+    """Name of the field with the text, in a JSON line or a dataset row; `doc.text` is a nested field."""
     turns: Turns = "all"
-    """Replies of a conversation that are learned: `all` in one document, `each` in a separate document that ends with it, or only the `last`."""
+    """Replies of a conversation that are trained on: `all` in one document, `each` in a document that ends with the reply, or only the `last`."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """Type of the numbers in a file of tokens."""
+    """Data type of the numbers in a token file."""
     image_size: Annotated[int, Field(ge=1, le=2**14)] = 224
-    """`images:` only: pixels of a side; the shorter side is resized to it, and the middle is cut out."""
+    """`images:` only: height and width in pixels. The shorter side is resized to it, then the center is cropped."""
     image_channels: Literal[1, 3] = 3
-    """`images:` only: 3 for colours, 1 for shades of grey."""
+    """`images:` only: 3 for colour, 1 for greyscale."""
     image_mean: Annotated[tuple[float, ...], Field(min_length=1, max_length=3)] = (0.5,)
-    """`images:` only: subtracted from pixels, which are 0 to 1: one number, or one for each channel."""
+    """`images:` only: mean that is subtracted from the pixels (0 to 1): one number, or one for each channel."""
     image_std: Annotated[tuple[Annotated[float, Field(gt=0.0)], ...], Field(min_length=1, max_length=3)] = (0.5,)
-    """`images:` only: pixels less the mean are divided by it."""
+    """`images:` only: standard deviation that pixels are divided by, after the mean is subtracted."""
     augment: tuple[Literal["crop", "flip"], ...] = ()
-    """`images:` only: changes of an image in training, drawn by (seed, step, sample): `crop` a random eighth off, `flip` left and right."""
+    """`images:` only: random augmentation in training, seeded by (seed, step, sample): `crop` removes up to an eighth, `flip` mirrors left and right."""
 
     @model_validator(mode="after")
     def _channels_have_numbers(self) -> DataTable:
         for key, given in (("image_mean", self.image_mean), ("image_std", self.image_std)):
             if len(given) not in (1, self.image_channels):
-                raise ValueError(
+                raise JobError(
+                    "job-keys-conflict",
                     f"{key} has {len(given)} numbers, and images have {self.image_channels} "
-                    f"channel{'s' * (self.image_channels > 1)}: 1 number works{', and so do 3' * (self.image_channels == 3)}"
+                    f"channel{'s' * (self.image_channels > 1)}: 1 number works{', or 3' * (self.image_channels == 3)}",
                 )
         if self.augment and not self.source.startswith("images:"):
-            raise ValueError(
+            raise JobError(
+                "job-keys-conflict",
                 f"augment changes the images of images:PATH, and source is {self.source!r}: a dataset of your own with a method "
-                "sample(index, generator) works"
+                "sample(index, generator) works",
             )
         return self
 
@@ -233,47 +247,47 @@ class DataTable(Table):
 
 
 class TrainTable(Table):
-    """The training loop: the batch, the number of steps, the loss, and what is evaluated."""
+    """The training loop: the batch, the number of steps, the loss, and the evaluation."""
 
     global_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 32
-    """Samples (sequences) of one step over all ranks and micro-batches."""
+    """Global batch size: samples (sequences) per step, over all ranks and micro-batches."""
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
-    """Optimizer steps of the whole run, over which the learning-rate schedule extends."""
+    """Number of optimizer steps of the run. The learning-rate schedule extends over them."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the initial weights, the order of samples and the dropout masks."""
+    """Seed of the initial weights, the order of samples, and the dropout masks."""
     loss: str = "cross_entropy"
-    """`cross_entropy` (next token, by `data.labels`, or class), `mse`, `model` (what the forward returns, given the labels), or
-    `module:function` of (outputs, batch) -> (sum, count)."""
+    """`cross_entropy` (next token, see `data.labels`, or class), `mse`, `model` (the loss that the forward pass returns, given the
+    labels), or `module:function` of (outputs, batch) -> (sum, count)."""
     loss_over: LossOver = "sample"
-    """What the loss is given: `sample`, a part of the samples, over which it is a sum; or `batch`, the outputs and the batch of all
-    samples of the step, as a contrastive loss needs, which may return the loss itself (`samestep.whole_batch`)."""
+    """Scope of the loss function. `sample`: it is called with some samples and returns a sum over them. `batch`: it is called with the
+    outputs and the batch of the full step, as contrastive losses need, and may return the loss itself (`samestep.whole_batch`)."""
     evaluate_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = 256
-    """Number of held-out samples in the loss at the end; 0 skips it."""
+    """Number of validation samples in an evaluation; 0 turns evaluation off."""
     evaluate_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """Steps between evaluations of the held-out loss while the run trains; 0: only at the end."""
+    """Steps between evaluations of the validation loss; 0 evaluates only at the end."""
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Decay of the exponential moving averages of the weights, such as 0.999, which checkpoints hold; without it there are none."""
+    """Decay of the exponential moving averages of the weights (EMA), such as 0.999. Checkpoints contain them. By default there are none."""
     evaluate_ema: bool = False
-    """Whether held-out losses, and the samples that are generated, are those of the averages (`ema`) instead of the weights."""
+    """Whether evaluation and generation use the averages (`ema`) instead of the weights."""
     patience: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """Evaluations in a row without a new least loss after which the run ends; 0: it ends with its last step."""
-    judged_by: str = ""
-    """The set of `data.held_out_sets` whose loss decides about `patience` and `checkpoint.keep_best`; without it the part of the data
-    that is held out, or where `data.held_out` is 0 the first set."""
+    """Early stopping: the run ends after this many evaluations without a new best validation loss; 0 turns it off."""
+    monitor: str = ""
+    """Validation set that `patience` and `checkpoint.keep_best` monitor, a name of `data.held_out_sets`. By default the held-out
+    fraction of the data; if `data.held_out` is 0, the first set."""
     prompt: str = ""
-    """Text that a generated sample begins with."""
-    sample_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 200
-    """Tokens of the text that is generated before and after training; 0 skips it."""
+    """Prompt of the generated text."""
+    sample_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
+    """Number of tokens to generate when a run resumes and when its last step is done; 0 turns it off."""
     sample_temperature: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] = 0.8
-    """Temperature of sampling; 0 takes the most likely token."""
+    """Sampling temperature; 0 takes the most likely token."""
     watch_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 100
-    """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none but
-    that of samples in the first step."""
+    """Steps between self-checks: ranks are compared, and the forward pass of a sample and the update of a weight are repeated and
+    compared. 0: only the check of samples in the first step."""
     record: str = ""
-    """Steps whose time is recorded op by op for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
+    """Steps to record, operation by operation, for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
 
     record_kernels: bool = False
-    """Whether torch.profiler runs in recorded steps too, so that `samestep explain` shows the kernels of each block; they take longer then."""
+    """Whether torch.profiler also runs in recorded steps: `samestep explain` then shows the kernels of each block, and the steps take longer."""
 
     @field_validator("record", mode="before")
     @classmethod
@@ -284,134 +298,132 @@ class TrainTable(Table):
     @classmethod
     def _record_is_steps(cls, text: str) -> str:
         if text and not (_STEPS.fullmatch(text) or re.fullmatch("[1-9][0-9]{0,5}", text)):
-            raise ValueError(
-                f"{text!r} names no steps: FIRST:LAST works, such as 100:104, and so does a number of steps"
+            raise JobError(
+                "steps-range",
+                f"{text!r} names no steps: FIRST:LAST works, such as 100:104, or a number of steps",
             )
         if int(text.partition(":")[2] or MOST_STEPS) < int(text.partition(":")[0] or 0):
-            raise ValueError(f"{text!r} ends before it begins: FIRST:LAST works, such as 100:104")
+            raise JobError("steps-range", f"{text!r} ends before it begins: FIRST:LAST works, such as 100:104")
         return text
 
 
 class NumericsTable(Table):
-    """Precision and everything else in the arithmetic that may change a result."""
+    """Precision, and all other settings of the arithmetic that may change a result."""
 
     rules: Literal[2] = RULES
-    """Version of the rules by which words become numbers (`src/samestep/rules.py`); it is written into resolved jobs, and without it a
-    run is of version 1."""
+    """Version of the numerics rules (`src/samestep/rules.py`), written into resolved jobs. A resumed run without it has version 1."""
     precision: Precision = "float32"
-    """Precision of weights and activations; bf16 and fp16 keep float32 master weights, gradients and reductions."""
+    """Precision of weights and activations. bf16 and fp16 (mixed precision) keep float32 master weights, gradients and reductions."""
     tf32: bool = False
-    """Whether float32 matrix products on GPUs may use TF32."""
+    """Whether float32 matmuls on GPUs may use TF32."""
     deterministic: bool = False
-    """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
+    """Whether to use deterministic kernels only. An operation without one raises an error that names it."""
     optimizer_states: OptimizerStates = "float32"
-    """Precision in which the states of torch's optimizers are held: bf16 rounds at random, 8bit has scales by block."""
+    """Precision of the optimizer states of torch's optimizers: bf16 uses stochastic rounding, 8bit has one scale for each block."""
     compression: Compression = "none"
-    """Encoding of gradients where `replicas` are summed: as they are, in half precision, in scaled blocks (int8, int4),
-    the largest sixteenth of each block alone (topk), or each matrix as a product of two narrow ones (powersgd)."""
+    """Encoding of gradients where `replicas` are summed: as they are, in bf16, in 8 bits with a scale for each block
+    (int8), or each matrix as a product of two narrow ones (powersgd)."""
     compression_rank: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 4
-    """With `compression = "powersgd"`: the rank to which the sum of each matrix is reduced."""
+    """With `compression = "powersgd"`: rank of the low-rank approximation of each gradient matrix."""
     replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
-    """With `compression` or `exchange_every`: the number of equal parts of the global batch, the gradient of each summed in full."""
+    """With `compression` or `exchange_every`: number of equal parts of the global batch. Within a part, gradients are reduced uncompressed."""
     exchange_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
-    """Above 1 each replica takes that many steps on separate weights and optimizer states, clipped by its norm, and then
-    the moves of all replicas are averaged (local SGD, DiLoCo); held-out losses are those of the averaged weights."""
+    """DiLoCo and local SGD: steps between synchronizations of the replicas. If above 1, each replica trains its own weights and optimizer
+    states, clipped by its own norm; then the changes of all replicas are averaged. Validation uses the averaged weights."""
     outer_lr: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 0.7
-    """With `exchange_every`: the learning rate of the averaged moves; 1 with `outer_momentum = 0` averages weights (local SGD)."""
+    """With `exchange_every`: learning rate of the outer optimizer; 1 with `outer_momentum = 0` averages weights (local SGD)."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """With `exchange_every`: the Nesterov momentum of the averaged moves (DiLoCo's paper has 0.9, for exchanges every few hundred steps)."""
+    """With `exchange_every`: Nesterov momentum of the outer optimizer. The DiLoCo paper uses 0.9, with a few hundred steps between synchronizations."""
     exchange_parts: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
-    """With `exchange_every`: the number of parts of the weights, each of every so many layers, which are exchanged one after the
-    other at equal distances (Streaming DiLoCo)."""
+    """With `exchange_every`: number of fragments of the weights (every n-th layer), synchronized one after the other at equal
+    distances (Streaming DiLoCo)."""
     exchange_delay: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """With `exchange_every`: the number of steps that replicas take between the start of an exchange and its outer step, which hide
-    what is sent; at most `exchange_every` over `exchange_parts`."""
+    """With `exchange_every`: steps between the start of a synchronization and its outer update, to overlap the communication; at most
+    `exchange_every` / `exchange_parts`."""
     exchange_mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """With `exchange_delay`: the fraction of its weights that a replica keeps where it continues with the outer ones, since these
-    know nothing of its last steps."""
-    coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
-    """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
+    """With `exchange_delay`: weight of the local parameters when a delayed outer update is merged (alpha of Streaming DiLoCo)."""
+    batch_norm_group: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    """Batch-norm group size: number of consecutive samples that share batch-norm statistics, as in SyncBatchNorm; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"
-    """Action when the loss or a gradient is not finite, after the module at fault has been named."""
+    """Action if the loss or a gradient is not finite. The log names the module at fault."""
     max_skipped: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
-    """Number of steps in succession that may be skipped, those without a label that counts too; one more ends the run."""
+    """Number of consecutive steps that may be skipped, including steps without a valid label; one more ends the run."""
     on_spike: OnSpike = "continue"
-    """Action when a loss is above the mean of the last `spike_window` ones by more than `spike_deviations` standard deviations: skip
-    the update, or also go back to the weights of the newest checkpoint and continue after the step."""
+    """Action if a loss exceeds the mean of the last `spike_window` losses by more than `spike_deviations` standard deviations. `skip` skips
+    the update; `rollback` also loads the weights of the newest checkpoint and continues after the step."""
     spike_window: Annotated[int, Field(ge=10, le=MOST_STEPS)] = 100
-    """With `on_spike`: the number of steps whose losses a loss is held against; before so many were taken none is a spike."""
+    """With `on_spike`: number of previous losses in the mean. No earlier loss is a spike."""
     spike_deviations: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 6.0
-    """With `on_spike`: the standard deviations above the mean from which on a loss is a spike; each counts at least mean / 1000."""
+    """With `on_spike`: standard deviations above the mean that make a loss a spike. A standard deviation counts as at least mean / 1000."""
     loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0
-    """fp16 only: the initial loss scale; an overflow halves it and skips the step."""
+    """fp16 only: initial loss scale. An overflow halves it and skips the step."""
     loss_scale_growth_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2000
-    """fp16 only: number of steps without an overflow after which the loss scale doubles."""
+    """fp16 only: steps without an overflow before the loss scale doubles."""
 
 
 class CheckpointTable(Table):
-    """Checkpoints, the files from which a run resumes."""
+    """Checkpoints: the files that a run resumes from."""
 
     every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Steps between checkpoints; 0 writes only the last one."""
     keep: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2
-    """Number of newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """Checkpoints whose step this divides are kept for ever; with 0 none is."""
+    """Keep the checkpoint of every N-th step permanently; 0 keeps none."""
     background: bool = False
-    """Whether steps go on while a checkpoint is written; they wait only for a copy in the host's memory."""
+    """Whether training continues while a checkpoint is written (asynchronous checkpoints); it waits only for a copy to CPU memory."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """Action when a checkpoint cannot be written, as on a full disk; the last one must be written in any case."""
+    """Action if a checkpoint cannot be written, for example on a full disk. The last checkpoint must always be written."""
     keep_best: bool = False
-    """Whether RUN/best holds the checkpoint with the least held-out loss of all evaluations (`train.evaluate_every`)."""
+    """Whether to keep the checkpoint with the best validation loss in RUN/best (see `train.evaluate_every`)."""
     save_pretrained: bool = False
-    """Whether each checkpoint also has a folder `pretrained`, which transformers' from_pretrained loads as it is."""
+    """Whether each checkpoint also has a folder `pretrained` for from_pretrained of transformers."""
 
 
 class RunTable(Table):
-    """Settings of this machine; none of them changes a result."""
+    """Settings of this machine. None of them changes a result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Kind of device; auto takes GPUs if there are any."""
+    """Kind of device; auto uses GPUs if there are any."""
     folder: str | None = None
-    """Folder in which paths and modules of the job are looked for before the working directory: that of the job file."""
+    """Folder that is searched for the paths and modules of the job, before the working directory; by default the folder of the job file."""
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None
-    """Number of worker processes; by default the layout's ranks, and without a layout all GPUs or 2."""
+    """Number of worker processes; by default the ranks of the layout, or without a layout all GPUs, or 2."""
     threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] = 1
-    """Number of CPU threads of one worker."""
+    """Number of CPU threads per worker."""
     data_workers: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
-    """Processes of each rank that read samples ahead; with 0 a thread does where reading takes long."""
+    """Number of data-loading processes per rank; with 0, a thread reads ahead if reading is slow."""
     ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None
-    """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
+    """Number of ranks per node, for reduce=hierarchical; by default the number given by the launcher."""
     timeout_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 600.0
-    """Seconds that one collective may take before the run is aborted."""
+    """Timeout of a collective in seconds. After it, the run is aborted."""
     restarts: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
-    """Number of times that the workers are started again, from the newest checkpoint, after one of them failed."""
+    """Number of restarts from the newest checkpoint after a worker failed."""
     hang_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 120.0
-    """Seconds for which all ranks may stand still in a step after the first one, or 10 median steps, before they are ended; and for which one may not answer, in a save too."""
-    compile: Literal["none", "blocks", "model"] = "none"
-    """`blocks` runs each block as a graph of `torch.compile` in training forwards, and `model` the whole forward, in layouts
-    whose ranks hold all weights; the first step compiles them."""
+    """Hang timeout in seconds, or 10 median steps if that is longer: the run ends if all ranks stand still in a step after the first one. It is
+    also the timeout for an unresponsive rank, including while it saves."""
+    compile: Literal["none", "blocks"] = "none"
+    """`torch.compile` in training: `blocks` compiles each block. The first step compiles."""
     compile_backend: str = "inductor"
-    """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
+    """Backend of `torch.compile`: inductor, or another one such as aot_eager."""
     compile_mode: CompileMode = "default"
-    """`mode` of `torch.compile`, which inductor alone takes: reduce-overhead and max-autotune capture CUDA graphs, and both words
-    with max-autotune measure kernels to choose the fastest."""
+    """`mode` of `torch.compile`, for inductor only. max-autotune-no-cudagraphs benchmarks kernels and uses the fastest."""
     attention: Literal["auto", "flash", "cudnn", "math", "efficient"] = "auto"
-    """Kernel of attention, by torch's own switches: auto lets torch choose, another word takes that one or fails; CPUs have flash and math."""
+    """Attention kernel of torch: auto lets torch choose; another value uses that kernel or raises an error. CPUs have flash and math."""
     allow: tuple[Waiver | MayChange, ...] = ()
-    """Refusals that are waived, by the word at the end of their text, and keys that a resume may change; summaries list them."""
+    """Checks to skip, by the name at the end of their error text, and keys that may differ from the checkpoint. Summaries list them."""
     report: tuple[str, ...] = ()
-    """Receivers of each step besides the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
+    """Loggers of each step, in addition to the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
     log_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
-    """Steps between logged steps; by default every step is logged, and 40 to 80 of them are printed."""
+    """Steps between log lines; by default every step is logged, and 40 to 80 of them are printed."""
     profile: str = ""
-    """Steps that are profiled, as `FIRST:LAST`: torch's trace of every rank, and on GPUs the history of its memory."""
+    """Steps to profile with torch.profiler, as `FIRST:LAST`: a trace of every rank, and on GPUs the memory history."""
 
     @field_validator("device", mode="before")
     @classmethod
     def _device_is_no_mps(cls, word: Any) -> Any:
         if word == "mps":
-            raise ValueError(NO_MPS)
+            raise JobError("mps-unsupported", NO_MPS)
         return word
 
     @field_validator("report", mode="before")
@@ -423,9 +435,12 @@ class RunTable(Table):
     @classmethod
     def _profile_is_a_range(cls, text: str) -> str:
         if text and not _STEPS.fullmatch(text):
-            raise ValueError(f"{text!r} names no steps: FIRST:LAST works, such as 10:12, counted from 1")
+            raise JobError(
+                "steps-range",
+                f"{text!r} names no steps: FIRST:LAST works, such as 10:12, counted from 1",
+            )
         if text and int(text.partition(":")[2]) < int(text.partition(":")[0]):
-            raise ValueError(f"{text!r} ends before it begins: FIRST:LAST works, such as 10:12")
+            raise JobError("steps-range", f"{text!r} ends before it begins: FIRST:LAST works, such as 10:12")
         return text
 
     def __eq__(self, other: object) -> bool:
@@ -440,16 +455,12 @@ class RunTable(Table):
     @model_validator(mode="after")
     def _mode_is_of_inductor(self) -> RunTable:
         if self.compile_mode != "default" and self.compile_backend != "inductor":
-            raise ValueError(
+            raise JobError(
+                "job-keys-conflict",
                 f"compile_mode = {self.compile_mode!r} is for inductor, and compile_backend = {self.compile_backend!r} takes no mode: "
-                "compile_backend = 'inductor' works, and so does compile_mode = 'default'"
+                "compile_backend = 'inductor' works, or compile_mode = 'default'",
             )
         return self
-
-    @property
-    def captures(self) -> bool:
-        """Whether the compiler's mode captures CUDA graphs."""
-        return self.compile_mode in WITHOUT_CUDA_GRAPHS
 
     @property
     def profiled_steps(self) -> range:
@@ -469,14 +480,14 @@ class RunTable(Table):
         """The refusals that this process met and `allow` waived, each once, for the run's summary."""
         return tuple(self._met)
 
-    def waived(self, waiver: Waiver, reason: str) -> str:
+    def waived(self, waiver: Waiver, code: str, reason: str) -> str:
         """Note a refusal that `allow` waives, which every summary of the run then lists, and return its text.
 
         Raises:
             UnprovenError: it is not waived.
         """
         if waiver not in self.allow:
-            raise UnprovenError(reason, waiver)
+            raise UnprovenError(code, reason, waiver)
         text = f'{reason} (allowed by run.allow = ["{waiver}"])'
         if text not in self._met:
             self._met.append(text)

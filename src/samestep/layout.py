@@ -1,8 +1,10 @@
 """The `Layout`: WHERE a step is computed, as one line of text; changing it never changes the result.
 
->>> Layout.parse("dp=4 zero=3").world_size
+>>> Layout("dp=4 zero=3").world_size
 4
->>> str(Layout.parse("dp_shard=4 dp_replicate=2 recompute=full"))
+>>> Layout(dp=4, zero=3) == Layout("dp=4,zero=3")
+True
+>>> str(Layout("dp_shard=4 dp_replicate=2 recompute=full"))
 'dp_replicate=2 dp_shard=4 zero=3 recompute=full'
 
 `zero` is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054): 0 replicates everything, 1 shards the optimizer's
@@ -15,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args, get_type_hints
 
 from samestep.errors import LayoutError, did_you_mean, short_repr
-from samestep.layout_limits import MOST_RANKS, check_degree, check_microbatch, check_tokens
 from samestep.records import changed
 from samestep.schedules import DEFAULT, SCHEDULES
 
@@ -29,6 +31,12 @@ Recompute = Literal["none", "selective", "alternate", "full", "offload"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
 TokenExchange = Literal["auto", "heads", "ring", "hybrid"]
+MOST_RANKS = 2**20
+"""The largest number of ranks: no machine has more, and the divisors of larger numbers take long to find."""
+MOST_TOKENS = 2**30
+"""The largest number of tokens of a chunk, more than any micro-batch has."""
+MOST_SAMPLES = 2**24
+"""The largest number of samples of a batch: their indices are an array on every rank."""
 
 
 def degree() -> int:
@@ -44,10 +52,11 @@ def model_axis() -> int:
     return field(default=1, metadata={"is_degree": True, "is_model_axis": True})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Layout:
     """Degrees and switches of an arrangement of ranks: they change where and when a step is computed, never its result.
 
+    A layout is made from a line of text, from keywords, or from both: `Layout("dp=2 zero=3")`, `Layout(dp=2, zero=3)`.
     `microbatch` is in samples per rank; None runs all samples of a rank in one micro-batch.
     """
 
@@ -75,22 +84,38 @@ class Layout:
     reduce: Reduce = "ring"
     offload: bool = False
 
-    def __post_init__(self) -> None:
+    def __init__(self, text: str = "", /, **options: Any) -> None:
+        """Read the options of a line of text, and those given as keywords.
+
+        Raises:
+            LayoutError: an option is unknown or given twice, or a value cannot be used.
+        """
+        named = _options_in(text)
+        if twice := [name for name in options if name in named]:
+            raise LayoutError(
+                "layout-option-twice", f"{twice[0]!r} is given twice, in {text!r} and as a keyword; give it once"
+            )
+        values = {option.name: option.default for option in fields(self)} | _values_of(type(self), named | options)
+        self.__dict__.update(values)
         for name in self._fields_with("is_degree"):
             check_degree(name, getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _none_of("schedule", self.schedule, SCHEDULES)
-        check_microbatch(self.microbatch)
-        check_tokens("loss_chunk", self.loss_chunk, "a chunk of the loss")
-        check_tokens("mlp_chunk", self.mlp_chunk, "a chunk of an MLP")
+        _check_microbatch(self.microbatch)
+        _check_tokens("loss_chunk", self.loss_chunk, "a chunk of the loss")
+        _check_tokens("mlp_chunk", self.mlp_chunk, "a chunk of an MLP")
         if self.world_size > MOST_RANKS:
-            raise LayoutError(f"the degrees multiply to {self.world_size} ranks; at most {MOST_RANKS} work")
+            raise LayoutError(
+                "value-out-of-range",
+                f"the degrees multiply to {self.world_size} ranks; at most {MOST_RANKS} work",
+            )
         if self.zero not in (0, 1, 2, 3):
-            raise LayoutError(f"zero={self.zero}: the ZeRO stages are 0, 1, 2 and 3")
+            raise LayoutError("value-out-of-range", f"zero={self.zero}: the ZeRO stages are 0, 1, 2 and 3")
         if self.zero == 0 and self.dp_shard > 1:
             raise LayoutError(
+                "zero-shards-nothing",
                 f"dp_shard={self.dp_shard} with zero=0 would shard nothing: "
-                f"use dp_replicate={self.dp_shard}, or zero=1, 2 or 3"
+                f"use dp_replicate={self.dp_shard}, or zero=1, 2 or 3",
             )
 
     @property
@@ -119,7 +144,7 @@ class Layout:
         return self.num_shards if self.num_shards > 1 else self.num_replicas
 
     def _fields_with(self, mark: str) -> tuple[str, ...]:
-        kind: Any = type(self)  # hashable, as in `of`
+        kind: Any = type(self)  # mypy does not take it for hashable, since its objects are hashed by their fields
         return _fields_with(kind, mark)
 
     @cached_property
@@ -167,64 +192,105 @@ class Layout:
         """Return this layout with some words changed to values that are known to be right, which `replace` would check."""
         return changed(self, **words)
 
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        """Return the layout that a line of words `name=value` describes; a switch such as `offload` alone means on.
-
-        Raises:
-            LayoutError: a word cannot be read; the text names it and the words that can be.
-        """
-        if not isinstance(text, str):
-            raise LayoutError(f"{short_repr(text)} is no line of text; a layout is one, such as 'dp=2 tp=2'")
-        words: dict[str, Any] = {}
-        for word in text.split():
-            name, equals, value = word.partition("=")
-            if separators := set(word) & set(",;"):
-                blanks = " ".join(text.translate({ord(mark): " " for mark in separators}).split())
-                raise LayoutError(f"{word!r}: words are separated by blanks, as in {blanks!r}")
-            if name in words:
-                raise LayoutError(f"{name!r} is given twice in {text!r}; give it once")
-            words[name] = value if equals else True
-        return cls.of(words)
-
-    @classmethod
-    def of(cls, words: dict[str, Any]) -> Layout:
-        """Return the layout of the given words and values, as a job file's `[layout]` table holds them.
-
-        Raises:
-            LayoutError: a word is unknown, a value cannot be read, or `dp` is given with `dp_replicate` or `dp_shard`.
-        """
-        kind: Any = cls  # which mypy does not take for hashable, since its objects are hashed by their fields
-        hints = _types_of(kind)
-        known = ["dp", *hints]
-        for name in words:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise LayoutError(f"unknown layout word {name!r}{hint}; the words are {', '.join(known)}")
-        values = {name: _read(name, value, hints.get(name, int)) for name, value in words.items()}
-        if "dp" in values:
-            if "dp_replicate" in values or "dp_shard" in values:
-                raise LayoutError("dp=N sets dp_replicate or dp_shard itself: give dp alone, or the two of them")
-            degree = values.pop("dp")
-            values["dp_shard" if values.get("zero", 0) else "dp_replicate"] = degree
-        elif values.get("dp_shard", 1) > 1:
-            values.setdefault("zero", 3)
-        return cls(**values)
-
     def __str__(self) -> str:
         """Return the shortest line that parses back to this layout."""
         plain = self.dp_shard == 1 if self.zero == 0 else self.dp_replicate == 1
         words = [f"dp={self.dp}"] if plain else [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"]
-        for one in fields(self)[2:]:
-            value = getattr(self, one.name)
-            if value != one.default:
-                words.append(one.name if value is True else f"{one.name}={value}")
+        for entry in fields(self)[2:]:
+            value = getattr(self, entry.name)
+            if value != entry.default:
+                words.append(entry.name if value is True else f"{entry.name}={value}")
         return " ".join(words)
+
+
+_WORDS_OF_OTHERS = {
+    "ddp": "dp=N",
+    "fsdp": "dp=N zero=3",
+    "fsdp2": "dp=N zero=3",
+    "hsdp": "dp_replicate=R dp_shard=S zero=3",
+    "zero1": "zero=1",
+    "zero2": "zero=2",
+    "zero3": "zero=3",
+    "mp": "tp=N",
+    "sp": "sequence_parallel",
+    "ulysses": "cp=N exchange=heads",
+    "ring": "cp=N exchange=ring",
+    "usp": "cp=N exchange=hybrid",
+    "micro_batch": "microbatch=N",
+    "micro_batch_size": "microbatch=N",
+    "mbs": "microbatch=N",
+    "accum": "microbatch=N, the samples that a rank computes at once",
+    "grad_accum": "microbatch=N, the samples that a rank computes at once",
+    "gradient_accumulation_steps": "microbatch=N, the samples that a rank computes at once",
+    "gas": "microbatch=N, the samples that a rank computes at once",
+    "gradient_accumulation": "microbatch=N, the samples that a rank computes at once",
+    "checkpointing": "recompute=full",
+    "activation_checkpointing": "recompute=full",
+    "gradient_checkpointing": "recompute=full",
+    "vpp": "schedule=interleaved virtual_stages=N",
+    "bf16": "numerics.precision of the job",
+    "fp16": "numerics.precision of the job",
+}
+"""Names that other frameworks have for an option, and the option."""
+_VALUES_OF_OTHERS = {
+    "zb": "zero-bubble",
+    "zerobubble": "zero-bubble",
+    "ulysses": "heads",
+    "usp": "hybrid",
+    "interleaved1f1b": "interleaved",
+}
+"""Names that other frameworks have for a value, and the value."""
+
+
+def _options_in(text: Any) -> dict[str, Any]:
+    """Return the options of a line of text with their values as text, and True for a switch."""
+    if not isinstance(text, str):
+        raise LayoutError(
+            "layout-option-value", f"{short_repr(text)} is no line of text; a layout is one, such as 'dp=2 tp=2'"
+        )
+    options: dict[str, Any] = {}
+    for word in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*=\s*", "=", text))):
+        name, equals, value = word.partition("=")
+        if name in options:
+            raise LayoutError("layout-option-twice", f"{name!r} is given twice in {text!r}; give it once")
+        options[name] = value if equals else True
+    return options
+
+
+def _values_of(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of fields that options set: `dp` sets one of two fields, and a sharded layout has `zero=3`."""
+    hints = _types_of(kind)
+    known = ["dp", *hints]
+    for name in options:
+        if name not in known:
+            raise LayoutError(
+                "layout-option-unknown",
+                f"unknown layout option {name!r}{_hint(name, known)}; the options are {', '.join(known)}",
+            )
+    values = {name: _read(name, value, hints.get(name, int)) for name, value in options.items()}
+    if "dp" in values:
+        if "dp_replicate" in values or "dp_shard" in values:
+            raise LayoutError(
+                "layout-option-twice",
+                "dp=N sets dp_replicate or dp_shard itself: give dp alone, or the two of them",
+            )
+        check_degree("dp", values["dp"])
+        values["dp_shard" if values.get("zero", 0) else "dp_replicate"] = values.pop("dp")
+    elif values.get("dp_shard", 1) > 1:
+        values.setdefault("zero", 3)
+    return values
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Return the option that was probably meant, as a hint: the same thing in the words of another framework first."""
+    if option := _WORDS_OF_OTHERS.get(name.lower().replace("-", "_")):
+        return f": use {option}"
+    return did_you_mean(name.lower(), known)
 
 
 @functools.cache
 def _fields_with(layout: type[Any], mark: str) -> tuple[str, ...]:
-    return tuple(one.name for one in fields(layout) if mark in one.metadata)
+    return tuple(field.name for field in fields(layout) if mark in field.metadata)
 
 
 @functools.cache
@@ -235,28 +301,77 @@ def _types_of(layout: type[Any]) -> dict[str, Any]:
 
 def _read(name: str, value: Any, hint: Any) -> Any:
     """Return the value of one word, converted to the type of its field."""
+    if isinstance(value, str):
+        value = _VALUES_OF_OTHERS.get(value.lower(), value.lower())
     if hint is str:
         return str(value)
     choices = get_args(hint)
+    if value is None and type(None) in choices:
+        return None
     if hint is bool:
-        named = {"true": True, "false": False, "on": True, "off": False}
-        value = named.get(str(value).lower(), value)
+        value = {"true": True, "false": False, "on": True, "off": False}.get(str(value).lower(), value)
         if isinstance(value, bool):
             return value
-        raise LayoutError(f"{name}={value}: {name} is a switch, so write {name} alone or {name}=off")
+        raise LayoutError(
+            "layout-option-value", f"{name}={value}: {name} is a switch, so write {name} alone or {name}=off"
+        )
     if choices and all(isinstance(choice, str) for choice in choices):
+        if value is True:
+            raise LayoutError("layout-option-value", f"{name} needs a value: {name}={'|'.join(choices)}")
         if value in choices:
             return value
         raise _none_of(name, value, choices)
+    return _number_of(name, value)
+
+
+def _number_of(name: str, value: Any) -> int:
     if value is True:
-        raise LayoutError(f"{name} needs a value: {name}=N")
+        raise LayoutError("layout-option-value", f"{name} needs a value: {name}=N")
     try:
-        if isinstance(value, str | int):
-            return int(value)
-        raise TypeError
-    except (TypeError, ValueError):
-        raise LayoutError(f"{name}={value} is not a whole number") from None
+        number = int(value) if isinstance(value, str | int) else None
+    except ValueError:
+        number = None
+    if number is None:
+        raise LayoutError("layout-option-value", f"{name}={value} is not a whole number")
+    if abs(number) > MOST_SAMPLES * MOST_RANKS:
+        raise LayoutError("value-out-of-range", f"{name}={short_repr(number)} is too large a number")
+    return number
 
 
 def _none_of(name: str, value: object, choices: Iterable[str]) -> LayoutError:
-    return LayoutError(f"{name}={value} is none of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+    return LayoutError(
+        "layout-option-value", f"{name}={value} must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+    )
+
+
+def check_degree(name: str, value: int) -> None:
+    """Refuse a number of ranks, devices or stages that no layout can have.
+
+    Raises:
+        LayoutError: it is below 1 or above `MOST_RANKS`.
+    """
+    if not 1 <= value <= MOST_RANKS:
+        bound = "at least 1" if value < 1 else f"at most {MOST_RANKS}"
+        raise LayoutError("value-out-of-range", f"{name}={value}: a degree is {bound}")
+
+
+def _check_tokens(name: str, tokens: int | None, what: str) -> None:
+    """Refuse a number of tokens that no chunk can have; None is none.
+
+    Raises:
+        LayoutError: it is below 1 or above `MOST_TOKENS`.
+    """
+    if tokens is not None and not 1 <= tokens <= MOST_TOKENS:
+        bound = "at least 1 token" if tokens < 1 else f"at most {MOST_TOKENS} tokens"
+        raise LayoutError("value-out-of-range", f"{name}={tokens}: {what} holds {bound}")
+
+
+def _check_microbatch(samples: int | None) -> None:
+    """Refuse a number of samples that no micro-batch can have; None is none.
+
+    Raises:
+        LayoutError: it is below 1 or above `MOST_SAMPLES`.
+    """
+    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
+        bound = "at least 1 sample" if samples < 1 else f"at most {MOST_SAMPLES} samples"
+        raise LayoutError("value-out-of-range", f"microbatch={samples}: a micro-batch holds {bound}")

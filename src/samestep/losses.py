@@ -99,7 +99,10 @@ def distillation(outputs: Any, batch: Any, *, temperature: float = 1.0, hard: fl
     labels = _labels_of(batch)
     if labels is None or labels.shape != rows.shape:
         if hard:
-            raise JobError("losses.distillation: hard is above 0, and the batch has no label for each row of logits")
+            raise JobError(
+                "distillation-labels",
+                "losses.distillation: hard is above 0, and the batch has no label for each row of logits",
+            )
         return rows.sum(), torch.full((), rows.numel(), device=rows.device)
     counts = labels != IGNORED_LABEL
     total = (rows * counts).sum()
@@ -149,5 +152,6 @@ def _named(outputs: Any, names: Sequence[str], word: str) -> list[Tensor]:
         f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
     )
     raise JobError(
-        f"losses.{word}: the forward returned {form}; {', '.join(names)} works, as a dict or a tuple in this order"
+        "loss-outputs-missing",
+        f"losses.{word}: the forward returned {form}; {', '.join(names)} works, as a dict or a tuple in this order",
     )

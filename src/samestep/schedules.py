@@ -1,9 +1,8 @@
 """Pipeline schedules as data: the order in which each stage runs its forwards, backwards and weight gradients.
 
-A model cut into p stages works on m micro-batches. A schedule determines only the order in which a stage takes them;
-what each action computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5
-(`2F` is the forward of micro-batch 2, `2B` its backward, in zero bubble for the inputs alone, `2W` its weight
-gradients):
+A model cut into p stages works on m micro-batches. A schedule determines only the order in which a stage takes them; what each action
+computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5 (`2F` is the forward of micro-batch
+2, `2B` its backward, in zero bubble for the inputs alone, `2W` its weight gradients):
 
 ```
 1F1B          0F 1F 2F 3F ·  ·  ·  ·  ·  ·  0B─── 4F 1B─── ·  2B─── ·  3B─── ·  4B───
@@ -16,8 +15,8 @@ zero bubble   0F 1F 2F 3F ·  ·  ·  0B 0W 4F 1B 1W 2B 2W 3B 3W 4B 4W
               ·  ·  0F 1F ·  0B 2F 1B 3F 2B 0W 4F 3B 1W 4B 2W 3W 4W
               ·  ·  ·  0F 0B 1F 1B 2F 2B 3F 3B 0W 4F 4B 1W 2W 3W 4W
 ```
-The stage before waits for the input gradient alone, so zero bubble defers weight gradients: stage s runs them s
-micro-batches late, and every stage holds the activations of p micro-batches, as the first stage of 1F1B does.
+The stage before waits for the input gradient alone, so zero bubble defers weight gradients: stage s runs them s micro-batches late, and
+every stage holds the activations of p micro-batches, as the first stage of 1F1B does.
 
 For equal stages, free communication, m >= p and v virtual stages on a rank (F, B, W: seconds of a whole stage):
 
@@ -28,23 +27,20 @@ For equal stages, free communication, m >= p and v virtual stages on a rank (F, 
 | interleaved | (p-1) (F+B) / v   | (p-1) / (v m)       | (2(p-s-1) + (v-1) r + 1) / v; at s=0, r=p: p + (p-1)/v |
 | zero-bubble | (p-1) (F+B-W)     | (p-1) / 3m if F=B=W | p, of which s only wait for their W                    |
 
-The B of the first three is the whole backward. Zero bubble's bubble holds for W <= F and W <= B; for any W > 0 it is
-smaller than that of 1F1B. No schedule holds more than m.
+The B of the first three is the whole backward. Zero bubble's bubble holds for W <= F and W <= B; for any W > 0 it is smaller than that of
+1F1B. No schedule holds more than m.
 
-Sources: gpipe: Huang et al. 2019, arXiv:1811.06965 (it runs the backwards in reverse; here they ascend, which costs
-the same). 1f1b (PipeDream-flush) and interleaved: Narayanan et al. 2021, arXiv:2104.04473; the memory of interleaved:
-Korthikanti et al. 2022, arXiv:2205.05198. zero-bubble (ZB-H1): Qi et al. 2023, arXiv:2401.10241, figure 3.
+Sources: gpipe: Huang et al. 2019, arXiv:1811.06965 (it runs the backwards in reverse; here they ascend, which costs the same). 1f1b
+(PipeDream-flush) and interleaved: Narayanan et al. 2021, arXiv:2104.04473; the memory of interleaved: Korthikanti et al. 2022,
+arXiv:2205.05198. zero-bubble (ZB-H1): Qi et al. 2023, arXiv:2401.10241, figure 3.
 
-Interleaved runs p micro-batches at a time through its chunks, and the paper requires that p divides m. Here the m
-micro-batches are divided into m // p rounds (one if m < p) as evenly as possible, the longest first, of r = ceil(m /
-rounds) micro-batches: r = p where p divides m. No round is shorter than p, because in a shorter one a rank would wait
-for its micro-batches to come back from the last stage. So the bubble is the paper's for every m >= p, and only the
-number of activations held grows.
+Interleaved runs p micro-batches at a time through its chunks, and the paper requires that p divides m. Here the m micro-batches are divided
+into m // p rounds (one if m < p) as evenly as possible, the longest first, of r = ceil(m / rounds) micro-batches: r = p where p divides m.
+No round is shorter than p, because in a shorter one a rank would wait for its micro-batches to come back from the last stage. So the bubble
+is the paper's for every m >= p, and only the number of activations held grows.
 
-Every schedule accumulates a chunk's gradients in ascending order of micro-batches, as one device does. Reductions start
-with the last micro-batch.
-
-Everything that other modules know of a schedule is in its `ScheduleSpec`, and a new schedule is a new row of
+Every schedule accumulates a chunk's gradients in ascending order of micro-batches, as one device does. Reductions start with the last
+micro-batch. Everything that other modules know of a schedule is in its `ScheduleSpec`, and a new schedule is a new row of
 `SCHEDULES`: layouts, programs, messages between stages, memory and bounds follow from its order.
 """
 
@@ -117,7 +113,8 @@ def order(schedule: str, stage: int, num_stages: int, num_microbatches: int, num
     spec = SCHEDULES[schedule]
     if num_chunks > 1 and not spec.takes_chunks:
         raise LayoutError(
-            f"schedule={schedule} takes no virtual stages, and {num_chunks} were given: {taking_chunks()} does"
+            "virtual-stages",
+            f"schedule={schedule} takes no virtual stages, and {num_chunks} were given: {taking_chunks()} does",
         )
     return spec.order(stage, num_stages, num_microbatches, num_chunks)
 
@@ -245,13 +242,13 @@ def link_of(message: Message, num_stages: int) -> str:
 
 def links(num_stages: int, num_chunks: int) -> dict[str, tuple[tuple[int, int], ...]]:
     """Return the pairs of stages, lower stage first, that the links of each name connect."""
-    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    links: dict[str, tuple[tuple[int, int], ...]] = {}
     for first in range(num_stages if num_chunks > 1 else num_stages - 1):
         second = (first + 1) % num_stages
         for ends, kind in (((first, second), TaskKind.FORWARD), ((second, first), TaskKind.BACKWARD)):
             name = link_of(Message(*ends, Action(kind, 0)), num_stages)
-            found[name] = (*found.get(name, ()), (min(first, second), max(first, second)))
-    return found
+            links[name] = (*links.get(name, ()), (min(first, second), max(first, second)))
+    return links
 
 
 def check(
@@ -286,7 +283,7 @@ def _check_stage(
     """Raise LayoutError for an order that is wrong whatever the other stages do."""
 
     def refused(verb: str, action: Action, rule: str) -> LayoutError:
-        return LayoutError(f"stage {stage} {verb} {_label(action, num_chunks > 1)}{rule}")
+        return LayoutError("schedule-order", f"stage {stage} {verb} {_label(action, num_chunks > 1)}{rule}")
 
     times = Counter(actions)
     for action in times:
@@ -353,7 +350,7 @@ def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
         if position[stage] < len(actions)
     ]
     if stuck:
-        raise LayoutError(f"these orders deadlock: {'; '.join(stuck)}")
+        raise LayoutError("schedule-deadlock", f"these orders deadlock: {'; '.join(stuck)}")
 
 
 class _Transport:
@@ -399,7 +396,8 @@ class _Transport:
         if running or any(queue for queues in self._issued for queue in queues.values()):
             stuck = [f"stage {stage} waits for {self._named(message)}" for stage, message in sorted(awaited.items())]
             raise LayoutError(
-                f"these orders deadlock where messages of two stages keep their order: {'; '.join(stuck)}"
+                "schedule-deadlock",
+                f"these orders deadlock where messages of two stages keep their order: {'; '.join(stuck)}",
             )
 
     def _carry_out(self) -> bool:
@@ -413,8 +411,9 @@ class _Transport:
                         break
                     if other[0] != queue[0]:
                         raise LayoutError(
+                            "schedule-order",
                             f"stage {stage} sends {self._named(queue[0])} where stage {queue[0].receiver} receives "
-                            f"{self._named(other[0])}: both ends of a link issue its messages in one order"
+                            f"{self._named(other[0])}: both ends of a link issue its messages in one order",
                         )
                     self._arrived.add(queue.popleft())
                     other.popleft()
@@ -486,8 +485,7 @@ def in_flight(actions: Sequence[Action]) -> int:
     Divide by the number of chunks to count micro-batches of the whole stage. Activations are held until the backward,
     or until the weight gradients if these are actions of their own.
     """
-    has_weight = any(action.kind is TaskKind.WEIGHT for action in actions)
-    last = TaskKind.WEIGHT if has_weight else TaskKind.BACKWARD
+    last = TaskKind.WEIGHT if any(action.kind is TaskKind.WEIGHT for action in actions) else TaskKind.BACKWARD
     held = peak = 0
     for action in actions:
         held += (action.kind is TaskKind.FORWARD) - (action.kind is last)

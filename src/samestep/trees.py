@@ -84,7 +84,7 @@ def _changed(kind: Any, change: Callable[[Any], Any], leaf: Any) -> Any:
     """Return what a leaf of torch's pytree becomes, into which its walk does not look."""
     if isinstance(leaf, kind):
         return change(leaf)
-    if not _is_opened(type(leaf)) or not any(isinstance(one, kind) for one in _inner_leaves(leaf)):
+    if not _is_opened(type(leaf)) or not any(isinstance(leaf_, kind) for leaf_ in _inner_leaves(leaf)):
         return leaf
     return with_parts(leaf, {key: tree_map_only(kind, change, part) for key, part in parts_of(leaf).items()})
 
@@ -97,7 +97,7 @@ def tree_leaves(value: Any, _above: tuple[int, ...] = ()) -> list[Any]:
         found = _leaves(value)
         if len(found) == 1 and found[0] is value:
             return _opened(value, _above)
-        return [one for leaf in found for one in _opened(leaf, _above)]
+        return [opened for leaf in found for opened in _opened(leaf, _above)]
     found = []
     for item in value.values() if type(value) is dict else value:
         if type(item) in _LEAVES:
@@ -110,7 +110,7 @@ def tree_leaves(value: Any, _above: tuple[int, ...] = ()) -> list[Any]:
 def _opened(leaf: Any, above: tuple[int, ...] = ()) -> list[Any]:
     """Return the leaves of a container that torch's pytree does not know, if it holds a tensor; else itself."""
     inner = _inner_leaves(leaf, above) if _is_opened(type(leaf)) else ()
-    return [*inner] if any(isinstance(one, Tensor) for one in inner) else [leaf]
+    return [*inner] if any(isinstance(leaf, Tensor) for leaf in inner) else [leaf]
 
 
 class _HoldsItselfError(Exception):
@@ -153,7 +153,7 @@ class _Form:
     @property
     def num_leaves(self) -> int:
         """The number of leaves."""
-        return sum(1 if one is None else one.num_leaves for one in self.inner)
+        return sum(1 if form_ is None else form_.num_leaves for form_ in self.inner)
 
 
 Path = tuple[Any, ...]
@@ -177,7 +177,7 @@ def tree_flatten_with_path(
         parts = parts_of(leaf)
         inner, form = tree_flatten_with_path([*parts.values()], is_leaf=is_leaf)
         keys = [_key_of(leaf, key) for key in parts]
-        leaves += [((*path, keys[way[0].idx], *way[1:]), one) for way, one in inner]
+        leaves += [((*path, keys[way[0].idx], *way[1:]), leaf) for way, leaf in inner]
         known = form if isinstance(form, _Form) else _Form(form, (None,) * len(inner))
         forms.append(dataclasses.replace(known, keys=(type(leaf), *parts), container=leaf))
     return leaves, _Form(outer, tuple(forms))
@@ -187,7 +187,7 @@ def _is_inside(leaf: Any, is_leaf: Callable[[Any], bool] | None) -> bool:
     """Return whether a leaf of torch's pytree is a container that is looked into."""
     if not _is_opened(type(leaf)) or (is_leaf is not None and is_leaf(leaf)):
         return False
-    return any(isinstance(one, Tensor) for one in _inner_leaves(leaf))
+    return any(isinstance(leaf_, Tensor) for leaf_ in _inner_leaves(leaf))
 
 
 def _key_of(container: Any, key: Any) -> Any:
@@ -211,7 +211,7 @@ def tree_unflatten(leaves: Iterable[Any], form: Any) -> Any:
     if not isinstance(form, _Form):
         return _unflatten(leaves, form)
     rest = iter(leaves)
-    outer = [next(rest) if one is None else _refilled_container(rest, one) for one in form.inner]
+    outer = [next(rest) if inner is None else _refilled_container(rest, inner) for inner in form.inner]
     return _unflatten(outer, form.outer)
 
 
@@ -221,24 +221,24 @@ def _refilled_container(rest: Iterator[Any], form: _Form) -> Any:
     return with_parts(form.container, dict(zip(form.keys[1:], parts, strict=True)))
 
 
-def have_same_values(one: Tensor, other: Tensor) -> bool:
+def have_same_values(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same shape, dtype and elements, where NaN equals NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.equal(tensor, other) or bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
 def tensors_in(value: Any, _above: tuple[int, ...] = ()) -> list[Tensor]:
     """Return the tensors in a nested value, in the order in which `map_tensors` changes them."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif type(leaf) not in _LEAVES:
-            found += _tensors_of(leaf, _above)
-    return found
+            tensors += _tensors_of(leaf, _above)
+    return tensors
 
 
 def _tensors_of(leaf: Any, above: tuple[int, ...] = ()) -> list[Tensor]:
@@ -294,7 +294,9 @@ def parts_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value.items())
     if isinstance(value, Distribution | Transform):
-        return {name: held for name, held in vars(value).items() if not isinstance(held, _InverseTransform)}
+        return {
+            name: attribute for name, attribute in vars(value).items() if not isinstance(attribute, _InverseTransform)
+        }
     return dict(enumerate(value) if isinstance(value, list | tuple) else _stored_fields(value))
 
 
@@ -306,21 +308,23 @@ def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
     if isinstance(value, Mapping) and not hasattr(value, "__setitem__"):
         return dict(parts)
     twin = copy.copy(value)
-    for key, held in parts.items():
+    for key, part in parts.items():
         if isinstance(value, Mapping | list):
-            twin[key] = held
+            twin[key] = part
         else:
-            object.__setattr__(twin, key, held)  # a dataclass may be frozen
+            object.__setattr__(twin, key, part)  # a dataclass may be frozen
     if isinstance(value, Distribution):
         _set_batch(twin, tensors_in(parts_of(value)), tensors_in([*parts.values()]))
     return twin
 
 
-def _set_batch(twin: Distribution, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+def _set_batch(twin: Distribution, tensors: Sequence[Tensor], after: Sequence[Tensor]) -> None:
     """Give a distribution with other numbers of samples in its tensors a batch of as many."""
     held = twin._batch_shape[:1]
     sizes = [
-        other.shape[:1] for one, other in zip(before, after, strict=True) if one.shape[:1] == held != other.shape[:1]
+        other.shape[:1]
+        for tensor, other in zip(tensors, after, strict=True)
+        if tensor.shape[:1] == held != other.shape[:1]
     ]
     if held and sizes:
         twin._batch_shape = sizes[0] + twin._batch_shape[1:]

@@ -139,5 +139,5 @@ def test_states_of_a_scan_are_moved_and_cut() -> None:
     attending = spec(_NEAR["nemotron-h-56b"], "h").layers[1]
     states = 8192 // mixers.chunk * mixers.width * mixers.state
     block = case.model.layers[1]
-    assert block.moved_cut_elements - attending.moved_cut_elements > published_mixers.STATE_ELEMENTS * states
+    assert block.moved.cut_elements - attending.moved.cut_elements > published_mixers.STATE_ELEMENTS * states
     assert all(p.cut_by(8).flops * 8 == p.flops for p in block.products if p.factors == "pair")

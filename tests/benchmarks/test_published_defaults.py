@@ -112,14 +112,14 @@ EXPERTS = {"moe_experts": "8", "moe_topk": "2", "ep": "2"}
 def block_kernels(notes: str = "", **cells: str) -> int:
     """Operations of the forward of a block of a functional test."""
     case = published.case_of({**TESTED, **cells, "notes": f"{TESTED['notes']}; {notes}"})
-    return case.model.layers[1].kernels
+    return case.model.layers[1].moved.kernels
 
 
 def test_a_functional_test_starts_what_it_logs_and_adds_up() -> None:
     plain, tested = published.case_of({**TESTED, "notes": ""}), published.case_of(TESTED)
     logged_s = published.LOGGED * len(plain.model.params) * plain.machine.kernel_launch_s
     assert tested.machine.host_step_s == pytest.approx(plain.machine.host_step_s + logged_s)
-    assert tested.model.layers[1].kernels > plain.model.layers[1].kernels
+    assert tested.model.layers[1].moved.kernels > plain.model.layers[1].moved.kernels
     assert tested.model.layers[0] == plain.model.layers[0]
     assert not tested.deterministic
     assert published.case_of({**TESTED, "notes": "--deterministic-mode=true"}).deterministic

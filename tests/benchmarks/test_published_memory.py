@@ -15,7 +15,8 @@ import forecast  # noqa: E402
 import published  # noqa: E402
 from cells import Row  # noqa: E402
 
-from samestep.simulation import clock, memory  # noqa: E402
+from samestep.memory import memory_use  # noqa: E402
+from samestep.wings.plan.simulation import clock  # noqa: E402
 
 TITAN = {
     "id": "1", "file": "rows", "source": "torchtitan benchmarks 2025", "model": "Llama 3 8B", "gpu": "H100", "n_gpus": "8",
@@ -127,10 +128,10 @@ def test_a_step_whose_middle_is_left_out_holds_as_much(cells: dict[str, str], ba
     }
     case = published.case_of({**plain, **cells, "global_batch": str(batch)})
     whole = forecast.chosen_programs(case)
-    held = [memory.during_step(program).total for program in whole]
-    assert [memory.during_step(forecast._shortened(program)).total for program in whole] == held
+    held = [memory_use.during_step(program).total for program in whole]
+    assert [memory_use.during_step(forecast._shortened(program)).total for program in whole] == held
     assert all(len(forecast._shortened(program).tasks) < len(program.tasks) for program in whole)
-    assert [memory.during_step(program).total for program in forecast.written(case)[0]] == held
+    assert [memory_use.during_step(program).total for program in forecast.written(case)[0]] == held
 
 
 def test_a_fused_loss_goes_over_its_logits_once_and_a_half() -> None:
@@ -143,4 +144,28 @@ def test_a_fused_loss_goes_over_its_logits_once_and_a_half() -> None:
         published.case_of({**row, "source": source}).model.layers[-1]
         for source in ("MosaicML llm-foundry benchmarking README", "other")
     )
-    assert plain.moved_elements - fused.moved_elements == 7.5 * 512 * 51200
+    assert plain.moved.elements - fused.moved.elements == 7.5 * 512 * 51200
+
+
+FULL = TUNE | {
+    "source": "torchao optimizer README",
+    "model": "Llama-2-7B full fine-tuning",
+    "ffn": "4096",
+    "vocab": "1024",
+    "precision": "BF16",
+}
+
+
+def _full_bytes(**cells: str) -> int:
+    return forecast.predict(FULL | {"micro_batch": "1", "global_batch": "1", "seq_len": "512", **cells}).predicted_bytes
+
+
+def test_states_in_eight_and_four_bits_take_as_much_less() -> None:
+    notes = ("PyTorch fused AdamW; 8- and 4-bit: as wide", "bitsandbytes 8-bit AdamW", "torchao 4-bit AdamW")
+    wide, eight, four = (_full_bytes(notes=note) for note in notes)
+    assert wide > eight > four
+    assert (eight - four) == pytest.approx((wide - eight) / 2, rel=0.2)
+
+
+def test_a_model_in_sixteen_bits_has_no_masters_and_one_under_amp_has() -> None:
+    assert 1.5 * _full_bytes() < _full_bytes(precision="BF16 AMP")

@@ -135,6 +135,32 @@ class NoiseAfterWarmUp(Net):
         return h + self.scale * torch.randn_like(h) if self.scale else h
 
 
+class Drawn(Net):
+    """Several draws for each sample, as rows of one tensor: whether those of a sample are side by side shows at their use."""
+
+    def between(self, h: Tensor) -> Tensor:
+        noise = torch.randn(3 * len(h), h.shape[1], dtype=h.dtype)
+        return torch.tanh(h + noise.view(3, len(h), -1)).mean(0)
+
+
+class DrawnInParts(Net):
+    def between(self, h: Tensor) -> Tensor:
+        first, second = torch.rand(2 * len(h), h.shape[1], dtype=h.dtype).chunk(2)
+        return h * first + torch.tanh(h) * second
+
+
+class DrawnForCopies(Net):
+    def between(self, h: Tensor) -> Tensor:
+        copies = h.repeat(2, 1) + torch.randn(2 * len(h), h.shape[1], dtype=h.dtype)
+        return torch.tanh(copies).view(2, len(h), -1).sum(0)
+
+
+class DrawnSideBySide(Net):
+    def between(self, h: Tensor) -> Tensor:
+        noise = torch.randn(len(h) * 3, h.shape[1], dtype=h.dtype)
+        return torch.tanh(h[:, None] + noise.view(len(h), 3, -1)).mean(1)
+
+
 def noisy(run: Run) -> None:
     run.model.scale = 0.1
 
@@ -227,6 +253,12 @@ EQUAL = [
     *equal(code(LateDropout, "raised", each=raised), *DATA),
     *equal(code(LateRate, "raised", each=raised), *DATA),
     *(row for build in (OwnGenerator, Reseeded) for row in equal(code(build), *DATA, "dp=2 zero=3 microbatch=1")),
+    *equal(code(Drawn), *DATA),
+    *(
+        row
+        for build in (DrawnInParts, DrawnForCopies, DrawnSideBySide)
+        for row in equal(code(build), "dp=1 microbatch=2")
+    ),
     *equal(code(Net, "of noisy samples", data=_AUGMENTED), "dp=2"),
     *equal(code(Net, "of flipped samples", data=_FLIPPED), "dp=2 microbatch=1"),
     *equal(code(Net, "of samples seeded by the index", data=functools.partial(SeededByIndex, tokens=False)), *DATA),

@@ -88,4 +88,4 @@ def learned(
     **tables: Any,
 ) -> Code:
     """Return a model that learns data by a loss of the job."""
-    return Code(build, data, job=job_of("float64", steps, train={"loss": loss}, **tables))
+    return Code(build, data, job=job_of("float64", steps, train={"loss": loss, "watch_every": 100}, **tables))

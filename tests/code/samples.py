@@ -36,6 +36,18 @@ class Language(nn.Module):
         return self.head(self.between(self, self.embed(input_ids)))
 
 
+def groups_of_four(net: Language, x: Tensor) -> Tensor:
+    """Takes no fewer than four samples, so that one is not traced alone."""
+    groups = x.view(-1, 4, *x.shape[1:])
+    return net.mix(x) - groups.mean(1, keepdim=True).expand_as(groups).reshape(x.shape)
+
+
+def every_second(net: Language, x: Tensor) -> Tensor:
+    """Code that takes two samples at least, and gives both the features of the first."""
+    assert len(x) > 1, "pairs of samples"
+    return torch.stack([net.mix(x[::2]), net.other(x[::2])], 1).flatten(0, 1)[: len(x)] + x
+
+
 def samples_second(net: Language, x: Tensor) -> Tensor:
     return net.drop(torch.tanh(net.mix(x.transpose(0, 1)))).transpose(0, 1)
 
@@ -404,6 +416,7 @@ MIXING = {
     a_weight_with_a_clamped_gradient: "a hook on a gradient",
 }
 PARTS = (*APART, *COUPLED, *TRIED, *FOUND, *MIXING, *ACTING)
+PARTS = (*PARTS, groups_of_four, every_second)
 MODELS |= {f"between {part.__name__}": Code(functools.partial(Language, part)) for part in PARTS}
 LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
 
@@ -415,7 +428,7 @@ def _in_turn(parts: list[Callable[..., Tensor]]) -> list[Any]:
 EQUAL = [
     *of_cases("between ", _in_turn(APART)),
     *of_cases("between ", _in_turn(TRIED)),
-    Equal("dp=1 microbatch=8", "between minus_the_batch"),
+    *(Equal("dp=1 microbatch=8", f"between {name}") for name in ("minus_the_batch", "groups_of_four", "every_second")),
 ]
 INFLUENCE = "lets the samples of a batch influence each other by"
 REFUSED = [
@@ -424,6 +437,7 @@ REFUSED = [
         for part, words in COUPLED.items()
     ),
     *(Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} .*{words}") for part, words in MIXING.items()),
+    Refused("dp=2", "between groups_of_four", rf"{INFLUENCE} .*only one rank with microbatch=8"),
     *(
         Refused(
             "dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*{words}\w*, and its code acts on the (number|answer)"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
+import types
 from collections import deque
 from typing import Any
 
@@ -223,6 +225,77 @@ def counting_in_closure() -> nn.Module:
 
     net = Net()
     net.up.register_forward_hook(count)
+    return net
+
+
+TALLY = types.SimpleNamespace(calls=0)
+RECENT: deque[int] = deque()
+SCORES: dict[str, int] = {}
+
+
+def note(recent: deque[int]) -> float:
+    recent.append(len(recent))
+    return 1 + 0.1 * len(recent)
+
+
+class Scored:
+    """An object without attributes of its own, whose method counts in a variable of the file."""
+
+    def factor(self) -> float:
+        SCORES["n"] = SCORES.get("n", 0) + 1
+        return 1 + 0.1 * SCORES["n"]
+
+
+class CallsInNamespace(Net):
+    def between(self, h: Tensor) -> Tensor:
+        TALLY.calls += 1
+        return h * (1 + 0.1 * TALLY.calls)
+
+
+class CallsOfHelper(Net):
+    """The number of calls in a deque that a function in front of the class is given, in the order of the calls."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * note(RECENT)
+
+
+class CallsOfObject(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [{"scored": Scored()}]
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.parts[0]["scored"].factor()
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+class CallsInSlots(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = Slotted()
+
+    def between(self, h: Tensor) -> Tensor:
+        self.tally.calls += 1
+        return h * (1 + 0.1 * self.tally.calls)
+
+
+class CallsInFunction(Net):
+    def between(self, h: Tensor) -> Tensor:
+        note.calls = getattr(note, "calls", 0) + 1  # type: ignore[attr-defined]
+        return h * (1 + 0.1 * note.calls)  # type: ignore[attr-defined]
+
+
+def counting_in_argument() -> nn.Module:
+    def count(calls: list[int], module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * (1 + 0.1 * calls[0])
+
+    net = Net()
+    net.up.register_forward_hook(functools.partial(count, [0]))
     return net
 
 
@@ -519,7 +592,17 @@ COUNTING = (*RESTORED, ForcedNorm)
 """State that does not depend on the samples."""
 STATISTICS = (OwnMean, OwnMeanByData, ReplacedMean, DataInit)
 OF_SAMPLES = (EvaluationMean, Queue, Memory, SamplesSeen, MaxNorm)
-OUTSIDE = {CallsInGlobal: "KEPT", CallsInDefault: "calls", counting_in_closure: "calls around"}
+OUTSIDE = {
+    CallsInGlobal: "KEPT",
+    CallsInDefault: "calls",
+    counting_in_closure: "calls around",
+    CallsInNamespace: "TALLY",
+    CallsOfHelper: "RECENT",
+    CallsOfObject: "SCORES",
+    CallsInSlots: "tally",
+    CallsInFunction: "note.calls",
+    counting_in_argument: "argument 0",
+}
 """What keeps state outside of the modules, and the name of that state."""
 SEVERAL = "runs it several times a step"
 CLAMPED = ("dp=1 offload", "dp=2 zero=1", "dp=2 zero=1 offload")
@@ -554,7 +637,7 @@ REFUSED = [
     *unproven("step 2.*: the forward writes into weights", "state", _LATE[LateWrite], "dp=1 microbatch=2"),
     *unproven("step 2.*: the forward writes into weights", "state", _LATE[LateWriteOfData], "dp=1 microbatch=2"),
     *unproven("step 2: the forward writes into the weight down.weight", "state", _LATE[LateWriteOfItsOwn], "dp=2 zero=3"),
-    *unproven("different sizes, and padded", "samples", _MEAN_OF_PADDING, "dp=2", "dp=1 microbatch=1"),
+    *unproven("different sizes, and read together, padded", "samples", _MEAN_OF_PADDING, "dp=2", "dp=1 microbatch=1"),
     *(row for name in _BY_NUMBER for row in unproven("step 1, .*samples influence each other", "samples", name, *DATA)),
     # Samples influence each other through statistics in the same step already; allowing that leaves the state.
     *(row for build in STATISTICS for row in refused("lets the samples of a batch influence each other", code(build), "dp=2")),

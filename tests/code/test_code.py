@@ -7,12 +7,22 @@ import pytest
 from samestep.datasets import batches
 from samestep.errors import InputError, UnprovenError
 from samestep.job import Job
-from tests.code import checkpointing, odd_models, random_numbers, repeated_calls, samples, stages, state
+from tests.code import (
+    checkpointing,
+    hooks,
+    odd_models,
+    published,
+    random_numbers,
+    repeated_calls,
+    samples,
+    stages,
+    state,
+)
 from tests.code.rows import parameter
 from tests.laboratory import job_for, job_of, observe, on_ranks, prepared_run, prove, prove_refused, reference
 from tests.models import Tokens
 
-MODULES = (samples, stages, state, random_numbers, checkpointing, odd_models, repeated_calls)
+MODULES = (samples, stages, state, random_numbers, checkpointing, odd_models, repeated_calls, hooks, published)
 
 
 @pytest.mark.parametrize(("layout", "code"), [parameter(row) for module in MODULES for row in module.EQUAL])

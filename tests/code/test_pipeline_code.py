@@ -12,7 +12,7 @@ import samestep
 from samestep.datasets import batches
 from tests.code.pipeline_models import WIDTH, Language
 from tests.code.stages import IN_FLOAT32
-from tests.laboratory import Observed, code_of, job_for, job_of, make_run, observe
+from tests.laboratory import Observed, code_of, in_loop, job_for, job_of, make_run, observe
 from tests.pool import pool
 
 
@@ -100,11 +100,11 @@ class Functions(Language):
 
 
 def _of_functions(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
-    job = job_of("float64", 3, optimizer={"name": "sgd", "lr": 0.1})
+    job = job_of("float64", 3)
     torch.manual_seed(0)
     model = Functions().double()
     run = samestep.parallelize(
-        model, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1), layout=layout, job=job
+        model, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1), layout=layout, job=in_loop(job)
     )
     losses = [run.step(batch).loss for batch in batches(code_of("stages skips").data(), job)]
     return losses, run.state_dict(on_every_rank=True)
@@ -177,7 +177,7 @@ def _of_items(rank: int, world: int, build: type[Language], layout: str) -> tupl
     model = build().double()
     run = samestep.parallelize(
         model, _listed_loss if build is ListedItems else "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1),
-        layout=layout, job=job,
+        layout=layout, job=in_loop(job),
     )  # fmt: skip
     data = code_of("stages skips").data()
     if build is ListedItems:
@@ -202,11 +202,12 @@ def _listed_loss(outputs: Tensor, batch: list[dict[str, Tensor]]) -> tuple[Tenso
         (WrittenItems, "pp=2 microbatch=4"),
         (Halves, "pp=2 microbatch=4"),
         (ListedItems, "pp=2 microbatch=4"),
+        (ListedItems, "dp=2 pp=2 microbatch=2"),
     ],
 )
 def test_items_taken_one_by_one_pass_between_stages_as_one_message(build: type[Language], layout: str) -> None:
     wanted, weights = _of_items(0, 1, build, "dp=1")
-    for losses, found in pool(2).run(_of_items, build, layout):
+    for losses, found in pool(samestep.Layout(layout).world_size).run(_of_items, build, layout):
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, value in weights.items():
             torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)

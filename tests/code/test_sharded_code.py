@@ -254,7 +254,7 @@ def observe(
     job = job_of("float64", 3, train={"loss": "cross_entropy", "watch_every": 0})
     place, found = RankInfo(rank, rank, world, world, torch.device("cpu")), []
     for layout in layouts:
-        where = Layout.parse(layout)
+        where = Layout(layout)
         source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
         example = next(batches(Kinds(15), job)).samples([0])
         prepared = traced.prepared(f"sharded {model}", source, job, example, where)

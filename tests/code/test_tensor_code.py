@@ -731,10 +731,10 @@ def test_parts_that_compute_on_whole_sequences_are_repeated(name: str, recompute
 
 
 def test_what_is_kept_behind_the_last_sum_of_a_whole_part_is_not_repeated() -> None:
-    layout = Layout.parse("tp=2 sequence_parallel recompute=full")
+    layout = Layout("tp=2 sequence_parallel recompute=full")
     found = source_of("between: a norm behind a cut", layout, clipped()).prepared
     assert found is not None
-    with pytest.raises(LayoutError, match="keeps something for its backward behind its last sum"):
+    with pytest.raises(LayoutError, match="keeps something for its backward after its last sum"):
         program_of(found.spec, clipped(), layout)
 
 
@@ -742,7 +742,7 @@ def test_what_is_kept_behind_the_last_sum_of_a_whole_part_is_not_repeated() -> N
 def test_blocks_that_mix_tokens_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, text = MIXING[name]
     monkeypatch.setitem(MODELS, name, build)
-    layout = Layout.parse("tp=2 sequence_parallel")
+    layout = Layout("tp=2 sequence_parallel")
     found = source_of(name, layout, clipped()).prepared
     assert found is not None
     with pytest.raises(LayoutError, match=text):
@@ -752,7 +752,7 @@ def test_blocks_that_mix_tokens_are_refused(name: str, monkeypatch: pytest.Monke
 @pytest.fixture(scope="module", autouse=True)
 def _traced() -> Iterator[None]:
     """Trace all models before the first pool of ranks is forked, which inherits them."""
-    cut, sliced = Layout.parse("tp=2"), Layout.parse("tp=2 sequence_parallel")
+    cut, sliced = Layout("tp=2"), Layout("tp=2 sequence_parallel")
     models = [(name, build, cut) for name, build in LEGAL.items()]
     models += [(f"gathered: {name}", build, cut) for name, build in GATHERED.items() if name not in EVERY_NIGHT]
     models += [(f"between: {name}", build, sliced) for name, build in TOKENWISE.items()]
@@ -771,7 +771,7 @@ def test_legal_code_is_equal(name: str) -> None:
 
 
 def test_a_table_is_cut_by_heads() -> None:
-    found = source_of("a table of distances", Layout.parse("tp=2"), clipped()).prepared
+    found = source_of("a table of distances", Layout("tp=2"), clipped()).prepared
     assert found is not None
     cuts = {param.name: param.cut for param in found.spec.params}
     table, query = cuts["blocks.0.biases.weight"], cuts["blocks.0.q.weight"]
@@ -787,7 +787,7 @@ def test_what_code_needs_whole_is_gathered(name: str, monkeypatch: pytest.Monkey
     model = f"gathered: {name}"
     monkeypatch.setitem(MODELS, model, GATHERED[name])
     prove("tp=2", model)
-    found = source_of(model, Layout.parse("tp=2"), clipped()).prepared
+    found = source_of(model, Layout("tp=2"), clipped()).prepared
     assert found is not None
     styles = found.analysis.cut_styles
     assert {style for path, style in styles.items() if path != "head"} == {"gather"}
@@ -812,10 +812,10 @@ def test_blocks_that_run_twice_are_equal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_code_that_mixes_what_is_cut_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, text = REFUSED[name]
     monkeypatch.setitem(MODELS, name, build)
-    found = source_of(name, Layout.parse("tp=2"), clipped()).prepared
+    found = source_of(name, Layout("tp=2"), clipped()).prepared
     assert found is not None
     with pytest.raises(LayoutError, match=text):
-        program_of(found.spec, clipped(), Layout.parse("tp=2"))
+        program_of(found.spec, clipped(), Layout("tp=2"))
 
 
 @pytest.mark.parametrize("plan", [MLP_PLAN, pytest.param({}, marks=pytest.mark.nightly)], ids=["planned", "found"])

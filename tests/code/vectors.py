@@ -88,7 +88,7 @@ def sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([tensor for _, tensor in named], lr=0.3, momentum=0.9)
 
 
-JOB = job_of(steps=3)
+JOB = job_of(steps=3, train={"watch_every": 100})
 VECTORS, SEQUENCES = functools.partial(Pairs, tokens=False), functools.partial(Pairs, tokens=True)
 DATA = ("dp=2", "dp=1 microbatch=2")
 

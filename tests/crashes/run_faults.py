@@ -153,7 +153,7 @@ def _next_step_s(again: Harmed, pid: int, began: float) -> float:
 
 def _resumed_at(said: str) -> int:
     _, _, rest = said.partition("resumes after step ")
-    return int(rest.split("\n")[0]) if rest.count("\n") else STEPS if "is finished" in said else 0
+    return int(rest.split()[0]) if rest.count("\n") else STEPS if "is finished" in said else 0
 
 
 def _gone() -> contextlib.suppress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches
 from samestep.errors import RepeatError, UnprovenError
+from samestep.independence.roundings import nudge_outputs
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.ledger import Ledger
@@ -170,7 +172,7 @@ def _everything_is_traced_first(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if item.path == request.path and {"model", "layout"} <= params.keys():
-            source_of(params["model"], Layout.parse(params["layout"]), watched(1))
+            source_of(params["model"], Layout(params["layout"]), watched(1))
 
 
 def watched(every: int, precision: str = "float32", steps: int = 3, **tables: Any) -> Job:
@@ -374,7 +376,7 @@ def sent(rank: int, world: int, model: str, layout: str, job: Job) -> bool:
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=3"])
 def test_what_a_watch_sends_is_outside_the_step(layout):
-    assert on_ranks(layout, sent, "deep_llama", watched(1, steps=2)) == [True] * Layout.parse(layout).world_size
+    assert on_ranks(layout, sent, "deep_llama", watched(1, steps=2)) == [True] * Layout(layout).world_size
 
 
 def clean_seeds(rank: int, world: int, model: str, precision: str, seeds: range) -> int:
@@ -425,3 +427,13 @@ def test_updates_of_torch_are_repeated_to_the_bit(name):
     job = watched(1, steps=4, optimizer={"name": name, "lr": 0.01, "options": {}, "clip_norm": 0.1})
     assert told(0, 1, "Harmless", "dp=1", job) == ""
     assert models.MODELS["Harmless"] is Harmless
+
+
+def test_roundings_of_two_equal_models_do_not_cancel() -> None:
+    """A loss such as DPO's subtracts what a frozen copy gives: its rounding is that of both, though they are equal at first."""
+    policy = nn.Linear(8, 8)
+    twins = nn.ModuleList([policy, copy.deepcopy(policy)])
+    inputs = torch.linspace(-1, 1, 32).view(4, 8)
+    with nudge_outputs(twins, 1e-3, 0):
+        difference = twins[0](inputs) - twins[1](inputs)
+    assert float(difference.detach().abs().max()) > 1e-4

@@ -28,9 +28,9 @@ def _fail(place: RankInfo, how: str, culprit: int) -> None:
         dist.all_reduce(torch.ones(1))
     match how:
         case "mistake":
-            raise LayoutError("tp=16 does not divide the 40 attention heads; tp=8 does")
+            raise LayoutError("tp-indivisible", "tp=16 does not divide the 40 attention heads; tp=8 does")
         case "nonfinite":
-            raise NonFiniteError("step 3: the loss is nan")
+            raise NonFiniteError("non-finite", "step 3: the loss is nan")
         case "bug":
             print("words on stderr", file=sys.stderr)
             raise RuntimeError("boom")

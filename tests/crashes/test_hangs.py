@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -14,24 +15,33 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import samestep
 from samestep.errors import WorkerError
+from samestep.job import Job
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.whereabouts import Whereabouts
+from samestep.runtime.processes.whereabouts import Whereabouts, _module_in
 from samestep.training import rank_part as training
 from tests import small
 
 
 def _at(
-    calls: int, call: str = "", step: int = 7, median_s: float = 0.1, task: str = "", apart: str = ""
+    calls: int, call: str = "", step: int = 7, median_s: float = 0.1, task: str = "", apart: str = "", **more: Any
 ) -> Whereabouts:
     return Whereabouts(
-        {"world": calls}, call, "model.py:3" if call else "", task, 0 if apart else step, median_s, apart
+        {"world": calls}, call, "model.py:3" if call else "", task, 0 if apart else step, median_s, apart, **more
     )
+
+
+def _first(call: str = "", **more: Any) -> Whereabouts:
+    """A rank in the first step, or in a step of a loop of one's own, where it may work for long."""
+    return _at(3, call, step=1, median_s=0.0, may_work=not call, **more)
 
 
 def _watch(
@@ -100,6 +110,41 @@ def test_a_rank_in_no_collective_is_named_and_ended() -> None:
     assert end[1].endswith("run.hang_s = 120")
 
 
+@pytest.mark.parametrize(
+    ("hang_s", "said_by_ranks", "end_s"), [(120.0, 0.0, 120), (0.0, 30.0, 30), (0.0, 0.0, None)], ids=str
+)
+def test_ranks_that_all_wait_in_the_first_step_are_named_and_ended(
+    hang_s: float, said_by_ranks: float, end_s: int | None
+) -> None:
+    """The launcher of a user's own loop learns of `run.hang_s` from the ranks; a function without a run has none."""
+
+    def history(rank: int, second: int) -> Whereabouts:
+        call, module = ("all_gather", "blocks.2") if rank else ("reduce_scatter", "(the model itself)")
+        return _first(call, task="backward of micro-batch 1", module=module, hang_s=said_by_ranks)
+
+    said, end = _watch(history, 300, hang_s=hang_s)
+    if end_s is None:
+        assert (said, end) == ([], None)
+        return
+    text = (
+        "rank 0 of 2 has not moved in reduce_scatter, module (the model itself), in the backward of micro-batch 1 of step 1 (model.py:3)"
+        ", for {} s; rank 1 in all_gather, module blocks.2, in the backward of micro-batch 1 of step 1 (model.py:3)"
+    )
+    assert said == [(10, text.format(10))]
+    assert end == (end_s, f"{text.format(end_s)}; run.hang_s = {end_s}")
+
+
+def test_a_run_that_was_asked_to_stop_and_waits_is_ended_when_it_would_be_named() -> None:
+    watch = HangWatch(2, 600.0)
+    for second in range(11):
+        for rank in range(2):
+            watch.hear(rank, _first("all_reduce"), second)
+        if second < 10:
+            watch.check([0, 1], second, hurries=True)
+    with pytest.raises(WorkerError, match=r"have not moved in all_reduce, in step 1 .*, for 10 s; run\.hang_s = 600"):
+        watch.check([0, 1], 10, hurries=True)
+
+
 def test_a_rank_that_does_not_answer_and_one_that_lacks_a_call_are_named() -> None:
     said, _ = _watch(lambda rank, second: None if rank == 1 and second > 5 else _at(min(second, 6), "all_reduce"), 60)
     assert said[0][1].startswith("rank 1 of 2 does not answer, and was last seen in all_reduce, in step 7 (model.py:3)")
@@ -115,6 +160,9 @@ def test_a_rank_that_does_not_answer_and_one_that_lacks_a_call_are_named() -> No
         lambda rank, second: _at(0, step=second // 9 + 1),  # one rank, which calls nobody
         lambda rank, second: _at(0, step=0),  # the first step, or its compilation
         lambda rank, second: _at(second // 60, "all_reduce", median_s=60),  # steps of a minute
+        lambda rank, second: _first("all_reduce" if rank else ""),  # which compiles, while the other waits
+        lambda rank, second: _first("all_reduce" if (rank + second // 100) % 2 else ""),
+        lambda rank, second: _first("all_reduce") if rank else _at(3, step=0),  # its own loop, outside of a step
         lambda rank, second: _at(0, apart="a save" if rank == 0 else ""),
         lambda rank, second: _at(0, "all_gather", apart="a save") if rank == 0 else _at(0, apart="a save"),  # writes
         lambda rank, second: None if rank == 1 and second % 8 else _at(0, apart="a save"),  # encodes in between
@@ -167,7 +215,7 @@ def test_a_rank_that_does_not_answer_before_the_first_step_is_over_is_named_and_
     assert end is None, "the time limit of the collective ends it"
     ((when, text),) = said
     assert when == 12
-    assert text.startswith("rank 1 of 2 does not answer, and was last seen in the first step or what comes before it")
+    assert text.startswith("rank 1 of 2 does not answer, and was last seen in code outside of steps")
 
 
 @pytest.mark.parametrize(("step", "apart", "after_s"), [(7, "", 122), (7, "a save", 122), (0, "", 602)])
@@ -314,3 +362,49 @@ def _stops_in_step_5(rank: int) -> Any:
         backward(interpreter, task, loss)
 
     return stopping
+
+
+def _loop(place: RankInfo, hang_s: float, timeout_s: float) -> None:
+    job = Job(train={"global_batch": 4, "watch_every": 0}, run={"hang_s": hang_s, "timeout_s": timeout_s})
+    run = samestep.parallelize(lambda: torch.nn.Linear(4, 2), "cross_entropy", torch.optim.SGD, layout="dp=2", job=job)
+    run.step((torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)))
+
+
+@pytest.mark.filterwarnings("ignore:ranks? .* of 2 ha(s|ve) not moved")
+@pytest.mark.parametrize(
+    ("hang_s", "limit_s", "end"), [(1.5, 600.0, r"run\.hang_s = 1\.5"), (600.0, 4.0, r"\(run\.timeout_s\)")]
+)
+def test_a_first_step_of_an_own_loop_that_hangs_ends_in_a_line(
+    hang_s: float, limit_s: float, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for what rank 1 never sends."""
+    backward = Interpreter._backward
+
+    def waiting(interpreter: Interpreter, task: Any, loss: Any) -> None:
+        if interpreter.place.rank == 0:
+            dist.recv(torch.empty(1), 1)
+        backward(interpreter, task, loss)
+
+    monkeypatch.setattr(Interpreter, "_backward", waiting)
+    monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
+    with pytest.raises(WorkerError) as ended:
+        samestep.launch(_loop, (hang_s, limit_s), ranks=2, timeout_s=limit_s)
+    text = str(ended.value)
+    assert re.search(rf"rank 0 .*in recv, in the backward of micro-batch 0 of step 1.*{end}$", text), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, nn.ModuleDict])
+def test_a_module_that_is_being_made_or_is_empty_has_a_path(kind: type[nn.Module]) -> None:
+    """Another thread asks at any moment, and the length of a container is that of its modules."""
+    seen = []
+
+    class Made(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            seen.append(_module_in(sys._getframe()))
+            super().__init__()
+            seen.append(_module_in(sys._getframe()))
+
+    outer = nn.Module()
+    outer.inner = Made()  # type: ignore[assignment]
+    assert seen == ["", ""]

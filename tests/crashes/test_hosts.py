@@ -55,7 +55,8 @@ def _token(file: Path, text: str) -> Path:
 
 
 def _start(hosts: list[Host], folder: Path, token: Path, *words: str | Path, **changes: Any) -> list[int]:
-    """Start the same command on every host; return the process of each, the leading one first."""
+    """Start the same command on every host, with steps that are watched; return the process of each, the leading one first."""
+    changes = {"train.watch_every": 100, **changes}
     meeting = ["--nodes", str(len(hosts)), "--rendezvous", f"{hosts[0].address}:{_PORT}", "--token-file", str(token)]
     command = ["train", *small.settings(**changes), *meeting, *map(str, words)]
     return [small.in_background(command, folder / f"host-{index}", host.name) for index, host in enumerate(hosts)]

@@ -121,7 +121,7 @@ def job_for(policy: str = "stop", precision: str = "float64", steps: int = 4, **
 
 def run_of(rank: int, world: int, kind: str, layout: str, job: Job) -> Run:
     place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    source, where = Source(lambda: Model(kind), loss_of(kind), optimizer_of(job), "planted"), Layout.parse(layout)
+    source, where = Source(lambda: Model(kind), loss_of(kind), optimizer_of(job), "planted"), Layout(layout)
     example = next(batches(Marked(job), job)).samples([0])
     found = traced.prepared(f"planted {kind}", source, job, example, where)
     return Run(replace(source, prepared=found), where, job, place)
@@ -194,7 +194,7 @@ def test_every_policy_is_the_same_on_all_ranks_and_as_on_one(kind: str, layout: 
     assert [bool(note) for note in skip.notes] == skip.skipped
     assert skip.notes[BAD_STEP].startswith(AT_FAULT[kind])
     assert skip.notes[BAD_STEP].endswith(f"(rank {BAD_RANK})")
-    assert stop.stopped == f"step 2: {skip.notes[BAD_STEP]}; numerics.on_nonfinite = 'skip' would go on"
+    assert stop.stopped == f"step 2: {skip.notes[BAD_STEP]}; numerics.on_nonfinite = 'skip' would continue"
     assert stop.losses == pytest.approx(expected.losses, rel=1e-9)
     alone = take(0, 1, kind, "dp=1", job_for("continue"))
     assert ranks[0]["continue"].skipped == [False] * 4

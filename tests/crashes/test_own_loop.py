@@ -31,7 +31,9 @@ def _loop(place: RankInfo, folder: str) -> int:
 
 
 @pytest.mark.usefixtures("stop_signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)]
+)
 def test_one_signal_ends_an_own_loop_behind_the_same_step_on_every_rank(number: signal.Signals, tmp_path: Path) -> None:
     pid = _in_background(tmp_path)
     try:

@@ -57,7 +57,10 @@ def _goes_on(run: Path, layout: str | None = None) -> None:
     assert [row["step"] for row in small.metrics(run)] == list(range(1, at + 4))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(one, marks=pytest.mark.nightly) for one in (signal.SIGINT, signal.SIGTERM)] + [signal.SIGHUP],
+)
 def test_a_stop_signal_ends_a_run_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
     pid = _start(run, tmp_path / "talk", "--layout", "dp=2 zero=1")
@@ -100,7 +103,7 @@ def test_a_killed_worker_is_named_and_the_run_goes_on(rank: int, tmp_path: Path)
     pid = _start(run, tmp_path / "talk", "--layout", "dp=2", **{"checkpoint.every": 2})
     _workers(pid)[rank].send_signal(signal.SIGKILL)
     assert small.status_of(pid) == 1
-    complaints = small.without_slug((tmp_path / "talk" / "err").read_text())
+    complaints = small.without_code((tmp_path / "talk" / "err").read_text())
     first = re.match(
         rf"samestep: rank {rank} of 2 died: killed by SIGKILL; --resume --out (.*) goes on from step (\d+)\n",
         complaints,
@@ -229,7 +232,7 @@ def test_a_number_that_is_not_finite_ends_a_run_by_name(tmp_path: Path, capfd: p
     complaint = capfd.readouterr().err
     assert complaint.startswith("samestep: step ")
     assert complaint.count("\n") == 1
-    assert "numerics.on_nonfinite = 'skip' would go on" in complaint
+    assert "numerics.on_nonfinite = 'skip' would continue" in complaint
     assert small.main("train", "--resume", "--out", run, "--set", "numerics.on_nonfinite=skip") == 0
     rows = small.metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -244,7 +247,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
     monkeypatch.setattr(train.workers, "run_workers", pytest.fail)
     (tmp_path / "file").touch()
     assert small.train("--ranks", "1", "--out", tmp_path / "file" / "run") == 2
-    assert small.without_slug(capfd.readouterr().err) == (
+    assert small.without_code(capfd.readouterr().err) == (
         f"samestep: --out {tmp_path}/file/run cannot be created: Not a directory ({tmp_path}/file/run)\n"
     )
 

@@ -49,7 +49,7 @@ def told(rank: int, world: int, model: str, layout: str, job: Job, odd: int | No
     ],
 )
 def test_nothing_is_said_of_a_clean_run(layout, model):
-    ranks = Layout.parse(layout).world_size
+    ranks = Layout(layout).world_size
     assert on_ranks(layout, told, model, JOB, None) == [(3, "")] * ranks
 
 

@@ -18,7 +18,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ranks import Ranks
 from samestep.runtime.axes.pipeline.stage_messages import Messages
-from samestep.runtime.processes import mesh, plain_data, process_groups
+from samestep.runtime.processes import mesh, messages
 from samestep.runtime.processes.messages import broadcast_from, broadcast_value, gather_values
 from tests.laboratory import clipped, make_run, on_ranks
 from tests.models import Tokens
@@ -116,7 +116,7 @@ def test_groups_have_the_time_limit_of_the_run() -> None:
 
 def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 ranks each takes part in eight calls, whatever the number of groups: an axis has up to 64 of them."""
-    layout, calls = Layout.parse("dp_replicate=2 dp_shard=4 tp=4 pp=4"), []
+    layout, calls = Layout("dp_replicate=2 dp_shard=4 tp=4 pp=4"), []
     world = SimpleNamespace(size=lambda: 128, rank=lambda: 5, bound_device_id=0)
     stub = SimpleNamespace(
         is_initialized=lambda: True,
@@ -127,7 +127,7 @@ def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
         split_group=lambda **given: calls.append(given) or len(calls),
     )
     monkeypatch.setattr(mesh, "dist", stub)
-    monkeypatch.setattr(process_groups, "dist", stub)
+    monkeypatch.setattr(mesh, "dist", stub)
     axes = dict.fromkeys(("world", "dp_replicate", "dp_shard", "tp", "pp", "dp_shard"), 0)
     program: Any = SimpleNamespace(axes=axes, step=SimpleNamespace(layout=layout, ranks=Ranks.of(layout)))
     built = mesh.build(program, torch.device("cuda", 0), 77.0)
@@ -136,7 +136,7 @@ def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in calls:
         members = [rank for ranks in call["split_ranks"] for rank in ranks]
         assert len(members) == len({*members}) <= 128
-    process_groups.forget_groups()
+    mesh.forget_groups()
 
 
 def sent_whole(rank: int, world: int, value: Any) -> Any:
@@ -187,8 +187,8 @@ def test_values_arrive_exactly() -> None:
 
 @pytest.mark.parametrize("value", [object(), b"bytes", 1j, torch.ones(1), {"deep": [Job]}, lambda: None])
 def test_what_is_no_plain_data_is_not_sent(value: Any) -> None:
-    with pytest.raises(plain_data.NotPlainError):
-        plain_data.to_text(value)
+    with pytest.raises(messages.NotPlainError):
+        messages.to_text(value)
 
 
 def ways_of_making_groups(rank: int, world: int, model: str, layout: str, job: Job) -> list[str | None]:
@@ -196,7 +196,7 @@ def ways_of_making_groups(rank: int, world: int, model: str, layout: str, job: J
     split = torch.distributed.split_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "split_group", lambda **g: (asked.append(g["group_desc"]), split(**g))[1])
-        process_groups.forget_groups()
+        mesh.forget_groups()
         make_run(rank, world, model, layout, job).prepare(next(batches(Tokens(), job)).samples([0]))
     return asked
 

@@ -52,7 +52,7 @@ def test_states_are_packed_as_on_a_cpu(kind: str, layout: str) -> None:
     job = job_of("float32", STEPS, numerics={"optimizer_states": kind}, optimizer={"name": "adamw", "options": {}})
     (alone,) = on_ranks("dp=1", fed, "plain", job)
     ranks = on_ranks(layout, fed, "plain", job, device="cuda")
-    assert len(ranks) == Layout.parse(layout).world_size
+    assert len(ranks) == Layout(layout).world_size
     for name, expected in alone.items():
         held = torch.stack([seen[name] for seen in ranks if name in seen])
         found = held.nan_to_num(-torch.inf).amax(dim=0)

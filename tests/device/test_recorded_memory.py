@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from samestep.datasets import batches
-from samestep.explanation.step_memory import KEPT, StepMemory, step_memory
 from samestep.job import Job
 from samestep.program.recorded import path_of, read_record
+from samestep.wings.explain.step_bytes import KEPT, StepMemory, step_memory
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 

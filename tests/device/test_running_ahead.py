@@ -18,7 +18,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
-from samestep.training.profiling import Profiler
+from samestep.training.rank_part import Profiler
 from tests.device import waits
 from tests.device.real_gpu import refusal
 from tests.laboratory import job_of, make_run, on_ranks
@@ -235,7 +235,7 @@ def test_a_step_that_uses_other_weights_runs_ahead_and_waits_no_more(model: str,
     plan = unused_weights.turns("both", 3)
     plain = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
     losses, weights = unused_weights.plain(model, unused_weights.job(), plain, plan)
-    for seen in pool(Layout.parse(layout).world_size, "cuda").run(unused, model, layout, 3):
+    for seen in pool(Layout(layout).world_size, "cuda").run(unused, model, layout, 3):
         assert seen["losses"] == pytest.approx(losses, rel=1e-5)
         for name, value in weights.items():
             assert torch.allclose(seen["weights"][name], value, rtol=1e-5, atol=1e-6), name

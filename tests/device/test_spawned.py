@@ -81,8 +81,8 @@ def test_a_proof_with_two_threads() -> None:
 def test_a_proof_reaches_a_spawned_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its traced module stays behind, since it has hooks of its own; the worker traces the model again."""
     config = {key.rpartition(".")[2]: value for key, value in small.SMALL.items() if key.startswith("model.")}
-    job = Job(model={"config": config}, data={"sequence_length": 16}, train={"global_batch": 8})
-    layout = Layout.parse("dp=2")
+    job = Job(model={"source": "hf:llama", "config": config}, data={"sequence_length": 16}, train={"global_batch": 8})
+    layout = Layout("dp=2")
     source, data, example = verify._prepare_inputs(job, layout, None, None, None, None)
     subject = Subject(source, data, example, job, layout, tmp_path)
     sent, traced_again = pickle.dumps(subject), []

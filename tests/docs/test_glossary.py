@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "samestep"
 Trees = dict[Path, ast.Module]
 TWINS = (Path("strategies"), Path("runtime/axes"))
 """Folders of which files of one name are two sides of one strategy: what it says, and what torch does."""
-EVERY_AXIS = Layout.parse("dp_replicate=2 dp_shard=2 cp=2 tp=2 pp=2 ep=2")
+EVERY_AXIS = Layout("dp_replicate=2 dp_shard=2 cp=2 tp=2 pp=2 ep=2")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def exists(name: str, names: set[str]) -> bool:
     if name in names or name in Ranks.of(EVERY_AXIS).axes or (ROOT / name).is_file():
         return True
     try:
-        Layout.parse(name)
+        Layout(name)
     except LayoutError:
         return False
     return True

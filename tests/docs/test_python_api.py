@@ -81,7 +81,7 @@ def test_a_type_checker_knows_the_keys_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
         "\n".join(["from samestep.job import Job; from samestep.job_keys import OptimizerKeys", *WRONG])
     )
-    files = [source / f"{name}.py" for name in ("job", "job_keys", "job_tables", "optimizer_tables")]
+    files = [source / name for name in ("job.py", "job_keys.pyi", "job_tables.py", "optimizer_tables.py")]
     options = [
         "--follow-imports=skip",
         "--config-file=",
@@ -94,3 +94,9 @@ def test_a_type_checker_knows_the_keys_of_a_job(tmp_path: Path) -> None:
     assert [line for line in said if "right.py" in line] == []
     for number, (code, words) in enumerate(WRONG.items(), 2):
         assert any(f"wrong.py:{number}: error" in line and words in line for line in said), (code, said)
+
+
+def test_each_public_name_has_a_nearest_counterpart(tables: Any) -> None:
+    assert set(tables.NEAREST) == set(tables.public_names())
+    assert set(tables._OF_RUN) <= set(tables.public_methods())
+    assert tables.counterparts() in (DOCS / "reference" / "names.md").read_text(encoding="utf-8")

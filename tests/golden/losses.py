@@ -34,9 +34,7 @@ CASES = [
 def lines_of(model: str, layout: str, precision: str) -> list[str]:
     """Take three steps, and write what each rank saw."""
     optimizer = clipped().optimizer.model_dump()
-    ranks = pool.pool(Layout.parse(layout).world_size).run(
-        observe, model, layout, job_of(precision, 3, optimizer=optimizer)
-    )
+    ranks = pool.pool(Layout(layout).world_size).run(observe, model, layout, job_of(precision, 3, optimizer=optimizer))
     return [
         f'{model} "{layout}" {precision} rank {rank} step {step + 1}: loss {loss.hex()} norm {norm.hex()}'
         for rank, seen in enumerate(ranks)

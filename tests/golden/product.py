@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from samestep import Job, Layout, hardware
 from samestep.errors import LayoutError
+from samestep.memory import memory_use
 from samestep.models.presets import preset, resnet
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import Op
 from samestep.program.program import Program
-from samestep.simulation import clock, memory
 from samestep.strategies import programs_of
+from samestep.wings.plan.simulation import clock
 
 _SMALL = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 96}
 _EXPERTS = {**_SMALL, "intermediate": 40, "kv_heads": 2, "experts": 8}
@@ -65,7 +66,7 @@ class Case(NamedTuple):
 def text_of(case: Case) -> str:
     """Write what the strategies, the clock and the memory model make of a case, or why it is refused."""
     job = Job(train={"global_batch": case.global_batch}, numerics={"precision": "bf16", **case.numerics})
-    layout = Layout.parse(case.layout)
+    layout = Layout(case.layout)
     try:
         programs = programs_of(MODELS[case.model](), job, layout, case.ranks_per_node)
     except LayoutError as error:
@@ -82,8 +83,8 @@ def text_of(case: Case) -> str:
 def expanded_text_of(model: ModelSpec, layout: str) -> str:
     """Write every op of a step, one after the other, for a layout of one stage."""
     job = Job(train={"global_batch": 32}, numerics={"precision": "bf16"})
-    (program,) = programs_of(model, job, Layout.parse(layout))
-    timeline, use = clock.play([program], hardware.load("h100x8")), memory.during_step(program)
+    (program,) = programs_of(model, job, Layout(layout))
+    timeline, use = clock.play([program], hardware.load("h100x8")), memory_use.during_step(program)
     lines = [f"## {program.step.layout}: step {timeline.step_s * 1e6:.4f} us, peak {use.total} B at {use.peak_at}"]
     for task, op in program.ops():
         detail = f"{op.size_bytes} B {op.dtype} {op.axis}" if op.axis else f"{op.flops} FLOPs"
@@ -94,11 +95,11 @@ def expanded_text_of(model: ModelSpec, layout: str) -> str:
 def _of_stage(program: Program, layout: Layout, known: dict[str, int], is_whole: bool) -> Iterator[str]:
     """Write one stage; bodies that were written before, by another stage of the case, are only named."""
     for states in (2, 1):
-        use = memory.during_step(program, states)
+        use = memory_use.during_step(program, states)
         parts = ", ".join(f"{name} {size}" for name, size in use.parts().items() if size)
         yield f"peak, {states} states: {use.total} B at {use.peak_at}: {parts}"
-    yield f"at start: {memory.during_init(program).total} B"
-    yield f"at rest: {' '.join(str(memory.at_rest(program, 2, rank).total) for rank in (0, layout.world_size - 1))} B"
+    yield f"at start: {memory_use.during_init(program).total} B"
+    yield f"at rest: {' '.join(str(memory_use.at_rest(program, 2, rank).total) for rank in (0, layout.world_size - 1))} B"
     yield f"axes: {' '.join(f'{axis}={ranks}' for axis, ranks in sorted(program.axes.items()))}"
     yield f"chunks: {' '.join(f'{part.start}-{part.stop - 1}' for part in program.chunks)}"
     geometry = [*_buckets(program), *_units(program)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.models.spec_json import from_json, to_json
+from samestep.models.spec import from_json, to_json
 from tests.golden.cases import FILES
 from tests.golden.product import Case, expanded_text_of, text_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samestep.kernels import kernel_choice
-from samestep.kernels.hashed_bits import element_bits, hashed_columns, mix64, row_halves
+from samestep.kernels.hashed_dropout import element_bits, hashed_columns, mix64, row_halves
 from samestep.randomness.masks import drop_mask, drop_threshold, hash_bits, hash_positions, mix
 from samestep.randomness.masks import row_halves as halves_of
 

@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _conver
 from samestep.building.attention import AttentionSpec, dropped_flash
 from samestep.building.attention.carriers import Asked, carrier_of
 from samestep.building.attention.dropped_flash import attend_dropped, fits_dropped_flash
-from samestep.building.attention.formula import attend_by_formula
+from samestep.building.attention.formula import Gradients, Sum, attend_by_formula
 from samestep.kernels import flash_launches
 from samestep.program.ring_visits import SlicePlacement
 from samestep.randomness.masks import MaskCuts
@@ -114,7 +114,8 @@ def test_kernels_are_the_formula(name: str) -> None:
     form, (samples, heads, lengths, widths), p, dtype = FORMS[name]
     tensors = given(samples, heads, lengths, widths)
     spec = AttentionSpec(**form, dropout=drawn(samples, (heads[0], *lengths), p))
-    assert carrier_of(Asked(*(one.to(dtype) for one in tensors[:3]), spec)).name == "dropped flash"
+    query, key, value = (one.to(dtype) for one in tensors[:3])
+    assert carrier_of(Asked(query, key, value, spec)).name == "dropped flash"
     found = with_gradients(attend_dropped, tensors, spec, dtype)
     mask = spec.mask
     if mask is not None and mask.dtype is not torch.bool:
@@ -176,7 +177,7 @@ def around(rank: int, tensors: list[Tensor], spec: AttentionSpec, cuts: MaskCuts
     how = RingForm(Ring(placement, rank, Any, "block"), form, 0.4)
     query, key, value, gradient = (one.to(dtype) for one in tensors)
     query, gradient = query[:, :, mine.start : mine.stop], gradient[:, :, mine.start : mine.stop]
-    sums = ring_attention._Softmax.of(query, value, None)
+    sums = ring_attention._Softmax.of(query, value)
     parts = {}
     for _, source, seen in how.visits():
         if seen is not None:
@@ -186,12 +187,12 @@ def around(rank: int, tensors: list[Tensor], spec: AttentionSpec, cuts: MaskCuts
             assert fits_dropped_flash(query, keys, values, form.but(mask=spec.mask))
             ring_attention._visit_forward(how, source, *parts[source], sums)
     output, products = sums.output.to(dtype), (gradient * sums.output).sum(-1, keepdim=True)
-    into = ring_attention.Gradients(query, key, value, None, None)
+    into = Gradients(query, key, value, None)
     back = ring_attention._Back(gradient, output, sums.log_sum_exp, products, into)
     of_keys, of_values = torch.zeros_like(key), torch.zeros_like(value)
     for source, (seen, four) in parts.items():
         (theirs,) = placement.runs(source)
-        into.of_keys, into.of_values = ring_attention.Sum(four[1]), ring_attention.Sum(four[2])
+        into.of_keys, into.of_values = Sum(four[1]), Sum(four[2])
         ring_attention._visit_backward(how, source, seen, four, back)
         of_keys[:, :, theirs.start : theirs.stop] = into.of_keys.value
         of_values[:, :, theirs.start : theirs.stop] = into.of_values.value
@@ -226,7 +227,8 @@ def test_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = given(1, (2, 1), (18, 18), (8, 8))
     spec = AttentionSpec(causal=True, dropout=drawn(1, (2, 18, 18), 0.3))
     halves = [one.bfloat16() for one in tensors]
-    assert carrier_of(Asked(*halves[:3], spec)).name == "formula"
+    query, key, value = halves[:3]
+    assert carrier_of(Asked(query, key, value, spec)).name == "formula"
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     found = with_gradients(attend_dropped, tensors, spec, torch.bfloat16)
     compare(found, with_gradients(by_formula, [one.double() for one in halves], spec, torch.float64), torch.bfloat16)

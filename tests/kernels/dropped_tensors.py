@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from samestep.kernels import dropped_elements, kernel_choice
 from samestep.kernels.dropped_elements import HashedMask, drop_elements, mask_of
 from samestep.models.spec import MaskSpec
-from samestep.randomness import counted_draws
+from samestep.randomness import row_hashes
 from samestep.randomness.masks import drop_mask, dropped_at, hash_bits, hash_positions, hashed_mask, mix, row_halves
 from samestep.randomness.mode import Draw, DropoutMode, place_samples
 
@@ -197,7 +197,7 @@ def test_a_function_that_drops_gives_the_bits_of_torch(name: str, rows: tuple[in
 def test_a_forward_with_kernels_hashes_no_masks_at_once(monkeypatch) -> None:
     model, drawn, x = Drops(FUNCTIONS["dropout"]), [], torch.randn(2, 4, 4)
     monkeypatch.setattr(
-        counted_draws, "drop_elements", lambda *some, **how: drawn.append(some) or drop_elements(*some, **how)
+        row_hashes, "drop_elements", lambda *some, **how: drawn.append(some) or drop_elements(*some, **how)
     )
     for _ in range(3):
         with DropoutMode(model, Draw(7, 1, torch.tensor([3, 8]))) as mode:

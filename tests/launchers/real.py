@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from samestep.engines import scripts
-from samestep.engines.site import RunSettings, Site
-from samestep.engines.wanted import wanted_of
+from samestep.wings.cluster.engines import scripts
+from samestep.wings.cluster.engines.launch_request import RunSettings, Site, wanted_of
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -25,11 +24,11 @@ def settings(**changes: Any) -> tuple[str, ...]:
 def emitted(
     on: str, file: Path, keys: dict[str, Any] | None = None, site: dict[str, Any] | None = None, **given: Any
 ) -> Path:
-    """The file to which `samestep launch` has written the script of an engine."""
+    """The file to which `samestep submit` has written the script of an engine."""
     environment = {"PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1"}
     run = RunSettings(shlex.join([sys.executable, "-m", "samestep"]), environment=environment)
     wanted = wanted_of(None, settings=settings(**(keys or {})), site=Site(run=run, **(site or {})), **given)
-    return scripts.emit(wanted, on, file)[1]
+    return scripts.emit_script(wanted, on, file)[1]
 
 
 def mpirun(by: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from samestep.engines.site import MpiSettings
+from samestep.wings.cluster.engines.launch_request import MpiSettings
 from tests import small
 from tests.launchers import real
 from tests.launchers.test_variables import _port

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 import samestep
-from samestep.engines import ray_worker
 from samestep.errors import InputError
+from samestep.wings.cluster.engines import ray_worker
 from tests import small
 from tests.launchers import real
 
@@ -68,7 +68,7 @@ def kill_behind(checkpoints):
 
 if os.environ.get("KILLED_BEHIND"):
     threading.Thread(target=kill_behind, args=(Path(os.environ["KILLED_BEHIND"]),), daemon=True).start()
-from samestep.engines import ray_job
+from samestep.wings.cluster.engines import ray_job
 sys.argv = ["ray_job", *json.loads(os.environ["WORDS"])]
 status = ray_job.main()
 ray.shutdown()

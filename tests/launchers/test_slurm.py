@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.engines.site import SlurmSettings
+from samestep.wings.cluster.engines.launch_request import SlurmSettings
 from tests import small
 from tests.launchers import real
 from tests.launchers.slurm_cluster import Cluster, cluster, lacking

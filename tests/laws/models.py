@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, get_args
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
+from samestep.enumeration import candidates
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware, Link, load
 from samestep.job import Job
 from samestep.layout import Accumulate, Layout, Recompute, Reduce, TokenExchange
+from samestep.memory.memory_use import memory_of
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_parts import ExpertDispatch
@@ -22,12 +24,11 @@ from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.presets import resnet
 from samestep.models.spec import ModelSpec
-from samestep.planning import candidates
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES
-from samestep.simulation.prediction import Prediction, memory_of, predict_programs
 from samestep.strategies import ProgramBuilder, programs_of, refusal_of
+from samestep.wings.plan.simulation.simulate import Prediction, predict_programs
 
 LAW = settings(max_examples=25, derandomize=True, database=None, suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -81,7 +82,7 @@ def case(model: ModelSpec, layout: str, ranks_per_node: int | None = None, **job
     made = Job(
         train={"global_batch": job.get("global_batch", 8)}, numerics={"precision": job.get("precision", "float32")}
     )
-    parsed = Layout.parse(layout)
+    parsed = Layout(layout)
     return _case(model, made, parsed, ranks_per_node)
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from samestep import hardware
 from samestep.models.layer_parts import Product
-from samestep.simulation import attention, cost
-from samestep.simulation.attention import Family
+from samestep.wings.plan.simulation import attention, cost
+from samestep.wings.plan.simulation.attention import Family
 from tests.laws.models import LAW
 
 GPU = hardware.load("h100x8")

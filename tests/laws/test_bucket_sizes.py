@@ -9,7 +9,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.program import buckets
-from samestep.simulation.prediction import predict
+from samestep.wings.plan.simulation.simulate import predict
 
 OTHERS = [size * 2**20 for size in (12, 50, 100, 200, 400)]
 """Bytes of the sizes that are played beside the rule."""
@@ -23,7 +23,7 @@ The rule knows the ranks and not the link: what it takes there is what 512 GPUs 
 @pytest.mark.parametrize("machine", ["h100x8", "mi300x8", "cpu-laptop"])
 @pytest.mark.parametrize("layout", ["dp=8", "dp=512", "dp=8 zero=1", "dp=64 zero=1", "dp=512 zero=1"])
 def test_no_other_size_makes_a_step_much_shorter(machine: str, layout: str) -> None:
-    where = Layout.parse(layout)
+    where = Layout(layout)
     precision = "float32" if machine == "cpu-laptop" else "bf16"
     job = Job(model={"source": "preset:gpt2"}, numerics={"precision": precision}, train={"global_batch": where.dp})
     model, hardware = catalog.model_spec(job), load(machine)
@@ -37,7 +37,7 @@ def test_no_other_size_makes_a_step_much_shorter(machine: str, layout: str) -> N
 
 def test_a_ring_of_many_ranks_is_not_bound_by_its_hops() -> None:
     """What buckets of 25 MiB took on 512 ranks; a rule of one size for all would pass the test above on few ranks."""
-    where = Layout.parse("dp=512 zero=1")
+    where = Layout("dp=512 zero=1")
     job = Job(model={"source": "preset:gpt2"}, numerics={"precision": "bf16"}, train={"global_batch": 512})
     model, hardware = catalog.model_spec(job), load("h100x8")
     ours = predict(model, job, where, hardware).step_s

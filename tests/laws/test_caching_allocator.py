@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.simulation import caching_allocator
-from samestep.simulation.caching_allocator import CachingAllocator, block_bytes
-from samestep.simulation.memory import during_step
-from samestep.simulation.reserved_memory import reserved_bytes, shares, without_equal_rounds
+from samestep.memory.memory_use import during_step
+from samestep.wings.plan.simulation import caching_allocator
+from samestep.wings.plan.simulation.caching_allocator import CachingAllocator, block_bytes
+from samestep.wings.plan.simulation.reserved_memory import reserved_bytes, shares, without_equal_rounds
 from tests.laws.models import LAW, MODELS, Case, blocks, case, cases
 
 MIB = 2**20

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.enumeration import candidates
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
-from samestep.planning import candidates
-from samestep.planning.search import plan
 from samestep.program.step import StepSpec
 from samestep.strategies import refusal_of
+from samestep.wings.plan.search import plan
 from tests.laws.models import LAW, MACHINES, MODELS, job_of, predictions
 
 KINDS = {"dense": "tiny", "experts": "experts", "tied": "tied", "vision": "vision"}

@@ -7,25 +7,25 @@ from typing import get_args
 
 import pytest
 
+from samestep.enumeration import candidates
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.live_bytes import saved_bytes
+from samestep.memory.memory_use import during_step
 from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.models.layer_parts import MoveKind, TokenMove
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.planning import candidates
-from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.least_memory import Needs
-from samestep.planning.bounds.step_time import Bounds
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.simulation.layer_memory import saved_bytes
-from samestep.simulation.memory import during_step
-from samestep.simulation.simulate import predict
 from samestep.strategies import program_of
 from samestep.strategies.chunked_mlp import chunked_parts
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.least_memory import Needs
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.simulation.simulate import predict
 from tests.laws.models import MACHINES
 
 LENGTH, HIDDEN, WIDE, BLOCKS = 512, 64, 256, 3
@@ -45,7 +45,7 @@ def job() -> Job:
 
 
 def program(layout: str, of: ModelSpec | None = None) -> Program:
-    return program_of(of or model(), job(), Layout.parse(layout))
+    return program_of(of or model(), job(), Layout(layout))
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -96,10 +96,10 @@ def test_weight_gradients_of_chunks_come_with_the_backward() -> None:
 @pytest.mark.parametrize("words", ["dp=8", "dp=8 recompute=full", "dp=4 cp=2 zero=3 microbatch=1 recompute=offload"])
 def test_it_costs_time_and_saves_memory_and_bounds_hold(words: str) -> None:
     hardware, of = MACHINES["slow"], model()
-    whole, chunked = (predict(of, job(), Layout.parse(f"{words} {more}"), hardware) for more in ("", "mlp_chunk=64"))
+    whole, chunked = (predict(of, job(), Layout(f"{words} {more}"), hardware) for more in ("", "mlp_chunk=64"))
     assert chunked.step_s > whole.step_s
     assert chunked.peak.total < whole.peak.total
-    step = StepSpec.of(of, job(), Layout.parse(f"{words} mlp_chunk=64"), hardware.devices_per_node)
+    step = StepSpec.of(of, job(), Layout(f"{words} mlp_chunk=64"), hardware.devices_per_node)
     prices = Prices(of, job(), hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
     assert max(bounds.least_s([step], [step.layout]), bounds.step_s(step)) <= chunked.step_s * (1 + 1e-9)
@@ -116,7 +116,7 @@ def test_long_samples_alone_have_the_word_in_a_plan() -> None:
 @pytest.mark.parametrize(
     ("words", "of", "text"),
     [
-        ("tp=2 mlp_chunk=64", {}, "tp=2 cuts what an MLP makes inside already"),
+        ("tp=2 mlp_chunk=64", {}, "tp=2 cuts the inner part of an MLP already"),
         ("dp=2 mlp_chunk=64", {"attention": "plain"}, "needs blocks that work token by token"),
         ("dp=2 mlp_chunk=64", {"experts": 4, "top_k": 2}, "no part of a block that keeps more than its input"),
     ],
@@ -139,7 +139,7 @@ def test_a_part_that_computes_a_token_of_others_or_draws_a_mask_is_computed_at_o
 @pytest.mark.parametrize("words", ["mlp_chunk=0", "mlp_chunk=-3", "mlp_chunk=2147483648", "mlp_chunk=many"])
 def test_a_chunk_is_a_number_of_tokens(words: str) -> None:
     with pytest.raises(LayoutError, match="mlp_chunk"):
-        Layout.parse(words)
+        Layout(words)
 
 
 def test_peaks_of_long_samples_fall_by_most_of_an_mlp() -> None:

@@ -20,14 +20,14 @@ from samestep.hardware import Hardware, Link, load, profiles
 from samestep.job import Job
 from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
-from samestep.program.between_steps import amid_steps
 from samestep.program.ops import UPDATE_BODY, Op, OpKind
+from samestep.program.program import amid_steps
 from samestep.program.step import StepSpec
-from samestep.simulation.clock import Score, play
-from samestep.simulation.cost import price_key, seconds
-from samestep.simulation.spans import COMPUTE, Span
-from samestep.simulation.timeline import LETTERS, Timeline
 from samestep.strategies import ProgramBuilder, programs_of, refusal_of
+from samestep.wings.plan.simulation.clock import Score, play
+from samestep.wings.plan.simulation.cost import price_key, seconds
+from samestep.wings.plan.simulation.partition import COMPUTE, Span
+from samestep.wings.plan.simulation.timeline import LETTERS, Timeline
 from tests.laws.models import LAW, Case, blocks, case, cases, data_cases, machine
 
 SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)
@@ -294,14 +294,16 @@ def test_thousands_of_devices_play_in_a_fraction_of_a_second() -> None:
 
 @LAW
 @given(cases())
-def test_a_chrome_trace_reads_back(case: Case) -> None:
+def test_a_chrome_trace_has_every_span(case: Case) -> None:
     timeline = play(case.programs, SLOW)
-    read = Timeline.from_chrome_trace(json.loads(json.dumps(timeline.to_chrome_trace())))
-    assert [(s.stage, s.stream, s.name, s.task) for s in read.spans] == [
+    events = json.loads(json.dumps(timeline.to_chrome_trace()))["traceEvents"]
+    streams = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    drawn = [one for one in events if one["ph"] == "X"]
+    assert [(one["pid"], streams[one["pid"], one["tid"]], one["name"], one["args"]["task"]) for one in drawn] == [
         (s.stage, s.stream, s.name, s.task) for s in timeline.spans
     ]
     times = [time_s for span in timeline.spans for time_s in (span.start_s, span.end_s)]
-    assert [time_s for span in read.spans for time_s in (span.start_s, span.end_s)] == pytest.approx(times)
+    assert [time_us / 1e6 for one in drawn for time_us in (one["ts"], one["ts"] + one["dur"])] == pytest.approx(times)
 
 
 def span(stream: str, start_s: float, end_s: float, stage: int = 0) -> Span:

@@ -14,8 +14,8 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
 from samestep.program.ops import OpKind
-from samestep.simulation.collectives import GroupShape, collective_s
-from samestep.simulation.prediction import predict
+from samestep.wings.plan.simulation.collectives import GroupShape, collective_s
+from samestep.wings.plan.simulation.simulate import predict
 from tests.laws.models import LAW
 
 GPU = hardware.load("a100-80x8")
@@ -167,7 +167,7 @@ def test_the_weights_of_175_billion_are_not_best_cut_over_4096_devices(global_ba
     model, machine = preset("gpt3-175b"), hardware.load("h100x8")
     job = Job(train={"global_batch": global_batch}, numerics={"precision": "bf16"})
     rings_s, hybrid_s = (
-        predict(model, job, Layout.parse(words), machine).step_s
+        predict(model, job, Layout(words), machine).step_s
         for words in (
             "dp=4096 zero=3 recompute=selective",
             "dp_replicate=16 dp_shard=128 tp=2 sequence_parallel zero=3 recompute=selective",
@@ -216,7 +216,7 @@ def test_the_bandwidth_measured_at_each_size_and_number_of_nodes_is_met(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone on the machine, as a benchmark runs it: at the whole rate of the network."""
-    monkeypatch.setattr("samestep.simulation.collectives.NETWORK_REACHED", 1.0)
+    monkeypatch.setattr("samestep.wings.plan.simulation.collectives.NETWORK_REACHED", 1.0)
     name, group, measured, allowed = MEASURED[source]
     for size_bytes, measured_s in measured.items():
         predicted_s = collective_s.__wrapped__(OpKind.ALL_REDUCE, size_bytes, group, hardware.load(name))

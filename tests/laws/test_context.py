@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.live_bytes import saved_bytes
+from samestep.memory.memory_use import at_rest, over_step
 from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
-from samestep.simulation.layer_memory import saved_bytes
-from samestep.simulation.memory import at_rest, over_step
 from samestep.strategies import program_of
 from samestep.strategies.context import num_sent_heads
 from tests.laws.models import LAW
@@ -34,7 +34,7 @@ def model(kv_heads: int = 2) -> ModelSpec:
 
 def program(layout: str, kv_heads: int = 2) -> Program:
     job = Job(train={"global_batch": 8}, numerics={"precision": "bf16"})
-    return program_of(model(kv_heads), job, Layout.parse(layout))
+    return program_of(model(kv_heads), job, Layout(layout))
 
 
 @LAW
@@ -116,12 +116,12 @@ def test_a_degree_that_cuts_through_a_head_is_refused(layout: str, text: str) ->
 
 
 def test_the_layout_is_one_line() -> None:
-    layout = Layout.parse("dp=2 cp=4 tp=2 zero=3")
+    layout = Layout("dp=2 cp=4 tp=2 zero=3")
     assert (layout.world_size, layout.dp, layout.num_shards, layout.num_replicas) == (16, 2, 8, 1)
-    assert Layout.parse(str(layout)) == layout
-    assert (Layout.parse("dp=2 cp=4").num_replicas, Layout.parse("cp=4 zero=1").num_shards) == (8, 4)
+    assert Layout(str(layout)) == layout
+    assert (Layout("dp=2 cp=4").num_replicas, Layout("cp=4 zero=1").num_shards) == (8, 4)
     with pytest.raises(LayoutError, match="cp=0: a degree is at least 1"):
-        Layout.parse("cp=0")
+        Layout("cp=0")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -16,13 +17,13 @@ from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import presets
-from samestep.models.layer_parts import PartialSum, Product
+from samestep.models.layer_parts import OtherWork, PartialSum, Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
-from samestep.simulation import attention, clock, cost
 from samestep.strategies import program_of
+from samestep.wings.plan.simulation import attention, clock, cost, tiles
 from tests.laws.models import LAW
 
 GPU = hardware.load("a100-80x8")
@@ -46,13 +47,15 @@ def price(
     job = Job(
         train={"global_batch": samples}, numerics={"precision": precision, "tf32": tf32, "deterministic": deterministic}
     )
-    program = program_of(model, job, Layout.parse(f"{layout} recompute={recompute}"))
+    program = program_of(model, job, Layout(f"{layout} recompute={recompute}"))
     return next(cost.seconds(op, program, machine) for _, op in program.ops() if op.kind is kind)
 
 
 def layer_of(*products: Product, moved: int = 0, kernels: int = 0) -> LayerSpec:
     flops = sum(product.flops for product in products)
-    return LayerSpec(name="", modules=(), forward_flops=flops, products=products, moved_elements=moved, kernels=kernels)
+    return LayerSpec(
+        name="", modules=(), forward_flops=flops, products=products, moved=OtherWork(moved, kernels=kernels)
+    )
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -97,9 +100,25 @@ def test_a_large_product_reaches_what_large_products_reach() -> None:
 
 
 def test_one_tile_more_than_the_device_has_units_is_another_wave() -> None:
-    full = Product(rows=256 * GPU.num_units, inner=8192, columns=128)
+    full = Product(rows=256 * GPU.num_units, inner=2 * tiles.SPLIT - 64, columns=128)
     more = replace(full, rows=full.rows + 1)
     assert price(layer_of(more), OpKind.FORWARD) > 1.15 * price(layer_of(full), OpKind.FORWARD)
+
+
+@pytest.mark.parametrize("columns", [128, 768, 1536])
+@pytest.mark.parametrize("inner", [2**13, 2**16])
+def test_the_last_wave_of_a_long_product_is_filled(columns: int, inner: int) -> None:
+    """Tiles of half a wave, of one and a little, and of a few take little longer than their part of full waves."""
+    product = Product(rows=4096, inner=inner, columns=columns)
+    rate = GPU.flops_per_s["bfloat16"] * cost.REACHED * GPU.efficiency["bfloat16"]
+    assert price(layer_of(product), OpKind.FORWARD) < 1.2 * product.flops / rate + 1e-5
+
+
+@pytest.mark.parametrize("rows", [256 * GPU.num_units, 257 * GPU.num_units, 1024])
+def test_longer_products_take_longer_however_they_are_split(rows: int) -> None:
+    product = Product(rows=rows, inner=tiles.SPLIT, columns=128)
+    times = [price(layer_of(replace(product, inner=tiles.SPLIT * n // 2)), OpKind.FORWARD) for n in range(2, 12)]
+    assert times == sorted(times)
 
 
 def test_few_tiles_are_shared_where_they_have_many_steps() -> None:
@@ -125,11 +144,26 @@ def test_a_causal_kernel_does_half_at_a_lower_rate_and_a_frozen_weight_has_no_gr
     assert price(layer_of(frozen), OpKind.BACKWARD) < 0.55 * price(layer_of(trained), OpKind.BACKWARD)
 
 
-def test_other_work_takes_its_bytes() -> None:
+def test_other_work_takes_its_bytes_and_its_instructions() -> None:
     elements = 10**9
-    expected = 2 * elements / (GPU.memory_bytes_per_s * GPU.memory_efficiency)
+    moved = 2 * elements / (GPU.memory_bytes_per_s * GPU.memory_efficiency)
+    expected = math.hypot(moved, elements * cost.ISSUED / (GPU.flops_per_s["float32"] / 2))
     assert price(layer_of(moved=elements), OpKind.FORWARD) == pytest.approx(expected)
     assert price(layer_of(moved=elements), OpKind.FORWARD, samples=3) == pytest.approx(3 * expected)
+
+
+@pytest.mark.parametrize("faster", [2.0, 4.0, 8.0])
+def test_faster_memory_alone_helps_other_work_less_and_less(faster: float) -> None:
+    quick = replace(GPU, memory_bytes_per_s=faster * GPU.memory_bytes_per_s)
+    slow, fast = (price(layer_of(moved=10**9), OpKind.FORWARD, machine=machine) for machine in (GPU, quick))
+    assert slow / faster < fast < slow
+    assert fast >= 10**9 * cost.ISSUED / (GPU.flops_per_s["float32"] / 2)
+
+
+def test_a_cpu_is_bound_by_bytes_alone() -> None:
+    machine = replace(GPU, library="gloo")
+    expected = 2 * 10**9 / (GPU.memory_bytes_per_s * GPU.memory_efficiency)
+    assert price(layer_of(moved=10**9), OpKind.FORWARD, machine=machine) == pytest.approx(expected)
 
 
 def test_the_host_is_a_floor_under_small_layers_and_nothing_under_large_ones() -> None:
@@ -233,7 +267,7 @@ def step_s(name: str, layout: str, batch: int, machine: Hardware, **changes: int
 
 
 def _program(model: ModelSpec, job: Job, layout: str, machine: Hardware) -> Program:
-    return program_of(model, job, Layout.parse(layout), machine.devices_per_node)
+    return program_of(model, job, Layout(layout), machine.devices_per_node)
 
 
 def test_a_published_step_is_met_within_a_fifth() -> None:
@@ -267,6 +301,7 @@ def test_a_product_takes_longer_by_the_clock_that_is_not_sustained() -> None:
     layer = layer_of(Product(rows=8192, inner=8192, columns=8192))
     cool, hot = (price(layer, OpKind.FORWARD, replace(GPU, sustained=part)) for part in (1.0, 0.8))
     assert hot - GPU.kernel_s == pytest.approx((cool - GPU.kernel_s) / 0.8)
+    assert price(layer, OpKind.FORWARD, replace(GPU, sustained=1.09)) < cool
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -275,7 +310,7 @@ def test_an_update_on_the_host_crosses_the_link_twice_and_reads_its_memory(zero:
     model = presets.preset("gpt2", 64)
     job = Job(train={"global_batch": 8}, numerics={"precision": precision})
     words = f"dp=4 zero={zero}" if zero else "dp=4"
-    steps = [program_of(model, job, Layout.parse(f"{words}{word}")) for word in ("", " offload")]
+    steps = [program_of(model, job, Layout(f"{words}{word}")) for word in ("", " offload")]
     updates = [next(op for _, op in one.ops() if op.kind is OpKind.UPDATE) for one in steps]
     on_device, on_host = (cost.seconds(op, one, GPU) for op, one in zip(updates, steps, strict=True))
     numel, parts = model.num_params, 4 if zero else 1

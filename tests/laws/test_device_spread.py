@@ -18,9 +18,9 @@ from samestep.errors import InputError
 from samestep.hardware import Hardware, largest_normal, load
 from samestep.layout import Layout
 from samestep.program.ops import OpKind
-from samestep.simulation import cost
-from samestep.simulation.prediction import predict
 from samestep.strategies import programs_of
+from samestep.wings.plan.simulation import cost
+from samestep.wings.plan.simulation.simulate import predict
 from tests.laws.models import MACHINES, MODELS, job_of
 
 _SPREADS = st.floats(0.001, 1.0)
@@ -70,7 +70,7 @@ def test_work_takes_the_factor_and_messages_take_what_they_did(words: str, where
     """Of every op of a program; the links to the host are no work of a device."""
     machine = replace(MACHINES[where], device_spread=0.1, host_bytes_per_s=1e10)
     slow, times = machine.slowest_of(4), 1 + 0.1 * largest_normal(4)
-    for program in programs_of(MODELS["tiny"], job_of(16), Layout.parse(words.format(n=4)), machine.devices_per_node):
+    for program in programs_of(MODELS["tiny"], job_of(16), Layout(words.format(n=4)), machine.devices_per_node):
         for _, op in program.ops():
             before_s, after_s = (cost.seconds(op, program, one) for one in (machine, slow))
             if op.beside:  # what hides it takes longer
@@ -87,7 +87,7 @@ def test_work_takes_the_factor_and_messages_take_what_they_did(words: str, where
 @given(st.sampled_from(_LAYOUTS), st.sampled_from(sorted(MACHINES)), st.sampled_from([2, 4]), _SPREADS)
 def test_a_step_is_longer_by_no_more_than_the_factor(words: str, where: str, devices: int, spread: float) -> None:
     """At every split of the same devices, and by the whole factor where messages are free."""
-    layout, machine = Layout.parse(words.format(n=devices)), MACHINES[where]
+    layout, machine = Layout(words.format(n=devices)), MACHINES[where]
 
     def step_s(spread: float) -> float:
         return predict(MODELS["tiny"], job_of(16), layout, replace(machine, device_spread=spread)).step_s
@@ -102,9 +102,9 @@ def test_a_step_is_longer_by_no_more_than_the_factor(words: str, where: str, dev
 def test_a_prediction_keeps_the_machine_that_it_was_given() -> None:
     """Its MFU is that of the peak of a device, and no device is slower than itself: one device takes what it did."""
     machine = replace(load("h100x8"), device_spread=0.1)
-    one, more = (predict(MODELS["tiny"], job_of(16), Layout.parse(f"dp={n}"), machine) for n in (1, 4))
+    one, more = (predict(MODELS["tiny"], job_of(16), Layout(f"dp={n}"), machine) for n in (1, 4))
     assert one.hardware == more.hardware == machine
-    assert one.step_s == predict(MODELS["tiny"], job_of(16), Layout.parse("dp=1"), load("h100x8")).step_s
+    assert one.step_s == predict(MODELS["tiny"], job_of(16), Layout("dp=1"), load("h100x8")).step_s
 
 
 @pytest.mark.parametrize(

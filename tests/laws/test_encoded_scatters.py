@@ -12,13 +12,13 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.least_memory import Needs
-from samestep.planning.bounds.step_time import Bounds
 from samestep.program.ops import OpKind
 from samestep.program.step import StepSpec
-from samestep.simulation.prediction import predict
 from samestep.strategies import program_of
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.least_memory import Needs
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.simulation.simulate import predict
 
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "sequence": 16, "gated": True, "intermediate": 192}
 MODELS = {
@@ -36,29 +36,29 @@ def job_of(codec: str = "bf16", replicas: int = 2) -> Job:
     ("model", "layout", "why", "works"),
     [
         ("tied", "dp=2 zero=3 microbatch=2", "each of 4 micro-batches", "dp=2 zero=3 microbatch=2 accumulate=full"),
-        ("tied", "dp=2 zero=2 microbatch=2", "so does zero=1", "dp=2 zero=1 microbatch=2"),
+        ("tied", "dp=2 zero=2 microbatch=2", "or zero=1", "dp=2 zero=1 microbatch=2"),
         ("normed", "dp=2 zero=3 tp=2", "self_attn.q_norm.weight", "dp=2 zero=1 tp=2"),
         ("grouped", "dp=2 zero=3 tp=4", "self_attn.k_proj.weight", "dp=2 zero=3 tp=2"),
-        ("grouped", "dp=2 zero=2 tp=2 sequence_parallel", "and so does tp alone", "dp=2 zero=2 tp=2"),
+        ("grouped", "dp=2 zero=2 tp=2 sequence_parallel", "or tp alone", "dp=2 zero=2 tp=2"),
         ("tied", "dp=2 zero=3 pp=2 accumulate=full", "embed_tokens.weight, which several", "dp=2 zero=1 pp=2"),
     ],
 )
 def test_what_is_refused_says_what_works(model: str, layout: str, why: str, works: str) -> None:
     with pytest.raises(LayoutError, match=why):
-        program_of(MODELS[model], job_of(), Layout.parse(layout))
-    program_of(MODELS[model], job_of(), Layout.parse(works))
+        program_of(MODELS[model], job_of(), Layout(layout))
+    program_of(MODELS[model], job_of(), Layout(works))
 
 
 def test_a_rank_makes_one_contribution() -> None:
     with pytest.raises(LayoutError, match="a rank makes one contribution, not 2; dp_replicate=4 works"):
-        program_of(MODELS["tied"], job_of(replicas=4), Layout.parse("dp=2 zero=3 accumulate=full"))
+        program_of(MODELS["tied"], job_of(replicas=4), Layout("dp=2 zero=3 accumulate=full"))
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 @pytest.mark.parametrize("layout", ["dp=2 zero=2", "dp=2 zero=3 tp=2", "dp=2 zero=3 microbatch=2 accumulate=full"])
 def test_codes_take_the_place_of_each_reduce_scatter(layout: str, codec: str) -> None:
     plain, coded = (
-        [(task.body, op) for task, op in program_of(MODELS["grouped"], job, Layout.parse(layout)).ops()]
+        [(task.body, op) for task, op in program_of(MODELS["grouped"], job, Layout(layout)).ops()]
         for job in (Job(train={"global_batch": 16}), job_of(codec))
     )
     swapped = [op.kind is OpKind.ALL_TO_ALL for _, op in coded]
@@ -77,7 +77,7 @@ def test_codes_take_the_place_of_each_reduce_scatter(layout: str, codec: str) ->
 def test_bounds_of_the_search_hold(layout: str, nodes: int) -> None:
     machine, model, job = load("a100-80x8"), MODELS["tied"], job_of("int8", 4)
     machine = replace(machine, devices_per_node=4 // nodes)
-    step = StepSpec.of(model, job, Layout.parse(layout), machine.devices_per_node)
+    step = StepSpec.of(model, job, Layout(layout), machine.devices_per_node)
     prices = Prices(model, job, machine)
     bounds, played = Bounds(prices), predict(model, job, step.layout, machine)
     assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)

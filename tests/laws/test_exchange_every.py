@@ -12,14 +12,14 @@ from samestep.errors import JobError, LayoutError
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.step_time import Bounds
+from samestep.memory.memory_use import at_rest
 from samestep.program.exchange_times import ExchangeTimes, Phase, parts_of
 from samestep.program.ops import Ops
 from samestep.program.step import StepSpec
-from samestep.simulation.memory import at_rest
-from samestep.simulation.prediction import predict
 from samestep.strategies import program_of
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.simulation.simulate import predict
 from tests.laws.test_search import MODELS
 
 LAYOUTS = ["dp=4", "dp_replicate=4 dp_shard=2 zero=1", "dp_replicate=4 dp_shard=2 zero=3", "dp=4 pp=2 microbatch=1"]
@@ -33,7 +33,7 @@ def job(every: int, codec: str = "none") -> Job:
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_an_exchange_sends_more_than_scalars_between_replicas(layout: str, codec: str) -> None:
-    program = program_of(MODELS["tiny"], job(20, codec), Layout.parse(layout))
+    program = program_of(MODELS["tiny"], job(20, codec), Layout(layout))
     made = program.step.contributions
     assert made is not None
     assert not [op for _, op in program.ops() if op.axis == made.axis]
@@ -48,7 +48,7 @@ def test_only_an_exchange_sends_more_than_scalars_between_replicas(layout: str, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_takes_its_share_of_an_exchange(layout: str) -> None:
     hardware, model = load("a100-80x8"), MODELS["tiny"]
-    often, seldom = (predict(model, job(every), Layout.parse(layout), hardware) for every in (2, 20))
+    often, seldom = (predict(model, job(every), Layout(layout), hardware) for every in (2, 20))
     assert often.timeline.step_s == seldom.timeline.step_s
     assert often.exchange_s == seldom.exchange_s > 0
     assert often.step_s - often.timeline.step_s == pytest.approx(10 * (seldom.step_s - seldom.timeline.step_s))
@@ -58,7 +58,7 @@ def test_a_step_takes_its_share_of_an_exchange(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bounds_of_the_search_hold(what: str, layout: str) -> None:
     hardware, mine = load("a100-80x8"), job(20)
-    step = StepSpec.of(MODELS[what], mine, Layout.parse(layout), hardware.devices_per_node)
+    step = StepSpec.of(MODELS[what], mine, Layout(layout), hardware.devices_per_node)
     bounds, played = Bounds(Prices(MODELS[what], mine, hardware)), predict(MODELS[what], mine, step.layout, hardware)
     assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
 
@@ -112,7 +112,7 @@ def streamed(parts: int, delay: int, codec: str = "none") -> Job:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_are_the_same_in_every_layout_and_are_together_what_one_exchange_sends(layout: str, codec: str) -> None:
     model = MODELS["tiny"]
-    whole, parts = (program_of(model, one, Layout.parse(layout)) for one in (job(20, codec), streamed(3, 2, codec)))
+    whole, parts = (program_of(model, one, Layout(layout)) for one in (job(20, codec), streamed(3, 2, codec)))
     assert parts.step.sharing.parts == parts_of(model, 3)
     assert {*parts.step.sharing.parts} == {param.name for param in model.params if param.trainable}
     for bucket in parts.buckets:
@@ -129,7 +129,7 @@ def _sent_bytes(exchange: Mapping[Phase, Ops]) -> int:
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_hide_what_is_exchanged_while_they_go_on(layout: str, codec: str) -> None:
-    model, where, hosts = MODELS["tiny"], Layout.parse(layout), replace(load("a100-80x8"), devices_per_node=2)
+    model, where, hosts = MODELS["tiny"], Layout(layout), replace(load("a100-80x8"), devices_per_node=2)
     fast = predict(model, streamed(2, 0, codec), where, hosts)
     rate = hosts.inter.bytes_per_s * fast.exchange_s / (8 * fast.timeline.step_s)  # each part takes some four steps
     slow = replace(hosts, inter=replace(hosts.inter, latency_s=0.0, bytes_per_s=rate))
@@ -157,4 +157,4 @@ def test_times_that_do_not_fit_say_what_works(numerics: dict[str, int], works: s
 
 def test_more_parts_than_layers_are_refused() -> None:
     with pytest.raises(LayoutError, match="layers with trained weights: exchange_parts = "):
-        program_of(MODELS["tiny"], streamed(20, 1), Layout.parse("dp=4"))
+        program_of(MODELS["tiny"], streamed(20, 1), Layout("dp=4"))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.models.spec_json import from_json, to_json
+from samestep.memory.memory_use import at_rest
+from samestep.models.spec import from_json, to_json
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
-from samestep.simulation.memory import at_rest
 from tests.laws.models import LAW, case, dealing, machine
 
 DEGREES = [
@@ -66,7 +66,7 @@ def test_experts_are_summed_by_those_who_hold_them(text: str) -> None:
 def test_units_of_experts_are_cut_by_those_who_hold_them(data: str, ep: int, zero: int) -> None:
     """All else is cut over the whole of dp_shard; what one rank holds alone is neither gathered nor scattered."""
     text = f"{data} zero={zero} ep={ep}"
-    if Layout.parse(text).dp_shard % ep:
+    if Layout(text).dp_shard % ep:
         with pytest.raises(LayoutError, match="does not divide dp_shard=4"):
             case(dealing(), text)
         return
@@ -122,10 +122,10 @@ def test_a_loss_over_the_batch_needs_all_of_it_at_once() -> None:
 
 def test_the_search_deals_experts() -> None:
     from samestep.job import Job
-    from samestep.planning.search import plan
+    from samestep.wings.plan.search import plan
 
     found = plan(dealing(), Job(train={"global_batch": 8}), machine(), 4, top=1000)
     shown, others = ({one.layout.ep for one in some} for some in (found.best, found.rejections))
     assert {2, 4} <= shown
     assert shown | others == {1, 2, 4}
-    assert str(Layout.parse("dp=4 ep=2")) == "dp=4 ep=2"
+    assert str(Layout("dp=4 ep=2")) == "dp=4 ep=2"

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from samestep.enumeration import candidates
 from samestep.hardware import Hardware
-from samestep.planning import candidates
+from samestep.memory.memory_use import during_step
 from samestep.program.ops import Op, OpKind, is_backward, is_forward
 from samestep.program.program import Program
-from samestep.simulation.clock import play
-from samestep.simulation.memory import during_step
 from samestep.strategies import programs_of
+from samestep.wings.plan.simulation.clock import play
 from tests.laws.models import MODELS, blocks, case, machine
 
 SIZES = {

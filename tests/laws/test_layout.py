@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from tests.laws.models import LAW, Case, cases, layouts
 @LAW
 @given(layouts())
 def test_text_reads_back(layout: Layout) -> None:
-    assert Layout.parse(str(layout)) == layout
+    assert Layout(str(layout)) == layout
 
 
 def test_a_degree_is_of_data_of_chunks_or_divides_the_model() -> None:
@@ -29,7 +30,7 @@ def test_a_degree_is_of_data_of_chunks_or_divides_the_model() -> None:
 @LAW
 @given(layouts())
 def test_words_come_in_any_order(layout: Layout) -> None:
-    assert Layout.parse(" ".join(reversed(str(layout).split()))) == layout
+    assert Layout(" ".join(reversed(str(layout).split()))) == layout
 
 
 @LAW
@@ -61,7 +62,7 @@ def test_the_axes_make_up_the_ranks(case: Case) -> None:
 @LAW
 @given(st.integers(1, 64), st.integers(0, 3))
 def test_dp_is_short_for_what_the_zero_stage_spreads(dp: int, zero: int) -> None:
-    layout = Layout.parse(f"dp={dp} zero={zero}")
+    layout = Layout(f"dp={dp} zero={zero}")
     assert (layout.dp_shard if zero else layout.dp_replicate) == layout.dp == dp
 
 
@@ -83,9 +84,30 @@ def test_dp_is_short_for_what_the_zero_stage_spreads(dp: int, zero: int) -> None
 )
 def test_what_it_cannot_read_it_says(text: str, what: str) -> None:
     with pytest.raises(LayoutError, match=what):
-        Layout.parse(text)
+        Layout(text)
 
 
-def test_half_a_rank_is_refused() -> None:
-    with pytest.raises(LayoutError, match="whole number"):
-        Layout.of({"dp": 2.5})
+@LAW
+@given(st.integers(1, 8), st.integers(0, 3), st.integers(1, 4))
+def test_text_commas_and_keywords_are_one(dp: int, zero: int, tp: int) -> None:
+    layout = Layout(f"dp={dp} zero={zero} tp={tp}")
+    assert layout == Layout(f"dp={dp},zero={zero}, tp={tp}") == Layout(dp=dp, zero=zero, tp=tp)
+    assert layout == Layout(f"dp={dp}", zero=zero, tp=tp) == replace(layout)
+
+
+@pytest.mark.parametrize("options", [{"dp": 2.5}, {"dp": None}, {"microbatch": "many"}, {"tp": 0}, {"dpp": 2}])
+def test_a_keyword_that_cannot_be_used_is_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError):
+        Layout(**options)
+    with pytest.raises(LayoutError, match="given twice"):
+        Layout("dp=2", dp=2)
+
+
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [("fsdp=2", "dp=N zero=3"), ("DDP=2", "dp=N"), ("ulysses=2", "cp=N exchange=heads"), ("sp", "sequence_parallel"),
+     ("micro_batch=2", "microbatch=N"), ("zero3", "zero=3"), ("gradient-checkpointing", "recompute=full")],
+)  # fmt: skip
+def test_words_of_other_frameworks_are_known(word: str, option: str) -> None:
+    with pytest.raises(LayoutError, match=f"use {option}"):
+        Layout(word)

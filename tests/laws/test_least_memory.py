@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.memory_use import memory_of
 from samestep.models.presets import preset
-from samestep.planning.bounds.data_splits import DataSplits
-from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.least_memory import Needs
-from samestep.planning.candidate_groups import split_of
 from samestep.program.step import StepSpec
-from samestep.simulation.prediction import memory_of
 from samestep.strategies import programs_of, refusal_of
+from samestep.wings.plan.bounds.data_splits import DataSplits
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.least_memory import Needs
+from samestep.wings.plan.candidate_groups import split_of
 from tests.laws.models import LAW, MACHINES, MODELS, Case, cases, data_cases, job_of, layouts, possible
 
 HARDWARE = MACHINES["slow"]
@@ -90,7 +90,7 @@ def test_what_was_bounded_before_does_not_matter(what: str, precision: str, batc
     ],
 )  # fmt: skip
 def test_layouts_that_hardly_fit_are_refused_by_their_bound(name: str, length: int, batch: int, words: str) -> None:
-    model, layout, hardware = preset(name, length), Layout.parse(words), load("h100x8")
+    model, layout, hardware = preset(name, length), Layout(words), load("h100x8")
     job = Job(data={"sequence_length": length}, train={"global_batch": batch}, numerics={"precision": "bf16"})
     step = StepSpec.of(model, job, layout, hardware.devices_per_node)
     needed = Needs(Prices(model, job, hardware), 2).need(step).total

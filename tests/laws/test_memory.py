@@ -10,19 +10,20 @@ from hypothesis import strategies as st
 
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models import catalog
-from samestep.models.layer_spec import LayerSpec
-from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec
-from samestep.output.byte_sizes import readable
-from samestep.program.ops import BYTES_OF
-from samestep.simulation.memory import (
+from samestep.memory.memory_use import (
     at_rest,
     classic_bytes_per_param,
     during_step,
     held_bytes_per_param,
     saving_host_bytes,
 )
+from samestep.models import catalog
+from samestep.models.layer_parts import WorkingSet
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
+from samestep.output.text import readable
+from samestep.program.ops import BYTES_OF
 from samestep.strategies import programs_of
 from tests.laws.models import LAW, Case, block, blocks, case, cases, data_cases
 
@@ -61,7 +62,7 @@ def test_the_limits_of_many_ranks() -> None:
 def test_tables_of_embeddings_are_parts_of_their_own(layout: str, parts: int) -> None:
     """GPT-2 has 50,257 tokens, which two ranks of tp do not divide, and 1,024 positions."""
     job = Job(model={"source": "preset:gpt2"})
-    use = at_rest(next(iter(programs_of(catalog.model_spec(job), job, Layout.parse(layout)))))
+    use = at_rest(next(iter(programs_of(catalog.model_spec(job), job, Layout(layout)))))
     rows = -(-50257 // parts)
     held = {name: size for name, size in use.parts().items() if name.endswith("embeddings")}
     assert held == {"token embeddings": rows * 768 * 4, "position embeddings": 1024 // parts * 768 * 4}
@@ -286,7 +287,7 @@ def test_a_unit_holds_its_whole_gradient_until_it_is_scattered() -> None:
 
 def test_a_backward_works_on_gradients_beside_what_is_kept() -> None:
     """The last block's comes first, when nothing is freed yet; or where there is less, the loss's."""
-    model = blocks(4, saved_elements=100_000, working_elements=30_000)
+    model = blocks(4, saved_elements=100_000, working=WorkingSet(30_000))
     assert during_step(case(model, "dp=2", global_batch=2).program).activations == 430_000 * 4
     *others, last = model.layers
     heavy = replace(model, layers=(*others, replace(last, loss_elements=50_000, loss_working_elements=100_000)))
@@ -329,7 +330,7 @@ def test_a_group_has_the_states_of_its_own_optimizer(layout: str) -> None:
     first = model.params[0]
     groups = [{"match": [first.name], "name": "muon"}]
     jobs = [Job(optimizer={"groups": some}, train={"global_batch": 8}) for some in (groups, [])]
-    muon, adamw = (programs_of(model, job, Layout.parse(layout))[0] for job in jobs)
+    muon, adamw = (programs_of(model, job, Layout(layout))[0] for job in jobs)
     held = [sum(at_rest(program, 2, rank).optimizer for rank in range(2)) for program in (adamw, muon)]
     saved = [sum(saving_host_bytes(program, 2, rank) for rank in range(2)) for program in (adamw, muon)]
     copies = 2 if "zero" not in layout else 1

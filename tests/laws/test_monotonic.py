@@ -15,7 +15,7 @@ import samestep
 from samestep import job_files as jobs
 from samestep.errors import InputError
 from samestep.hardware import Hardware, Link, resolve_hardware
-from samestep.simulation.prediction import Prediction
+from samestep.wings.plan.simulation.simulate import Prediction
 
 _PRESETS = (
     "llama3-8b",

@@ -10,21 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.program.ranks import tie_of
-from samestep.simulation.clock import play
-from samestep.simulation.partition import (
+from samestep.wings.plan.simulation.clock import play
+from samestep.wings.plan.simulation.partition import (
     BUBBLE,
+    COMPUTE,
     IMBALANCE,
     REST,
     TRANSFER,
     WAIT,
+    Span,
     gaps,
     hidden_s,
     partition,
     row_name,
     seconds_of,
 )
-from samestep.simulation.spans import COMPUTE, Span
-from samestep.simulation.timeline import Timeline
+from samestep.wings.plan.simulation.timeline import Timeline
 from tests.laws.models import LAW, Case, cases, machine
 
 SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)

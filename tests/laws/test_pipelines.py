@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.memory import memory_use
 from samestep.models.layer_parts import Product
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import OpKind, is_forward
 from samestep.program.program import Program
 from samestep.schedules import TaskKind
-from samestep.simulation import clock, memory
-from samestep.simulation.prediction import predict
-from samestep.simulation.spans import COMPUTE
 from samestep.strategies import program_of
 from samestep.strategies.pipeline import balance_chunks, chunks_of
+from samestep.wings.plan.simulation import clock
+from samestep.wings.plan.simulation.partition import COMPUTE
+from samestep.wings.plan.simulation.simulate import predict
 from tests.laws.models import LAW, blocks, case, machine
 
 FLOPS = 10**9
@@ -29,8 +30,8 @@ COSTLY = {"forward_flops": FLOPS, "output_elements": 64, "saved_elements": 100, 
 
 
 def programs(model: ModelSpec, layout: str, global_batch: int) -> list[Program]:
-    made = case(model, f"dp={Layout.parse(layout).dp}", global_batch=global_batch).job
-    parsed = Layout.parse(layout)
+    made = case(model, f"dp={Layout(layout).dp}", global_batch=global_batch).job
+    parsed = Layout(layout)
     return [program_of(model, made, parsed, stage=stage) for stage in range(parsed.pp)]
 
 
@@ -113,7 +114,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_work_is_conserved_and_every_forward_stands_before_its_backward(layout: str, microbatches: int) -> None:
     model = blocks(6, **COSTLY)
-    dp = Layout.parse(layout).dp
+    dp = Layout(layout).dp
     found = programs(model, f"{layout} microbatch=1", microbatches * dp)
     forward = sum(op.flops for one in found for task, op in one.ops() if is_forward(task.body))
     assert forward == 6 * FLOPS * microbatches
@@ -173,7 +174,7 @@ def test_of_equal_stages_those_are_chosen_between_which_little_is_sent() -> None
 def test_activations_in_flight_are_those_of_the_papers(schedule: str, held: list[int]) -> None:
     model = blocks(4, **{**COSTLY, "output_elements": 1})  # outputs are kept too, and are little
     found = programs(model, f"dp=2 pp=4 schedule={schedule} microbatch=1", 16)
-    assert [memory.during_step(one).activations // 400 for one in found] == held
+    assert [memory_use.during_step(one).activations // 400 for one in found] == held
 
 
 def test_stages_that_wait_for_each_other_for_ever_are_named() -> None:
@@ -201,7 +202,7 @@ def test_thousands_of_devices_are_played_in_a_blink() -> None:
     model = blocks(96, **COSTLY)
     job = case(model, "dp=1", global_batch=64 * 512).job
     began = time.process_time()
-    found = predict(model, job, Layout.parse("dp=512 pp=8 microbatch=1"), machine())
+    found = predict(model, job, Layout("dp=512 pp=8 microbatch=1"), machine())
     assert time.process_time() - began < 3.0
     assert found.devices == 4096
     assert found.bubble_fraction == pytest.approx(7 / 71, rel=0.05)

@@ -16,17 +16,16 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.decoder_spec import spec
 from samestep.models.presets import DECODERS
-from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.step_time import Bounds
 from samestep.program.codecs import CodedPart, Matrix, is_factored
 from samestep.program.exchange_times import Contributions
 from samestep.program.step import StepSpec
-from samestep.runtime.codecs.factored_exchange import FactoredExchange
-from samestep.runtime.codecs.powersgd import SMALLEST_SINE_SQUARED, first_directions, orthonormalise
-from samestep.simulation.collectives import collective_s, group_of
-from samestep.simulation.cost import seconds
-from samestep.simulation.prediction import predict
 from samestep.strategies import program_of
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.simulation.collectives import collective_s, group_of
+from samestep.wings.plan.simulation.cost import seconds
+from samestep.wings.plan.simulation.simulate import predict
+from samestep.wings.slow_links.powersgd import SMALLEST_SINE_SQUARED, FactoredExchange, first_directions, orthonormalise
 
 
 def exchange_of(shape: tuple[int, int], rank: int, plain: int = 3, each: int = 1) -> FactoredExchange:
@@ -211,7 +210,7 @@ def _job(**numerics: object) -> Job:
 )
 def test_a_layout_that_divides_matrices_is_refused(layout: str, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
-        program_of(spec(DECODERS["gpt2"], "gpt2"), _job(), Layout.parse(layout))
+        program_of(spec(DECODERS["gpt2"], "gpt2"), _job(), Layout(layout))
 
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=2", "dp=2 zero=3"])
@@ -220,14 +219,14 @@ def test_a_layout_that_scatters_codes_is_refused_where_no_matrix_is_factored_too
     model = spec(DECODERS["llama3-8b"], 8)
     assert not any(is_factored(param.shape, 10_000) for param in model.params)
     with pytest.raises(LayoutError, match=r"factors whole matrices, and zero=. divides .* zero=1 works"):
-        program_of(model, job, Layout.parse(layout))
+        program_of(model, job, Layout(layout))
 
 
 @pytest.mark.parametrize("layout", ["dp=4 microbatch=1", "dp=4 zero=1 microbatch=1", "dp=4 pp=2 microbatch=1"])
 def test_its_products_are_priced_and_bounds_of_the_search_hold(layout: str) -> None:
     model, hardware = spec(DECODERS["gpt2"], "gpt2"), load("a100-80x8")
     job = _job(replicas=4)
-    step = StepSpec.of(model, job, Layout.parse(layout), hardware.devices_per_node)
+    step = StepSpec.of(model, job, Layout(layout), hardware.devices_per_node)
     bounds, played = Bounds(Prices(model, job, hardware)), predict(model, job, step.layout, hardware)
     assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
     program = played.programs[0]

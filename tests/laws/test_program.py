@@ -10,8 +10,7 @@ import pytest
 from hypothesis import assume, given
 
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec
-from samestep.models.spec_json import from_json, to_json
+from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.program import buckets
 from samestep.program.ops import BYTES_OF, BodyKey, OpKind
 from samestep.program.program import Program

@@ -17,11 +17,11 @@ from samestep.hardware import resolve_hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
-from samestep.planning.recipes import frameworks
-from samestep.planning.recipes.recipe import Recipe, recipe_of
 from samestep.strategies import pipeline
+from samestep.wings.plan import recipes
+from samestep.wings.plan.recipes.recipe import Recipe, recipe_of
 
-_NAMES = sorted(frameworks.FRAMEWORKS)
+_NAMES = sorted(recipes.FRAMEWORKS)
 _MEGATRON = {
     "--tensor-model-parallel-size": int,
     "--pipeline-model-parallel-size": int,
@@ -94,7 +94,7 @@ def _recipe(name: str, layout: Layout, batch: int = 512, *more: str) -> Recipe:
         *more,
     ]
     job = jobs.default(given_settings)
-    return frameworks.emit(name, job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
+    return recipes.emit(name, job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
 
 
 @given(st.sampled_from(_NAMES), _layouts())
@@ -110,8 +110,8 @@ def test_every_layout_is_written_in_every_framework(name: str, layout: Layout) -
 def test_a_word_of_which_a_framework_says_nothing_is_one_that_it_lacks(name: str) -> None:
     """A word that is added to layouts cannot be passed over: without an answer it is listed as missing."""
     job = jobs.default(["model.source=preset:llama3-8b", "numerics.precision=bf16", "train.global_batch=64"])
-    silent = replace(frameworks.FRAMEWORKS[name], words=lambda facts: {}, write=lambda facts, settings: "")
-    layout = Layout.parse("dp_replicate=2 dp_shard=2 zero=3 tp=2 microbatch=1 recompute=full")
+    silent = replace(recipes.FRAMEWORKS[name], words=lambda facts: {}, write=lambda facts, settings: "")
+    layout = Layout("dp_replicate=2 dp_shard=2 zero=3 tp=2 microbatch=1 recompute=full")
     found = recipe_of(silent, job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
     given_words = [one.name for one in fields(Layout) if getattr(layout, one.name) != getattr(Layout(), one.name)]
     for word in given_words:
@@ -174,8 +174,8 @@ def test_stages_in_the_words_of_megatron_hold_the_blocks_of_the_prediction(pp: i
 @pytest.mark.parametrize("layout", ["dp=8", "dp=8 zero=3", "dp=8 zero=1"])
 def test_a_precision_is_written_or_refused(name: str, precision: str, layout: str) -> None:
     """No framework trains in its own default precision without a word: the file, a part in code, or a refusal names it."""
-    found = _recipe(name, Layout.parse(layout), 512, f"numerics.precision={precision}")
-    plain = _recipe(name, Layout.parse(layout), 512, "numerics.precision=float32")
+    found = _recipe(name, Layout(layout), 512, f"numerics.precision={precision}")
+    plain = _recipe(name, Layout(layout), 512, "numerics.precision=float32")
     said = [*found.in_code, *found.lacks, *found.differs]
     assert (
         precision == "float32"
@@ -189,10 +189,10 @@ def test_a_precision_is_written_or_refused(name: str, precision: str, layout: st
 @pytest.mark.parametrize("layout", ["dp=8", "dp=8 zero=3", "dp=8 zero=1"])
 def test_a_clipping_is_written_and_so_is_none(name: str, layout: str) -> None:
     """Megatron and torchtitan clip to 1 where nothing is said, so that a job without clipping says so."""
-    clipped = _recipe(name, Layout.parse(layout), 512, "optimizer.clip_norm=0.375")
+    clipped = _recipe(name, Layout(layout), 512, "optimizer.clip_norm=0.375")
     assert "0.375" in clipped.text + " ".join(clipped.in_code)
     job = Job(model={"source": "preset:llama3-8b"}, train={"global_batch": 512}, numerics={"precision": "bf16"})
-    free = frameworks.emit(name, job, Layout.parse(layout), catalog.model_spec(job), resolve_hardware("h100x8"))
+    free = recipes.emit(name, job, Layout(layout), catalog.model_spec(job), resolve_hardware("h100x8"))
     assert job.optimizer.clip_norm is None
     assert _option(free, "--clip-grad") == ("0.0" if name == "megatron" else "")
     assert _option(free, "--training.max_norm") == ("inf" if name == "torchtitan" else "")
@@ -202,9 +202,9 @@ def test_a_clipping_is_written_and_so_is_none(name: str, layout: str) -> None:
 @pytest.mark.parametrize("name", _NAMES)
 def test_what_no_file_says_of_a_job_is_named(name: str) -> None:
     """States in 8 bits and adapters change bytes and seconds, and no file has them."""
-    found = _recipe(name, Layout.parse("dp=8 zero=1"), 512, "numerics.optimizer_states=8bit")
+    found = _recipe(name, Layout("dp=8 zero=1"), 512, "numerics.optimizer_states=8bit")
     assert any("optimizer_states" in line for line in found.differs)
-    found = _recipe(name, Layout.parse("dp=8 zero=1"), 512, 'model.lora={targets=["q_proj"]}')
+    found = _recipe(name, Layout("dp=8 zero=1"), 512, 'model.lora={targets=["q_proj"]}')
     assert any("adapters" in line for line in found.differs)
     assert not any("numerics" in line for line in found.differs)
 
@@ -227,7 +227,7 @@ def test_what_no_file_says_of_a_job_is_named(name: str) -> None:
 def test_what_the_parser_of_a_framework_would_refuse_is_said(
     name: str, model: str, layout: str, given_settings: list[str], text: str
 ) -> None:
-    found = _recipe(name, Layout.parse(layout), 512, f"model.source=preset:{model}", *given_settings)
+    found = _recipe(name, Layout(layout), 512, f"model.source=preset:{model}", *given_settings)
     assert any(text in line for line in found.lacks), found.lacks
 
 
@@ -258,7 +258,7 @@ def test_stages_in_the_words_of_torchtitan_are_compared(pp: int, blocks: int) ->
 def test_plain_data_parallelism_needs_no_excuse(name: str) -> None:
     """Every framework can do data parallelism, and all but DDP-only words of ZeRO-3 too."""
     for words in ("dp=8", "dp=8 zero=3", "dp=8 zero=3 microbatch=4 recompute=full"):
-        assert _recipe(name, Layout.parse(words)).is_whole, words
+        assert _recipe(name, Layout(words)).is_whole, words
 
 
 def test_the_schedules_of_torchtitan_are_torchs_own() -> None:
@@ -285,7 +285,7 @@ def test_accelerate_reads_its_file(tmp_path: Any) -> None:
         "dp=4 zero=3 tp=2",
         "cp=2 dp=4 zero=3",
     ):
-        layout = Layout.parse(words)
+        layout = Layout(words)
         path = tmp_path / "accelerate.yaml"
         path.write_text(_recipe("accelerate", layout).text)
         read = config_args.load_config_from_file(str(path))
@@ -296,15 +296,15 @@ def test_accelerate_reads_its_file(tmp_path: Any) -> None:
 
 
 def test_the_command_line_writes_a_file_and_says_what_it_lacks(tmp_path: Any, capsys: Any) -> None:
-    """`--emit-file` writes a file that can be read, and the notes are printed; an unknown name is refused with what works."""
+    """`--to-file` writes a file that can be read, and the notes are printed; an unknown name is refused with what works."""
     from samestep.cli import main
 
     path = tmp_path / "ds.json"
     about = ["simulate", "--set", "model.source=preset:llama3-8b", "--hardware", "h100x8"]
-    assert main([*about, "--layout", "dp=4 zero=3 tp=2", "--emit", "deepspeed", "--emit-file", str(path)]) == 0
+    assert main([*about, "--layout", "dp=4 zero=3 tp=2", "--to", "deepspeed", "--to-file", str(path)]) == 0
     assert json.loads(path.read_text())["tensor_parallel"] == {"autotp_size": 2}
     assert "cannot: tp with zero=3" in capsys.readouterr().out
-    assert main([*about, "--layout", "dp=8", "--emit", "megatro"]) == 2
+    assert main([*about, "--layout", "dp=8", "--to", "megatro"]) == 2
     assert "did you mean 'megatron'" in capsys.readouterr().err
-    assert main([*about, "--layout", "dp=8", "--emit-file", str(path)]) == 2
-    assert "--emit FRAMEWORK" in capsys.readouterr().err
+    assert main([*about, "--layout", "dp=8", "--to-file", str(path)]) == 2
+    assert "--to FRAMEWORK" in capsys.readouterr().err

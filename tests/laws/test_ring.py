@@ -13,16 +13,16 @@ from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.live_bytes import saved_bytes
 from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement, source_at, visit
-from samestep.simulation.cost import seconds
-from samestep.simulation.layer_memory import saved_bytes
 from samestep.strategies import program_of
 from samestep.strategies.context import attention_ranks, exchange_of, placement_of
+from samestep.wings.plan.simulation.cost import seconds
 from tests.laws.models import LAW, MACHINES
 
 HEADS, LENGTH, WIDTH = 8, 64, 16
@@ -37,7 +37,7 @@ def model(kv_heads: int = 2, length: int = LENGTH) -> ModelSpec:
 
 def program(layout: str, kv_heads: int = 2, precision: str = "bf16") -> Program:
     job = Job(train={"global_batch": 8}, numerics={"precision": precision})
-    return program_of(model(kv_heads), job, Layout.parse(layout))
+    return program_of(model(kv_heads), job, Layout(layout))
 
 
 def placements() -> st.SearchStrategy[SlicePlacement]:
@@ -128,14 +128,14 @@ def test_keys_and_values_pass_once_forward_and_once_backward(cp: int, rest: str,
     ("layout", "found"), [("cp=4", "heads"), ("cp=4 exchange=ring", "ring"), ("cp=16", "ring"), ("cp=8 tp=2", "ring")]
 )
 def test_heads_are_exchanged_where_the_degree_divides_them(layout: str, found: str) -> None:
-    assert exchange_of(model(), Layout.parse(layout)) == found
+    assert exchange_of(model(), Layout(layout)) == found
 
 
 def test_causal_models_hold_heads_and_tails_where_these_divide_the_tokens() -> None:
-    ring = Layout.parse("cp=4 exchange=ring")
+    ring = Layout("cp=4 exchange=ring")
     assert placement_of(model(), ring, 64, None).is_head_tail
     assert not placement_of(model(), ring, 36, None).is_head_tail
-    assert not placement_of(model(), Layout.parse("cp=4"), 64, None).is_head_tail
+    assert not placement_of(model(), Layout("cp=4"), 64, None).is_head_tail
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_a_degree_that_does_not_divide_the_tokens_is_refused(layout: str, text: 
 
 
 def test_the_word_is_read_and_written() -> None:
-    layout = Layout.parse("cp=2 exchange=ring tp=2")
+    layout = Layout("cp=2 exchange=ring tp=2")
     assert str(layout) == "dp=1 tp=2 cp=2 exchange=ring"
-    assert Layout.parse(str(layout)) == layout
-    assert str(Layout.parse("cp=2")) == "dp=1 cp=2"
-    with pytest.raises(LayoutError, match="exchange=rings is none of auto, heads, ring, hybrid"):
-        Layout.parse("cp=2 exchange=rings")
+    assert Layout(str(layout)) == layout
+    assert str(Layout("cp=2")) == "dp=1 cp=2"
+    with pytest.raises(LayoutError, match="exchange=rings must be one of auto, heads, ring, hybrid"):
+        Layout("cp=2 exchange=rings")
 
 
 def _exposed(layout: str, hardware: Hardware) -> tuple[float, float]:
@@ -193,7 +193,7 @@ def test_slices_of_slices_keep_and_send_a_part_of_a_slice(recompute: str) -> Non
 
 
 def test_a_slice_that_cannot_be_cut_once_more_is_refused() -> None:
-    job, layout = Job(train={"global_batch": 8}), Layout.parse("tp=2 sequence_parallel cp=2 exchange=ring")
+    job, layout = Job(train={"global_batch": 8}), Layout("tp=2 sequence_parallel cp=2 exchange=ring")
     with pytest.raises(
         LayoutError, match=r"tp=2 does not divide the 5 tokens of a slice that cp=2 leaves .*; 8 tokens work"
     ):
@@ -238,7 +238,7 @@ def test_ranks_of_a_group_hold_equal_parts_of_what_a_rank_of_the_ring_has(
     ],
 )
 def test_heads_are_exchanged_within_a_node(layout: str, per_node: int, found: tuple[int, int]) -> None:
-    ranks = attention_ranks(model(), Layout.parse(layout), per_node)
+    ranks = attention_ranks(model(), Layout(layout), per_node)
     assert ranks[:2] == found
 
 

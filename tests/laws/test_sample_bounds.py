@@ -7,15 +7,15 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from samestep.enumeration import candidates
 from samestep.hardware import Hardware, load
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
-from samestep.planning import candidates
-from samestep.planning.bounds.layer_costs import Prices
 from samestep.program.step import StepSpec
 from samestep.strategies import refusal_of
+from samestep.wings.plan.bounds.layer_costs import Prices
 from tests.laws.models import LAW, MACHINES, MODELS, in_chunks, job_of
 
 _RENTED = {

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.program.sample_groups import SampleGroups
+from samestep.program.step import SampleGroups
 from samestep.shares import Shares
 
 COUNTS = st.integers(1, 24), st.integers(1, 6), st.integers(1, 4)

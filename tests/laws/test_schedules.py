@@ -13,7 +13,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
-from samestep.planning.bounds.pipeline_order import after_last_backward
 from samestep.schedules import (
     SCHEDULES,
     Action,
@@ -27,6 +26,7 @@ from samestep.schedules import (
     order,
     to_text,
 )
+from samestep.wings.plan.bounds.body_seconds import after_last_backward
 from tests.laws.models import LAW
 
 WHOLE = {"F": 1, "B": 2}

@@ -10,14 +10,14 @@ from torch import Tensor
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.memory_use import at_rest
 from samestep.models import presets
 from samestep.program.ops import BYTES_OF
 from samestep.program.program import LedgerRow
 from samestep.runtime.codecs.exchange import CodedExchange
-from samestep.runtime.codecs.factored_exchange import FactoredExchange
 from samestep.runtime.weights.replicated import Replicated
-from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of
+from samestep.wings.slow_links.powersgd import FactoredExchange
 from tests.laboratory import Observed, job_of, make_run, observe, on_ranks
 from tests.models import Tokens
 
@@ -35,7 +35,7 @@ def sent(seen: Observed) -> int:
     return sum(WAYS[row.kind] * row.size_bytes for row in rows)
 
 
-@pytest.mark.parametrize(("codec", "part"), [("int8", 0.27), ("int4", 0.145), ("topk", 0.083), ("bf16", 0.501)])
+@pytest.mark.parametrize(("codec", "part"), [("int8", 0.27), ("bf16", 0.501)])
 def test_a_codec_sends_so_much_of_what_float32_sends(codec: str, part: float) -> None:
     plain, coded = (
         on_ranks("dp=2", observe, "wide_llama", job, True)[0] for job in (job_of("float32", 1), compressed(codec))
@@ -85,7 +85,7 @@ def test_a_published_model_takes_about_a_byte_an_element(name: str) -> None:
     model = presets.preset(name, 1024)
     numerics = {"precision": "bf16", "compression": "int8", "replicas": 4}
     job = Job(model={"source": f"preset:{name}"}, train={"global_batch": 8}, numerics=numerics)
-    program = program_of(model, job, Layout.parse("dp=4"))
+    program = program_of(model, job, Layout("dp=4"))
     size = sum(op.size_bytes for _, op in program.ops() if op.kind == "all_gather" and op.codec == "int8")
     assert size / model.num_params == pytest.approx(1.01, abs=0.01)
 
@@ -126,7 +126,7 @@ def tensors_of(exchange: CodedExchange | FactoredExchange) -> list[Tensor]:
     [
         *itertools.product(
             ("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2 zero=3"),
-            ("int8", "fp16", "topk"),
+            ("int8", "bf16"),
         ),
         *itertools.product(("dp=1", "dp=2", "dp=2 zero=1"), ("powersgd",)),
     ],

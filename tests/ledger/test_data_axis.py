@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from samestep.datasets import batches
 from samestep.job import Job
+from samestep.memory.memory_use import at_rest
 from samestep.program.ops import Op
 from samestep.program.program import LedgerRow
 from samestep.runtime.axes.pipeline.stage_messages import Messages
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.weights.replicated import Replicated
 from samestep.schedules import Action
-from samestep.simulation.memory import at_rest
 from tests.laboratory import combinations, job_of, make_run, on_ranks, prove_ledger
 from tests.models import Tokens
 from tests.parity.axes import DATA, MODELS_HERE

@@ -22,11 +22,11 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.job_files import load
 from samestep.layout import Layout
+from samestep.memory.memory_use import during_init, during_step, over_step, saving_host_bytes
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import during_init, during_step, over_step, saving_host_bytes
 from samestep.training.workload import Workload
 from tests.covering import daily
 from tests.pool import pool
@@ -67,7 +67,7 @@ def _peaks(rank: int, world: int, layout: str, precision: str, folder: str, *set
     gc.freeze()  # what was there before is not counted, and `Live`, which collects often, need not look through it
     job = _job(precision, *settings)
     workload, place = _workload(job), _place(rank, world)
-    run = Run(workload.source, Layout.parse(layout), job, place)
+    run = Run(workload.source, Layout(layout), job, place)
     drawing = Live()
     idle = drawing.count_all()  # the example
     with drawing.watching():
@@ -241,7 +241,7 @@ def test_where_codes_are_scattered(words: str, tmp_path: Path) -> None:
 
 
 def _peaks_of_all_ranks(layout: str, precision: str, folder: Path, *settings: str) -> list[Peak]:
-    ranks, case = Layout.parse(layout).world_size, (layout, precision, str(folder), *settings)
+    ranks, case = Layout(layout).world_size, (layout, precision, str(folder), *settings)
     _workload(_job(precision, *settings))  # which the ranks inherit
     seen = pool(ranks).run(_peaks, *case) if ranks > 1 else [_peaks(0, 1, *case)]
     return list(itertools.chain.from_iterable(seen))
@@ -250,7 +250,7 @@ def _peaks_of_all_ranks(layout: str, precision: str, folder: Path, *settings: st
 def test_a_run_that_nobody_holds_is_freed() -> None:
     job = load(JOB, SETTINGS)
     workload = Workload(job)
-    run = Run(workload.source, Layout.parse("dp=1 microbatch=4"), job, _place(0, 1))
+    run = Run(workload.source, Layout("dp=1 microbatch=4"), job, _place(0, 1))
     run.prepare(workload.example)
     run.step(next(iter(batches(workload.dataset, job))))
     weights = [weakref.ref(param) for param in run.model.parameters()]

@@ -277,13 +277,13 @@ SLICES_OF_SLICES = [
     ("tp=2 cp=2 sequence_parallel zero=3", "llama_even"),
     ("tp=2 cp=2 sequence_parallel exchange=ring recompute=full", "qwen3"),
     ("tp=2 cp=2 sequence_parallel recompute=selective", "dropping_attentive"),
-    ("tp=2 cp=2 sequence_parallel", "dropping_gpt2_eager"),
 ]
 GATHERED = [
     ("cp=2", "hybrid"),
     ("cp=2 exchange=ring zero=3 recompute=full", "hybrid"),
     ("pp=2 cp=2 exchange=ring microbatch=2 schedule=zero-bubble", "hybrid"),
     ("tp=2 cp=2 zero=2", "squared"),
+    ("cp=2 zero=3 recompute=selective", "deep_gpt_oss"),
 ]
 """Parts that mix tokens compute all of them."""
 MOVED = [
@@ -297,7 +297,7 @@ MOVED = [
 ]
 """Ranks send each other the tokens at the ends of their slices, and the states of recurrences."""
 WRITTEN_OUT = ["cp=2 zero=1 recompute=selective microbatch=4", "tp=2 cp=2 zero=2"]
-"""Attentions of transformers that are written out are exchanged."""
+"""Attentions that code writes out compute all tokens on every rank, where they stand in a module of their own."""
 AROUND_GROUPS = [
     ("cp=4 exchange=hybrid", "deep_qwen3"),
     ("cp=4 exchange=hybrid recompute=full microbatch=4", "dropping_llama"),

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import traced
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _alike_code_is_traced_once() -> Iterator[None]:
+    with traced.alike_once():
+        yield
 
 
 @pytest.fixture(scope="session")

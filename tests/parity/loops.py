@@ -322,7 +322,7 @@ def parts_result(
         assert folder is not None
         run.load(folder)
     losses = []
-    for batch in samestep.batches(Points(), run.job, run.steps_taken):
+    for batch in samestep.batches(Points(), run.job, first_step=run.steps_taken):
         if batch.step == last:
             break
         losses.append(loop.parts(run, batch, batch.step))

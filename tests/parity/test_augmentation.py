@@ -61,9 +61,9 @@ def job_with(**run: Any) -> Job:
 
 def losses(rank: int, world: int, layout: str, job: Job, first: int = 0) -> list[float]:
     source = Source(model_source(job), loss_of(job), optimizer_of(job), "points")
-    run = Run(source, Layout.parse(layout), job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = Run(source, Layout(layout), job, RankInfo(rank, rank, world, world, torch.device("cpu")))
     dataset = open_dataset(job)
-    return [run.step(batch).loss for batch in batches(dataset, job, first)]
+    return [run.step(batch).loss for batch in batches(dataset, job, first_step=first)]
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 microbatch=2 zero=3", "pp=2 microbatch=2"])
@@ -75,7 +75,7 @@ def test_every_layout_sees_the_same_changed_samples(layout: str) -> None:
 
 def read(job: Job, first: int = 0, dataset: Dataset | None = None) -> list[Tensor]:
     found = []
-    for batch in batches(dataset or open_dataset(job), job, first):
+    for batch in batches(dataset or open_dataset(job), job, first_step=first):
         batch.read_ahead(0, 1, 2)
         found += [batch.samples(indices)[0] for indices in batch.shares(0, 1, 2)]
     return found
@@ -142,7 +142,7 @@ def test_images_are_cropped_and_flipped_by_the_step_and_never_where_they_are_hel
     [
         (
             {"image_mean": [0.1, 0.2]},
-            r"image_mean has 2 numbers, and images have 3 channels: 1 number works, and so do 3",
+            r"image_mean has 2 numbers, and images have 3 channels: 1 number works, or 3",
         ),
         ({"source": "digits", "augment": ["flip"]}, "a dataset of your own with a method sample"),
     ],

@@ -48,7 +48,7 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
 @pytest.mark.every_row
 @pytest.mark.parametrize(("layout", "model", "batch"), UNEVEN)
 def test_uneven_batches_are_legal(layout: str, model: str, batch: int) -> None:
-    prove(layout, model, job_of("float64", 3, train={"global_batch": batch}))
+    prove(layout, model, job_of("float64", 3, train={"global_batch": batch, "watch_every": 100}))
 
 
 @pytest.mark.parametrize(

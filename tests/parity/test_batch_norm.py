@@ -17,15 +17,27 @@ import samestep
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.errors import JobError, LayoutError, ModelError
+from samestep.errors import InputError, JobError, LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.step import SampleGroups
+from samestep.runtime.axes import batch_norm
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, largest_error, perturbed
+from tests.laboratory import (
+    TOLERANCE,
+    Observed,
+    assert_ledger,
+    assert_same,
+    follow,
+    in_loop,
+    job_of,
+    largest_error,
+    perturbed,
+)
 from tests.pool import pool
 
 CLASSES = 5
@@ -116,16 +128,16 @@ class Net(nn.Module):
 
 
 def batch_norm_job(coupled: int | None = None, batch: int = 8, **tables: Any) -> Job:
-    numerics = {} if coupled is None else {"coupled_samples": coupled}
+    numerics = {} if coupled is None else {"batch_norm_group": coupled}
     train = {"global_batch": batch, "watch_every": 0, **tables.pop("train", {})}
     return job_of("float64", 3, train=train, numerics={**numerics, **tables.pop("numerics", {})}, **tables)
 
 
 def run_of(rank: int, world: int, layout: str, job: Job, build: Any = Net) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    where, source = Layout.parse(layout), Source(perturbed(build), cross_entropy, optimizer_of(job), build.__name__)
+    where, source = Layout(layout), Source(perturbed(build), cross_entropy, optimizer_of(job), str(build))
     example = next(batches(Images(), job)).samples([0])
-    prepared = traced.prepared(f"batch norm {build.__name__}", source, job, example, where)
+    prepared = traced.prepared(f"batch norm {build}", source, job, example, where)
     return Run(replace(source, prepared=prepared), where, job, place)
 
 
@@ -176,7 +188,7 @@ def plain_loop(coupled: int, batch: int = 8) -> tuple[list[float], dict[str, Ten
 
 
 def prove(layout: str, coupled: int | None = None, batch: int = 8, **tables: Any) -> None:
-    job, world = batch_norm_job(coupled, batch, **tables), Layout.parse(layout).world_size
+    job, world = batch_norm_job(coupled, batch, **tables), Layout(layout).world_size
     run_of(0, 1, "dp=1", job)
     run_of(0, world, layout, job)
     found = pool(world).run(observe, layout, job) if world > 1 else [observe(0, 1, layout, job)]
@@ -259,16 +271,16 @@ def test_norms_stay_outside_of_graphs(layout: str, coupled: int | None, part: st
 
 
 def refused(layout: str, job: Job, build: Any = Net) -> None:
-    run_of(0, Layout.parse(layout).world_size, layout, job, build).prepare(next(batches(Images(), job)).samples([0]))
+    run_of(0, Layout(layout).world_size, layout, job, build).prepare(next(batches(Images(), job)).samples([0]))
 
 
 @pytest.mark.parametrize(
     ("layout", "coupled", "words"),
     [
-        ("dp=1 microbatch=4", None, r"microbatch=4 leaves 4 samples.*the statistics of 8.*microbatch=8 works"),
-        ("dp=2 microbatch=2", None, r"of 2 data ranks.*microbatch=4 works, and so does numerics.coupled_samples = 4"),
-        ("dp=2 microbatch=1", 4, r"microbatch=1 leaves 2 samples.*microbatch=2 works.*coupled_samples = 2"),
-        ("pp=2 microbatch=1", 4, r"microbatch=1 leaves 1 samples.*microbatch=4 works"),
+        ("dp=1 microbatch=4", None, r"the statistics of 8.*a micro-batch has 4 .*microbatch=8 works"),
+        ("dp=2 microbatch=2", None, r"on 2 data ranks.*microbatch=4 works, or numerics.batch_norm_group = 4"),
+        ("dp=2 microbatch=1", 4, r"a micro-batch has 2 .*microbatch=2 works.*batch_norm_group = 2"),
+        ("pp=2 microbatch=1", 4, r"a micro-batch has 1 .*microbatch=4 works"),
     ],
 )
 def test_micro_batches_that_divide_groups_are_refused_with_those_that_work(
@@ -280,11 +292,73 @@ def test_micro_batches_that_divide_groups_are_refused_with_those_that_work(
 
 def test_what_batch_norm_cannot_be_in_is_refused_by_name() -> None:
     with pytest.raises(
-        JobError, match=r"coupled_samples = 3 does not divide.*global_batch = 8.*coupled_samples = 2 works"
+        JobError, match=r"batch_norm_group = 3 does not divide.*global_batch = 8.*batch_norm_group = 2 works"
     ):
         batch_norm_job(3)
-    with pytest.raises(ModelError, match=r"one value per channel.*coupled_samples = 2 or more works"):
+    with pytest.raises(ModelError, match=r"one value per channel.*batch_norm_group = 2 or more works"):
         observe(0, 1, "dp=1", batch_norm_job(1))
+
+
+class OfParts(nn.Module):
+    """Ghost batch norm: of parts of the samples, by `split` or `chunk`; `split` is 0 for the plain one that `batch_norm_group` makes it."""
+
+    def __init__(self, split: int) -> None:
+        super().__init__()
+        self.norm, self.head, self.split = nn.BatchNorm1d(3), nn.Linear(3, CLASSES), split
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.mean((2, 3))
+        parts = x.split(self.split) if self.split > 0 else x.chunk(-self.split)
+        return self.head(torch.cat([self.norm(part) for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("split", "words"), [(4, "batch_norm_group = 4"), (6, "with numerics.batch_norm_group, takes"), (-2, "norm")]
+)
+def test_statistics_of_parts_of_a_batch_are_refused_by_name(split: int, words: str) -> None:
+    """With 8 samples on two ranks, each calls the norm as often as one device would for its own four."""
+    batch = 16 if split == 6 else 8
+    with pytest.raises(InputError, match=words):
+        refused("dp=2", batch_norm_job(batch=batch), functools.partial(OfParts, split))
+
+
+def test_rows_of_a_call_are_the_samples_of_the_rank() -> None:
+    groups = SampleGroups.of(8, 8, 2, 1)
+    part = batch_norm._MicrobatchPart.of(groups, 0, 0)
+    assert part.is_one_group
+    assert part.rows(torch.zeros(12, 3), "norm", 1)[0][1].shape == (12, 3)
+    with pytest.raises(
+        ModelError, match=r"norm takes statistics .* of 6 rows, and the samples in them .*batch_norm_group"
+    ):
+        part.rows(torch.zeros(6, 3), "norm", 1)
+
+
+class Spare(nn.Module):
+    """Has a norm that the forward does not call, until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.head, self.is_called = nn.BatchNorm1d(3), nn.Linear(3, CLASSES), False
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.mean((2, 3))
+        return self.head(self.spare(x) if self.is_called else x)
+
+
+def test_a_norm_is_judged_in_the_steps_that_call_it() -> None:
+    """Where it is not called it counts for nothing; a step that begins to call it ends before its update."""
+    job = batch_norm_job()
+    whole = [run_of(0, 1, layout, job, Spare) for layout in ("dp=1", "dp=1 microbatch=2")]
+    stream = list(batches(Images(), job))
+    one, parts = ([run.step(batch).loss for batch in stream[:2]] for run in whole)
+    assert parts == pytest.approx(one, rel=1e-12)
+    before = whole[1].model.head.weight.clone()
+    whole[1].model.is_called = True
+    with pytest.raises(
+        InputError, match=r"spare takes statistics of samples \(batch norm\), and the forward did not call"
+    ):
+        whole[1].step(stream[2])
+    assert torch.equal(before, whole[1].model.head.weight)
 
 
 def resumed(rank: int, world: int, layout: str, folder: str, job: Job) -> tuple[Observed, Buffers]:
@@ -387,7 +461,9 @@ def test_a_model_in_another_dtype_keeps_statistics_in_float32(affine: bool, prec
     def kept(made_in: torch.dtype) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=affine), nn.ReLU(), nn.Linear(8, 2)).to(made_in)
-        run = samestep.parallelize(model, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1), job=job)
+        run = samestep.parallelize(
+            model, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1), job=in_loop(job)
+        )
         for x in points.split(8):
             run.step((x, (x.sum(1) > 0).long()))
         statistics = torch.cat([run.model[1].running_mean, run.model[1].running_var])

@@ -94,7 +94,7 @@ def fresh_run_of(rank: int, world: int, layout: str, model: Any = Net, used: Los
     """Return a run that is not prepared."""
     optimizer = optimizer_source(kind or (lambda params: torch.optim.AdamW(params, lr=0.01)), None)
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(model, used, optimizer), Layout.parse(layout), JOB, place)
+    return Run(Source(model, used, optimizer), Layout(layout), JOB, place)
 
 
 def run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = loss) -> Run:
@@ -105,7 +105,7 @@ def run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = lo
 
 def everywhere(layout: str, function: Any, *args: Any) -> list[Any]:
     """Return what a function of (rank, world, layout) returns on each rank of a layout."""
-    ranks = Layout.parse(layout).world_size
+    ranks = Layout(layout).world_size
     return pool(ranks).run(function, layout, *args) if ranks > 1 else [function(0, 1, layout, *args)]
 
 
@@ -388,8 +388,6 @@ def called(rank: int, world: int, layout: str) -> list[Any]:
             found.append(model(x)["logits"])
             model.norm.bias = nn.Parameter(model.norm.bias + 1)
             found.append(model(x)["logits"])
-        assert all(part._compiled_call_impl is not None for part in model.modules())
-    assert all(part._compiled_call_impl is None for part in run.model.modules())
     return [*found, *run.state_dict(on_every_rank=True).values(), *map(torch.tensor, trained(run, 1, 1))]
 
 
@@ -473,9 +471,7 @@ def unequal(rank: int, world: int, layout: str) -> str:
 
 def test_ranks_that_write_differently_before_the_first_step_are_refused() -> None:
     for refusal in everywhere("dp=2", unequal):
-        assert refusal.startswith(
-            "run.gathered(): ranks have written different values into norm.weight, of which one is"
-        )
+        assert refusal.startswith("run.gathered(): ranks have written different values into norm.weight, rank")
 
 
 def misplaced(rank: int, world: int, layout: str) -> list[str]:
@@ -506,7 +502,7 @@ def begun(rank: int, world: int, layout: str) -> list[list[float]]:
     optimizer = optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)
     found = []
     for is_prepared in (True, False):
-        other = Run(Source(Tied, loss, optimizer), Layout.parse(layout), JOB, run.place)
+        other = Run(Source(Tied, loss, optimizer), Layout(layout), JOB, run.place)
         if is_prepared:
             other.prepare(read_samples(Points(), [0]))
         other.load_state_dict(state)
@@ -557,7 +553,7 @@ def test_a_state_of_another_model_is_refused(change: Any, says: str, is_prepared
     if not is_prepared:
         run = Run(
             Source(Tied, loss, optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)),
-            Layout.parse("dp=1"),
+            Layout("dp=1"),
             JOB,
             run.place,
         )

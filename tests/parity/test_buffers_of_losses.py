@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.errors import UnprovenError
-from tests.laboratory import TOLERANCE
+from tests.laboratory import TOLERANCE, in_loop
 from tests.pool import pool
 
 CLASSES = 3
@@ -43,6 +43,24 @@ class CentredByPart(Centred):
         return logits.detach().mean(0)
 
 
+class Running(nn.Module):
+    """A sum over a running mean, which a call moves in place before its backward reads it."""
+
+    def __init__(self, move: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+        self.move = move
+
+    def forward(self, logits: Tensor, batch: Any) -> Any:
+        rows = F.cross_entropy(logits, batch[1], reduction="none")
+        self.move(self.mean, rows.detach().mean())
+        return rows.sum() / self.mean, len(logits)
+
+
+def _scaled(mean: Tensor, value: Tensor) -> None:
+    mean.mul_(0.9).add_(0.1 * value)
+
+
 class Robust(nn.Module):
     """Weights of groups that grow with the groups' losses (group DRO)."""
 
@@ -63,6 +81,9 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "whole": lambda: samestep.whole_batch(CentredByPart()),
     "groups": lambda: samestep.whole_batch(Robust()),
     "part": CentredByPart,
+    "running": lambda: Running(_scaled),
+    "running, copied": lambda: Running(lambda mean, value: mean.copy_(0.9 * mean + 0.1 * value)),
+    "running, lerped": lambda: Running(lambda mean, value: mean.lerp_(value, 0.1)),
 }
 
 
@@ -89,15 +110,16 @@ def plain(name: str) -> list[float]:
     return found
 
 
-def trained(rank: int, world: int, name: str, layout: str) -> list[float]:
+def trained(rank: int, world: int, name: str, layout: str, evaluates: bool = True) -> list[float]:
     """Return the losses of a run that evaluates its loss on other samples between its steps."""
     numerics, run = {"precision": "float64"}, {"device": "cpu"}
     job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics=numerics, run=run)
-    started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=job)
+    started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=in_loop(job))
     found = []
     for batch in zip(POINTS.split(8), LABELS.split(8), strict=True):
         found.append(started.step(batch).loss)
-        started.evaluate((POINTS[:8] + 1, LABELS[:8]))
+        if evaluates:
+            started.evaluate((POINTS[:8] + 1, LABELS[:8]))
     return found
 
 
@@ -121,6 +143,22 @@ ROWS = [
 def test_a_buffer_of_a_loss_follows_its_steps_alone(name: str, layout: str) -> None:
     for losses in pool(2).run(trained, name, layout):
         assert losses == pytest.approx(plain(name), rel=TOLERANCE)
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize(
+    ("name", "layout"), [("running", "dp=1"), ("running, copied", "dp=1"), ("running, lerped", "tp=2")]
+)
+def test_a_mean_that_each_call_moves_is_that_of_the_steps(name: str, layout: str) -> None:
+    """The trial of the loss, between its call and its backward, leaves the mean as a graph has saved it."""
+    for losses in pool(samestep.Layout(layout).world_size).run(trained, name, layout, False):
+        assert losses == pytest.approx(plain(name), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["running", "running, copied", "running, lerped"])
+def test_a_mean_that_each_call_moves_is_refused_where_samples_are_divided(name: str) -> None:
+    with pytest.raises(UnprovenError, match="when it is called again on the same, so it keeps something between calls"):
+        pool(2).run(trained, name, "dp=2")
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2 microbatch=4"])
@@ -153,7 +191,7 @@ def resumed(rank: int, world: int, name: str, layouts: tuple[str, str], folder: 
     job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics=numerics, run=run)
     found, batches = [], list(zip(POINTS.split(8), LABELS.split(8), strict=True))
     for part, layout in enumerate(layouts):
-        started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=job)
+        started = samestep.parallelize(_model(), LOSSES[name](), _sgd, layout=layout, job=in_loop(job))
         if part:
             started.load(folder)
         found += [started.step(batch).loss for batch in batches[2 * part : 2 * part + 2]]

@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_named_and_not_passed_over(
     name = damage(newest)
     before = small.files_of(run)
     assert _resume(run) == 2
-    assert small.without_slug(capfd.readouterr().err) == (
+    assert small.without_code(capfd.readouterr().err) == (
         f"samestep: {newest / name} is missing or damaged; once {newest} is removed, step-000002 is the newest\n"
     )
     assert small.files_of(run) == before
@@ -358,7 +358,7 @@ def test_the_checkpoint_of_another_job_is_refused(
 ) -> None:
     before = small.files_of(run)
     assert _resume(run, "--set", setting) == 2
-    assert small.without_slug(capfd.readouterr().err) == (
+    assert small.without_code(capfd.readouterr().err) == (
         f"samestep: {run}/checkpoints/step-000004 was written by a job with another {differs}: "
         f"resume with the job in its run folder{'; --allow optimizer.lr lets it change' * (differs == 'optimizer.lr')}\n"
     )
@@ -384,7 +384,7 @@ def test_where_there_is_nothing_to_resume(
     for name in lose:
         shutil.move(run / name, run.parent / name)
     assert _resume(run) == 2
-    assert small.without_slug(capfd.readouterr().err) == f"samestep: {run} {says}\n"
+    assert small.without_code(capfd.readouterr().err) == f"samestep: {run} {says}\n"
 
 
 def test_a_run_that_would_end_before_its_checkpoint_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,13 @@ from samestep.datasets import batches
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.memory_use import at_rest
 from samestep.program.ops import BYTES_OF
 from samestep.program.update_rules import states_per_param, with_whole_updates
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest
 from samestep.strategies import programs_of
 from tests import traced
 from tests.laboratory import (
@@ -70,7 +70,7 @@ def source_of(job: Job = JOB) -> Source:
 
 def run_of(layout: str, rank: int = 0, world: int = 1) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(source_of(), Layout.parse(layout), JOB, place)
+    return Run(source_of(), Layout(layout), JOB, place)
 
 
 def observe(rank: int, world: int, layout: str) -> Observed:
@@ -141,7 +141,7 @@ def losses_with_a_function(rank: int, world: int, layout: str) -> list[float]:
     group = {"match": MATRICES, "name": f"{own_muon.__module__}:own_muon"}
     job = Job(**{**JOB.model_dump(), "optimizer": {**OPTIMIZER, "groups": [group]}})
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return follow(Run(source_of(job), Layout.parse(layout), job, place), Tokens(), job).losses
+    return follow(Run(source_of(job), Layout(layout), job, place), Tokens(), job).losses
 
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2"])
@@ -156,12 +156,12 @@ NIGHTLY = ["dp=2", "dp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 tp=2 zero=1", "pp=2 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(text, marks=pytest.mark.nightly) for text in NIGHTLY)])
 def test_every_layout_is_equal_and_gathers_the_matrices_alone(layout: str) -> None:
-    ranks = pool(Layout.parse(layout).world_size).run(observe, layout)
+    ranks = pool(Layout(layout).world_size).run(observe, layout)
     assert_same(ranks, alone(), TOLERANCE)
     assert_ledger(ranks, layout)
     source = source_of()
     assert source.prepared is not None
-    spec = check_optimizer(source.optimizer, source.prepared.spec, Layout.parse(layout))
+    spec = check_optimizer(source.optimizer, source.prepared.spec, Layout(layout))
     whole_ones = {param.name for param in spec.params if param.is_updated_whole}
     cuts = any(word in layout for word in ("zero", "tp"))
     assert whole_ones == ({param.name for param in spec.params if is_matrix(param.name)} if cuts else set())
@@ -186,7 +186,7 @@ def test_gradients_that_are_partial_are_summed_before_owners_have_them(layout: s
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2", *LAYOUTS, *NIGHTLY[1:], "pp=2"])
 def test_plans_know_which_weights_are_updated_whole(layout: str) -> None:
     """What is planned from the job alone is what runs, where the rule was read from the optimizer's operations."""
-    source, where = source_of(), Layout.parse(layout)
+    source, where = source_of(), Layout(layout)
     assert source.prepared is not None
     shape = source.prepared.spec
     spec = check_optimizer(source.optimizer, shape, where)

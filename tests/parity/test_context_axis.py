@@ -18,7 +18,7 @@ from samestep.building.model import call_model
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.simulation import layer_memory
+from samestep.memory import live_bytes
 from samestep.strategies import program_of
 from tests.laboratory import (
     clipped,
@@ -69,7 +69,7 @@ def saved_bytes(rank: int, world: int, layout: str) -> tuple[int, int]:
     slicing = run.assembly.parallel.slicing
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), slicing.of(samples):
         outputs = call_model(run.model, samples)
-    said = sum(layer_memory.saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
+    said = sum(live_bytes.saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
     del outputs
     return sum(kept.values()), said
 
@@ -109,7 +109,7 @@ def test_a_slice_keeps_its_part_of_the_activations() -> None:
 )
 def test_what_cannot_be_sliced_is_refused(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        pool(Layout.parse(layout).world_size).run(observe, model, layout, clipped())
+        pool(Layout(layout).world_size).run(observe, model, layout, clipped())
 
 
 class Limited(torch.autograd.Function):
@@ -173,7 +173,7 @@ def test_code_before_the_blocks_that_keeps_tokens_apart_is_equal() -> None:
     ],
 )
 def test_code_beside_the_blocks_that_needs_whole_sequences_is_refused(model: str, text: str) -> None:
-    layout = Layout.parse("cp=2")
+    layout = Layout("cp=2")
     found = source_of(model, layout, clipped()).prepared
     assert found is not None
     with pytest.raises(LayoutError, match=text):

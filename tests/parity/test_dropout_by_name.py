@@ -13,8 +13,8 @@ from torch.nn.functional import dropout as imported_dropout
 from torch.utils.checkpoint import checkpoint
 
 from samestep import Job, batches, parallelize
-from samestep.randomness.by_name import Watch
 from samestep.randomness.mode import _TRACKERS, DropoutMode
+from samestep.randomness.replacements import Watch
 from tests.pool import pool
 
 STEPS = 7

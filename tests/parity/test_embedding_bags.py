@@ -54,7 +54,7 @@ def _traced() -> Iterator[None]:
     """Trace all models before the first pool of ranks is forked, which inherits them."""
     for name, build in BAGS.items():
         MODELS[name] = build
-        source_of(name, Layout.parse("tp=2"), clipped())
+        source_of(name, Layout("tp=2"), clipped())
     yield
     for name in BAGS:
         del MODELS[name]

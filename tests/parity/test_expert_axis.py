@@ -26,9 +26,9 @@ def test_experts_are_divided_with_the_sequence() -> None:
     """Under tp alone every rank repeats the rows of all tokens."""
     source = Source(MODELS["mixtral"], loss_of(clipped()), optimizer_of(clipped()), "mixtral")
     example = next(batches(Tokens(), clipped())).samples([0])
-    spec = examine(source, clipped(), example, Layout.parse("tp=2 sequence_parallel")).spec
+    spec = examine(source, clipped(), example, Layout("tp=2 sequence_parallel")).spec
     whole, alone, cut = (
-        program_of(spec, clipped(), Layout.parse(words)).step.model.layers[1]
+        program_of(spec, clipped(), Layout(words)).step.model.layers[1]
         for words in ("dp=1", "tp=2", "tp=2 sequence_parallel")
     )
     (rows,), (halves,) = whole.dispatches, cut.dispatches

@@ -18,9 +18,9 @@ from samestep.errors import JobError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.memory_use import at_rest
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest
 from tests import traced
 from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, follow
@@ -34,7 +34,7 @@ GRADIENTS = ("all_reduce", "reduce_scatter")
 
 
 def run_of(rank: int, world: int, layout: str, job: Job, *, for_any: bool = False) -> Run:
-    where = Layout.parse(layout)
+    where = Layout(layout)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
     example = next(batches(Tokens(), job)).samples([0])
     prepared = traced.prepared(job.model.model_dump_json(), source, job, example, where, for_any=for_any)
@@ -50,7 +50,7 @@ def observe(rank: int, world: int, layout: str, job: Job) -> Observed:
 
 def on_ranks(layout: str, job: Job) -> list[Observed]:
     run_of(0, 1, layout, job)  # the ranks inherit what is traced
-    return pool(Layout.parse(layout).world_size).run(observe, layout, job)
+    return pool(Layout(layout).world_size).run(observe, layout, job)
 
 
 def bytes_of_gradients(seen: Observed) -> int:

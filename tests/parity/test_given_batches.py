@@ -204,7 +204,7 @@ def test_values_of_a_batch_train_as_in_a_plain_loop(
     layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool, tmp_path: Any
 ) -> None:
     wanted, weights = plain(form, sizes, norm)
-    ranks = Layout.parse(layout).world_size
+    ranks = Layout(layout).world_size
     given = layout, form, how, sizes, norm, str(tmp_path)
     results = pool(ranks).run(trained, *given)
     model = build(norm).double()
@@ -245,7 +245,7 @@ def test_a_list_of_samples_is_a_data_set_to_evaluate_and_one_of_batches_too(layo
     x, y = points(77, 7)
     with torch.no_grad():
         total, count = _loss(build().double()(x), y)
-    for found in pool(Layout.parse(layout).world_size).run(_of_lists, layout, form):
+    for found in pool(Layout(layout).world_size).run(_of_lists, layout, form):
         assert found == pytest.approx([float(total) / count] * 5, rel=1e-9)
 
 
@@ -498,7 +498,7 @@ def test_what_a_collate_fn_makes_of_any_kind_trains_as_in_a_plain_loop(kind: str
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         wanted.append(float(total.detach()) / count)
-    for losses, state in pool(Layout.parse(layout).world_size).run(trained_on_ragged, layout, kind):
+    for losses, state in pool(Layout(layout).world_size).run(trained_on_ragged, layout, kind):
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
@@ -513,7 +513,7 @@ def _said_of_mixed(rank: int, world: int, layout: str, kind: str) -> str:
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2 zero=3 microbatch=1"])
 @pytest.mark.parametrize("kind", MIXED)
 def test_samples_that_influence_each_other_in_what_a_collate_fn_makes_are_named(kind: str, layout: str) -> None:
-    said = pool(Layout.parse(layout).world_size).run(_said_of_mixed, layout, kind)
+    said = pool(Layout(layout).world_size).run(_said_of_mixed, layout, kind)
     assert len({*said}) == 1
     assert re.search("samples of a batch influence each other by (std|mean)|so samples influence each other", said[0])
 
@@ -521,3 +521,71 @@ def test_samples_that_influence_each_other_in_what_a_collate_fn_makes_are_named(
 @pytest.mark.parametrize("kind", ["nodes", "items of a list"])
 def test_one_rank_with_the_whole_batch_trains_samples_that_influence_each_other(kind: str) -> None:
     assert len(pool(1).run(trained_on_ragged, "dp=1", kind)[0][0]) == STEPS
+
+
+# -- float64 of a batch ----------------------------------------------------------------------------
+
+
+class Clock(nn.Module):
+    """Seconds of a day in November 2026, whose differences are computed in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.register_buffer("start", torch.tensor(1.764e9, dtype=torch.float64))
+
+    def forward(self, time: Tensor) -> Tensor:
+        return self.scale * ((time - self.start) / 60).float()
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, place: Tensor) -> Tensor:
+        return self.head((place - place.new_tensor([500_000.0, 5_400_000.0])).float()).squeeze(-1)
+
+
+class Half(nn.Module):
+    """Torch multiplies no float64 by a weight of float32, so these are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(rows).squeeze(-1)
+
+
+_DRAWN = torch.rand(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+DOUBLES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "times": (Clock, {"time": 1.764e9 + _DRAWN[:, 0] * 60}),
+    "places": (Places, {"place": torch.tensor([500_000.0, 5_400_000.0], dtype=torch.float64) + _DRAWN}),
+    "values that fit": (Half, {"rows": _DRAWN.float().double()}),
+    "values that torch refuses": (Half, {"rows": _DRAWN}),
+}
+
+
+def _squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (outputs - batch.get("label", 0.0)).square().sum(), len(outputs)
+
+
+@pytest.mark.parametrize("given", ["by hand", "data set", "predicted"])
+@pytest.mark.parametrize("name", DOUBLES)
+def test_float64_of_a_batch_loses_nothing(name: str, given: str) -> None:
+    build, batch = DOUBLES[name]
+    torch.manual_seed(0)
+    model, job = build(), Job(train={"global_batch": 8})
+    labels = {"label": 1e-9 + _DRAWN[:, 1]}
+    values = [part.float() if isinstance(model, Half) else part for part in batch.values()]
+    outputs = model(*values).detach()
+    expected = _squares(outputs, labels)[0].item() / 8
+    run = samestep.parallelize(model, _squares, torch.optim.SGD, layout="", job=job)
+    rows = [{key: value[row] for key, value in (batch | labels).items()} for row in range(8)]
+    if given == "predicted":
+        run.prepare(batch | labels)
+        assert torch.equal(run.outputs(batch | labels), outputs)
+        return
+    drawn = batch | labels if given == "by hand" else next(iter(samestep.batches(rows, job)))
+    assert run.step(drawn).loss == pytest.approx(expected, rel=1e-6)

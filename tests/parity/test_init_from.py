@@ -92,5 +92,5 @@ def test_weights_of_another_model_are_refused_by_name(old: Path, exported: Path)
 
 
 def test_starting_and_resuming_at_once_is_refused(old: Path) -> None:
-    with pytest.raises(JobError, match="--init-from starts a new run, and --resume goes on with one"):
+    with pytest.raises(JobError, match="--init-from starts a new run, and --resume continues a run"):
         check(OLD, layout="dp=1", out=old, resume=True, init_from=old)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.building.loss import named_loss
+from samestep.building.loss import loss_from
 from samestep.building.optimizer import optimizer_of
 from samestep.building.own_loss import moves_labels
 from samestep.datasets import Batch, batches, open_dataset
 from samestep.datasets.labels import LabelBatch, convention_of, with_next_labels
-from samestep.datasets.mixture import Mixture
+from samestep.datasets.source import Mixture
 from samestep.errors import DataError, JobError
 from samestep.examination.examine import Source
 from samestep.job import Job
@@ -179,8 +179,8 @@ def test_samples_show_which_token_a_label_is(dataset: Any, word: Any, found: str
         (TAGS, None, 'neither .* data.labels = "next" says'),
         (BEFORE, None, "neither"),
         (CONSTANT, None, "neither"),
-        (OWN, "next", 'copy what it sees: data.labels = "aligned" works'),
-        (BEFORE, "aligned", "copy what it sees: labels.t. = input_ids.t. works"),
+        (OWN, "next", 'copy its input: data.labels = "aligned" works'),
+        (BEFORE, "aligned", "copy its input: labels.t. = input_ids.t. works"),
         (NEXT, "aligned", 'the next tokens already: data.labels = "next" works'),
         (Mixture.of({"own": OWN, "next": NEXT}, {"own": 1.0, "next": 1.0}), None, "sources of one kind work"),
     ],
@@ -328,7 +328,7 @@ def run_of(build: Callable[[], nn.Module]) -> Run:
     """A run of one rank whose weights stay."""
     still = JOB.model_copy(update={"optimizer": JOB.optimizer.model_copy(update={"lr": 0.0})})
     place = RankInfo(0, 0, 1, 1, torch.device("cpu"))
-    return Run(Source(build, named_loss("cross_entropy"), optimizer_of(still), "model"), Layout(), still, place)
+    return Run(Source(build, loss_from("cross_entropy"), optimizer_of(still), "model"), Layout(), still, place)
 
 
 class Copied(nn.Module):

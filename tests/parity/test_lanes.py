@@ -154,7 +154,7 @@ def test_lanes_carry_their_state_as_a_plain_loop_does(
     found: list[float] = []
     results: Any = ()
     for layout, first, last in zip(layouts, (0, 3), (3, STEPS), strict=True):
-        results = pool(Layout.parse(layout).world_size).run(train, layout, kind, source, str(tmp_path), first, last)
+        results = pool(Layout(layout).world_size).run(train, layout, kind, source, str(tmp_path), first, last)
         found += results[0][0]
     assert found == pytest.approx(wanted, rel=1e-9)
     for _, state in results:
@@ -192,7 +192,7 @@ def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> str:
     [
         (Stateless, "dp=1", "takes x: with lanes forward(batch, carried) works"),
         (OutputsAlone, "dp=1", "returns a Tensor: with lanes (outputs, carried) works"),
-        (MeanState, "dp=1", "so which part is whose is not seen: tensors with one dimension of lanes work"),
+        (MeanState, "dp=1", "so the part of each lane is not known: tensors with one dimension of lanes work"),
         (
             Recurrent,
             "pp=2",
@@ -201,15 +201,14 @@ def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> str:
     ],
 )
 def test_forwards_that_carry_no_lanes_are_refused_in_one_line(model: type[nn.Module], layout: str, text: str) -> None:
-    for said in pool(Layout.parse(layout).world_size).run(_refused, model, layout):
+    for said in pool(Layout(layout).world_size).run(_refused, model, layout):
         assert text in said
         assert "\n" not in said
 
 
-def test_lanes_stand_where_the_first_step_stood() -> None:
-    by_place = [batch.step for batch in samestep.batches(Text(), JOB, 4)]
-    assert by_place == [batch.step for batch in samestep.batches(Text(), JOB, first_step=4)] == [4, 5]
-    lanes = [batch.indices.tolist() for batch in samestep.batches(Text(), JOB, True)]
+def test_lanes_and_the_first_step_are_named() -> None:
+    assert [batch.step for batch in samestep.batches(Text(), JOB, first_step=4)] == [4, 5]
+    lanes = [batch.indices.tolist() for batch in samestep.batches(Text(), JOB, lanes=True)]
     assert lanes == [[step % 5 + lane * 5 for lane in range(4)] for step in range(STEPS)]
     with pytest.raises(InputError, match=r"the data set has 3 samples, and train.global_batch = 4 lanes take one each"):
         samestep.batches([1, 2, 3], JOB, lanes=True)
@@ -279,7 +278,7 @@ def test_samples_along_the_second_dimension_train_as_in_a_plain_loop(layout: str
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
         wanted.append(float(total.detach()) / count)
-    for losses, state in pool(Layout.parse(layout).world_size).run(train_over_time, layout, how):
+    for losses, state in pool(Layout(layout).world_size).run(train_over_time, layout, how):
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)

@@ -74,9 +74,8 @@ def taken(rank: int, world: int, model: str, layout: str, job: Job, looks_early:
             owner = run.model.get_submodule(path.rpartition(".")[0])
             if looks_early:  # the whole model reads its last weight before its first layer runs, from the third step on
                 first = run.model.get_submodule(run.program.step.model.layers[0].modules[0])
-                steps = iter(range(100))
                 first.register_forward_hook(
-                    lambda module, args, out, owner=owner, steps=steps: out + owner.weight.mean() * (next(steps) > 1)
+                    lambda module, args, out, owner=owner, run=run: out + owner.weight.mean() * (run.steps_taken > 1)
                 )
             losses = []
             for batch in batches(Tokens(), job):

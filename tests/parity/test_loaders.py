@@ -20,12 +20,13 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 import samestep
-from samestep.datasets import Batch
+from samestep.datasets import Batch, loaders
 from samestep.errors import DataError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -126,7 +127,7 @@ def check(layouts: tuple[str, str], kind: str, wanted: tuple[list[float], dict[s
     found: list[float] = []
     results: Any = ()
     for layout, first, last in zip(layouts, (0, 3), (3, STEPS), strict=True):
-        results = pool(Layout.parse(layout).world_size).run(train, layout, kind, folder, first, last)
+        results = pool(Layout(layout).world_size).run(train, layout, kind, folder, first, last)
         assert all(one[0] == results[0][0] for one in results)
         found += results[0][0]
     assert found == pytest.approx(losses, rel=1e-9)
@@ -274,6 +275,43 @@ class Stateful(Flow):
         self.at = state["at"]
 
 
+class Forgetful(Flow):
+    """A stream shuffled within a buffer that its state lacks."""
+
+    def __init__(self) -> None:
+        super().__init__(22)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        held: list[Any] = []
+        while self.at < self.count:
+            held.append(Points()[self.at])
+            self.at += 1
+            if len(held) == 5:
+                yield held.pop(random.randrange(5))
+        while held:
+            yield held.pop()
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def of_library() -> Any:
+    """Samples in several files that Hugging Face's library shuffles within a buffer, of which its state lacks the content."""
+    library = pytest.importorskip("datasets")
+    points, labels = zip(*[Points()[index] for index in range(22)], strict=True)
+    rows = library.Dataset.from_dict({"tokens": torch.stack(points).tolist(), "labels": torch.stack(labels).tolist()})
+    return rows.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=6).map(_in_float64)
+
+
+def _in_float64(row: Any) -> dict[str, Tensor]:
+    return {"tokens": torch.tensor(row["tokens"], dtype=torch.float64), "labels": torch.tensor(row["labels"])}
+
+
 def points_one_by_one() -> Iterator[Any]:
     yield from Flow()
 
@@ -298,6 +336,8 @@ STREAMS: dict[str, Callable[[], Any]] = {
     "iterable": Flow,
     "shuffled iterable": lambda: Flow(22, True),
     "stateful": Stateful,
+    "without its buffer": Forgetful,
+    "of a library": of_library,
     "function": lambda: points_one_by_one,
     "generator once": points_one_by_one,
     "function of batches": lambda: whole_batches,
@@ -393,7 +433,7 @@ def test_an_epoch_of_a_loader_ends_as_the_loaders_does() -> None:
             lambda: DataLoader(Points(), 4, sampler=DistributedSampler(Points(), 2, 0)),
             r"batch_size = 4 on each of the 2 ranks of its DistributedSampler, .*: train.global_batch = 8 works",
         ),
-        (lambda: DataLoader(Points(), 4, sampler=["a", "b"]), "sampler yields a str, by which samples are not known: indices"),
+        (lambda: DataLoader(Points(), 4, sampler=["a", "b"]), "sampler yields a str and not indices"),
         (lambda: DataLoader(Points(), 4, sampler=[], drop_last=True), "the DataLoader has no batch in an epoch"),
     ],
 )  # fmt: skip
@@ -412,8 +452,44 @@ def test_what_is_taken_of_a_loader_is_said_once(capfd: Any) -> None:
     (first, second), _ = pool(2).run(_said)
     (line,) = [line for line in first if "DataLoader" in line]
     assert line.startswith("taken from the DataLoader: its Points, the order of its RandomSampler, ")
-    assert line.endswith("not taken: the generator's seed, in place of which stands train.seed")
+    assert line.endswith("the last batch of an epoch as small as it is")
     assert not [line for line in second if "DataLoader" in line]
+
+
+class ByProcess(Sampler[int]):
+    """An order that Python's generator draws, anew in each epoch."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(22), 22))
+
+
+class ByEpoch(ByProcess):
+    """One that a loop tells the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+ORDERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "shuffled": (lambda: RandomSampler(Points()), "its RandomSampler, drawn by train.seed,"),
+    "weighted": (lambda: WeightedRandomSampler(torch.ones(22), 22), "WeightedRandomSampler, drawn by train.seed,"),
+    "generator": (lambda: RandomSampler(Points(), generator=torch.Generator()), "its RandomSampler, the last"),
+    "one's own": (ByProcess, "ByProcess, which train.seed decides if it draws from generators of the process, the"),
+    "told": (ByEpoch, "draws from generators of the process, with set_epoch(0) and so on, the last"),
+    "with a generator": (lambda: DrawnOnce(), "its DrawnOnce, the last"),
+    "in order": (lambda: SequentialSampler(Points()), "its SequentialSampler, the last"),
+    "distributed": (lambda: DistributedSampler(Points(), 2, 1), "on one rank, with set_epoch(0) and so on, the last"),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_an_order_that_is_not_that_of_a_plain_loop_is_said_to_be_the_seeds(kind: str) -> None:
+    sampler, words = ORDERS[kind]
+    size = 2 if kind == "distributed" else 4
+    assert words in loaders.parts_of(DataLoader(Points(), size, sampler=sampler()), JOB).remark
 
 
 def _evaluated(rank: int, world: int, kind: str) -> float:
@@ -470,9 +546,9 @@ def test_an_evaluation_of_changed_samples_is_the_same_in_every_layout(kind: str)
     [
         (
             "points",
-            "the dataset is a str, whose items by the numbers 0, 1, ... are no samples: a list of samples works",
+            "the dataset is a str without samples at the numbers 0, 1, ...: a list of samples works",
         ),
-        ({"x": torch.ones(8, 6)}, r"the dataset is a dict, .*TensorDataset\(x, labels\)$"),
+        ({"x": torch.ones(8, 6)}, r"the dataset is a dict .*TensorDataset\(x, labels\)$"),
         (Points, r"the dataset is the class Points: a data set works, such as Points\(\)"),
         (7, "the dataset is a int without __len__ and __getitem__"),
     ],
@@ -500,9 +576,67 @@ def test_a_stream_has_one_order(kind: str) -> None:
         assert torch.equal(torch.cat([batch[0] for batch in found]), torch.stack([Points()[i][0] for i in range(22)]))
 
 
+class DrawnOnce(Sampler[int]):
+    """A sampler of one's own with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return 22
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(22, generator=self.generator).tolist())
+
+
+def _with_generator(kind: str) -> DataLoader[Any]:
+    points, drawn = Points(), torch.Generator().manual_seed(3)
+    weights = torch.arange(22.0) + 1
+    made: dict[str, Callable[[], DataLoader[Any]]] = {
+        "shuffle": lambda: DataLoader(points, 4, shuffle=True, generator=drawn),
+        "random": lambda: DataLoader(points, 4, sampler=RandomSampler(points, generator=drawn)),
+        "fewer": lambda: DataLoader(points, 4, sampler=RandomSampler(points, num_samples=9, generator=drawn), drop_last=True),
+        "weighted": lambda: DataLoader(points, 4, sampler=WeightedRandomSampler(weights, 20, generator=drawn)),
+        "of both": lambda: DataLoader(
+            points, 4, sampler=WeightedRandomSampler(weights, 20, generator=drawn), generator=drawn
+        ),
+        "subset": lambda: DataLoader(points, 4, sampler=SubsetRandomSampler(range(3, 20), generator=drawn)),
+        "of batches": lambda: DataLoader(
+            points, batch_sampler=BatchSampler(RandomSampler(points, generator=drawn), 4, True)
+        ),
+        "one's own": lambda: DataLoader(points, 4, sampler=DrawnOnce()),
+    }  # fmt: skip
+    return made[kind]()
+
+
+OF_GENERATORS = "shuffle", "random", "fewer", "weighted", "of both", "subset", "of batches", "one's own"
+
+
+@pytest.mark.parametrize("kind", OF_GENERATORS)
+def test_a_generator_that_a_sampler_was_given_is_followed(kind: str) -> None:
+    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"steps": 17})})
+    loader, expected = _with_generator(kind), list[Any]()
+    while len(expected) < 17:
+        expected += [values for values, _ in loader]
+    for first in (0, 11):
+        found = [_of_stream(batch)[0] for batch in samestep.batches(_with_generator(kind), job, first_step=first)]
+        assert len(found) == 17 - first
+        assert all(torch.equal(ours, plain) for ours, plain in zip(found, expected[first:17], strict=True))
+
+
+def test_a_generator_of_whole_batches_is_followed() -> None:
+    loader = DataLoader(Whole(), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
+    expected = [batch["tokens"] for batch in loader]
+    loader.generator.manual_seed(3)  # type: ignore[union-attr]
+    found = [batch.values["tokens"] for batch in samestep.batches(loader, JOB)]
+    assert all(torch.equal(ours, plain) for ours, plain in zip(found, expected, strict=True))
+
+
 TRAINED_STREAMS = (
     "shuffled iterable",
     "stateful",
+    "without its buffer",
+    "of a library",
     "generator once",
     "list of batches",
     "stream, collated",

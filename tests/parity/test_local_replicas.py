@@ -20,13 +20,13 @@ from samestep.datasets import batches
 from samestep.errors import CheckpointError, InputError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.proof.plain_replicas import _Exchanges
 from samestep.runtime.axes import precision
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
-from samestep.training.saving import Saver
+from samestep.training.rank_part import Saver
+from samestep.wings.slow_links.plain_replicas import _Exchanges
 from tests.covering import daily
 from tests.laboratory import (
     TOLERANCE,
@@ -348,7 +348,7 @@ def test_nothing_but_scalars_is_sent_between_replicas_until_they_exchange() -> N
     exchanging, quiet = (on_ranks("dp=2", observe, MODEL, one, True)[0] for one in (job, apart(every=3, steps=4)))
     assert any(row.owner.startswith("bucket") for rows in exchanging.ledger.values() for row in rows)
     assert quiet.ledger == quiet.predicted
-    program = program_of(make_run(0, 1, MODEL, "dp=2", job)._own.source.prepared.spec, job, Layout.parse("dp=2"))  # type: ignore[union-attr]
+    program = program_of(make_run(0, 1, MODEL, "dp=2", job)._own.source.prepared.spec, job, Layout("dp=2"))  # type: ignore[union-attr]
     assert {op.owner for _, op in program.ops() if op.axis} == {"scalars"}
 
 
@@ -365,7 +365,7 @@ def test_what_is_refused(layout: str, why: str) -> None:
     job = apart()
     spec = source_of(MODEL, Layout(), job).prepared.spec  # type: ignore[union-attr]
     with pytest.raises(InputError, match=why):
-        program_of(spec, job, Layout.parse(layout))
+        program_of(spec, job, Layout(layout))
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def _traced() -> Iterator[None]:
     """Trace all models before the first pool of ranks is forked, which inherits them."""
     for name, build in (EQUAL | REFUSED).items():
         MODELS[name] = build
-        source_of(name, Layout.parse("tp=2"), clipped())
+        source_of(name, Layout("tp=2"), clipped())
     yield
     for name in EQUAL | REFUSED:
         del MODELS[name]
@@ -311,7 +311,7 @@ def test_what_looks_at_a_vector_of_the_sample_works_on_slices() -> None:
 
 
 def _refusal_of(name: str, layout: str) -> str:
-    where = Layout.parse(layout)
+    where = Layout(layout)
     found = source_of(name, where, clipped()).prepared
     assert found is not None
     with pytest.raises(LayoutError) as raised:

@@ -23,6 +23,9 @@ JOB = samestep.Job(
 )
 
 
+IGNORED = -100
+
+
 class Vectors:
     """Vectors with a class each."""
 
@@ -44,6 +47,15 @@ class Sequences(Vectors):
 
     def read(self, indices: Any) -> dict[str, Tensor]:
         return {"x": nn.utils.rnn.pad_sequence([self[int(index)]["x"] for index in indices], batch_first=True)}
+
+
+class Tagged(Sequences):
+    """Sequences with a class for each vector, padded with a class that does not count."""
+
+    def read(self, indices: Any) -> dict[str, Tensor]:
+        x = super().read(indices)["x"]
+        counts = x.abs().sum(-1) > 0
+        return {"x": x, "tags": torch.where(counts, (x[..., 0] > 0).long() + (x[..., 1] > 0), IGNORED)}
 
 
 class Net(nn.Module):
@@ -88,6 +100,14 @@ def of_sequences(z: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(z @ z.T / 0.2, torch.arange(len(z)))
 
 
+def of_tags(z: Tensor, batch: Any) -> Tensor:
+    """A mean over all tags, and the spread of their scores."""
+    counts = batch["tags"] != IGNORED
+    rows = z[counts]
+    scores = rows.gather(1, batch["tags"][counts][:, None])
+    return scores.std() + F.cross_entropy(rows, batch["tags"][counts])
+
+
 def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
@@ -113,6 +133,7 @@ CASES: dict[str, tuple[type[nn.Module], type[Vectors], list[Callable[..., Any]],
     "lanes, two backwards": (Recurrent, Vectors, [squares, others], True, None),
     "frozen, two backwards": (Net, Vectors, [squares, others], False, None),
     "padded": (Net, Sequences, [of_sequences], False, 0.0),
+    "padded tags": (Net, Tagged, [of_tags], False, float(IGNORED)),
 }
 """Model, data, the losses of the backwards of a step, whether samples are in lanes, and what pads outputs."""
 
@@ -144,7 +165,9 @@ def plain(case: str) -> list[float]:
 
 def in_layout(rank: int, world: int, case: str, layout: str) -> list[float]:
     _, data, losses, lanes, pad = CASES[case]
-    whole = [samestep.whole_batch(loss, pad=pad) if loss in (of_classes, of_sequences) else loss for loss in losses]
+    whole = [
+        samestep.whole_batch(loss, pad=pad) if loss in (of_classes, of_sequences, of_tags) else loss for loss in losses
+    ]
     run = samestep.parallelize(start(case), whole[0], momentum, layout=layout, job=JOB)
     found = []
     for step, batch in enumerate(samestep.batches(data(), JOB, lanes=lanes)):
@@ -164,12 +187,13 @@ LAYOUTS = ["dp=2", "dp=2 zero=3", "dp=2 microbatch=2"]
     [
         *((case, layout) for case in CASES for layout in LAYOUTS),
         ("padded", "pp=2 microbatch=4"),
+        ("padded tags", "pp=2 microbatch=4"),
         ("frozen, two backwards", "tp=2"),
     ],
 )
 def test_a_loop_that_uses_both_is_a_plain_loop(case: str, layout: str) -> None:
     wanted = plain(case)
-    for found in pool(Layout.parse(layout).world_size).run(in_layout, case, layout):
+    for found in pool(Layout(layout).world_size).run(in_layout, case, layout):
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 

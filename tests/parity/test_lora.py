@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import samestep
-from samestep.building import adapters
 from samestep.building.families import quiet
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
@@ -22,6 +21,7 @@ from samestep.datasets import batches
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.runtime.checkpoints import checkpoint
+from samestep.wings.adapters import lora
 from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens
@@ -140,10 +140,10 @@ def test_adapters_are_saved_resumed_and_merged(folder: Path, tmp_path: Path) -> 
 
     samestep.export(tmp_path / "run", tmp_path / "adapters")
     files = {path.name for path in (tmp_path / "adapters").iterdir()}
-    assert {adapters.CONFIG, adapters.FILE} <= files
+    assert {lora.CONFIG, lora.FILE} <= files
     assert "model.safetensors" not in files
     beside = tmp_path / "run" / "checkpoints" / "step-000003" / "pretrained"
-    assert (beside / adapters.FILE).read_bytes() == (tmp_path / "adapters" / adapters.FILE).read_bytes()
+    assert (beside / lora.FILE).read_bytes() == (tmp_path / "adapters" / lora.FILE).read_bytes()
     ours = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapters")
     torch.testing.assert_close(logits_of(ours), expected, rtol=1e-5, atol=1e-6)
 
@@ -163,7 +163,7 @@ def test_merging_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
     ("lora", "text"),
     [
         ({"targets": ["q_pro"]}, r"model.lora.targets: no module of LlamaForCausalLM is called 'q_pro' \(did you mean 'q_proj'"),
-        ({"targets": ["input_layernorm"]}, r"input_layernorm is a LlamaRMSNorm, and adapters are those of linear layers and embed"),
+        ({"targets": ["input_layernorm"]}, r"input_layernorm is a LlamaRMSNorm, and only linear layers and embed"),
     ],
 )  # fmt: skip
 def test_targets_that_are_no_linear_layers_are_refused(lora: dict[str, Any], text: str, folder: Path) -> None:

@@ -21,12 +21,12 @@ from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import metrics
-from tests.laboratory import combinations, job_of, without
+from tests.laboratory import combinations, in_loop, job_of, watched, without
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
-STEPS = 5
-JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5}, train={"watch_every": 4})
+STEPS = 4
+JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5})
 
 
 def counted(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,16 +122,17 @@ def follow(run: Run, first_step: int = 0, steps: int = STEPS) -> list[StepReport
             break
         with Ledger() as ledger:
             reports.append(run.step(batch))
-        if batch.step == 4:  # a step in which nothing is tried
+        if batch.step == STEPS - 1 and not run.job.train.watch_every:  # a step in which nothing is tried
             assert ledger.rows == run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     return reports
 
 
-def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") -> Followed:
+def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0) -> Followed:
     """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
+    job = in_loop(watched(JOB, watch_every))
 
     def make() -> Run:
-        return samestep.parallelize(build(), LOSSES[kind], adam, layout=layout, job=JOB)
+        return samestep.parallelize(build(), LOSSES[kind], adam, layout=layout, job=job)
 
     if not folder:
         return follow(run := make()), run.state_dict(on_every_rank=True)
@@ -204,6 +205,11 @@ def test_terms_and_values_of_two_ranks(layout: str, kind: str, tmp_path: Path) -
         assert_plain(kind, followed)
 
 
+def test_steps_in_which_samples_run_again() -> None:
+    for followed in pool(2).run(parallel, "dp=2 microbatch=3", SPLIT[0], "", 3):
+        assert_plain(SPLIT[0], followed)
+
+
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])
 def test_a_count_that_outputs_decide(layout: str) -> None:
     for followed in pool(2).run(parallel, layout, "outputs decide"):
@@ -256,7 +262,6 @@ def test_forms_of_a_result() -> None:
 @pytest.mark.parametrize(
     ("returned", "form"),
     [
-        (torch.zeros(()), r"a tensor \[\]"),
         ({}, r"\{\}"),
         ({"a": torch.zeros(())}, r"\{'a': a tensor \[\]\}"),
         ({"a": (torch.zeros(()), -1)}, r"\{'a': \(a tensor \[\], a int\)\}"),
@@ -269,6 +274,13 @@ def test_forms_of_a_result() -> None:
 def test_other_forms_are_refused_in_one_line(returned: Any, form: str) -> None:
     with pytest.raises(JobError, match=f"the loss returned .*{form}.*; \\(sum, count\\) works"):
         loss_result(returned)
+
+
+def test_one_number_is_refused_with_the_two_means_that_it_may_be() -> None:
+    with pytest.raises(
+        JobError, match=r"the loss returned one number.*mean_over\(\"samples\".*mean_over\(\"tokens\".*\(sum, count\)"
+    ):
+        loss_result(torch.zeros(()))
 
 
 def test_metrics_have_terms_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +332,7 @@ def _of_real_outputs(outputs: tuple[Tensor, Tensor], batch: Any) -> Any:
 def _weighed(norm: type[nn.Module], loss: Callable[..., Any], layout: str) -> list[float]:
     torch.manual_seed(1)
     job = job_of("float64", 2)
-    run = samestep.parallelize(Weighing(norm), loss, adam, layout=layout, job=job)
+    run = samestep.parallelize(Weighing(norm), loss, adam, layout=layout, job=in_loop(job))
     return [run.step(batch).loss for batch in samestep.batches(Tokens(), job)]
 
 
@@ -340,5 +352,5 @@ def test_terms_of_a_loss_that_picks_samples_are_found(norm: type[nn.Module]) -> 
 
 
 def test_terms_that_no_trace_has_found_are_refused_by_name() -> None:
-    with pytest.raises(JobError, match="the loss returned the term 'class', and none when the model was traced"):
+    with pytest.raises(JobError, match="ranks have agreed on no place for its term 'class'"):
         _weighed(nn.LayerNorm, _of_real_outputs, "dp=1")

@@ -15,10 +15,10 @@ from torch import nn
 
 import samestep
 from samestep.building.initial_values import blueprint
-from samestep.building.merging import Merged
 from samestep.building.model import model_source
 from samestep.errors import JobError
 from samestep.job import Job
+from samestep.wings.adapters import lora
 from tests.folders import saved
 from tests.laboratory import job_of
 from tests.parity.test_lora import hold_losses, loaded, logits_of, plain_losses, steps
@@ -167,7 +167,7 @@ def test_what_no_configuration_unties_is_refused_by_name() -> None:
     with pytest.raises(
         JobError, match=r"trains embed.weight and head.weight apart, and Tied has one weight for them in any"
     ):
-        Merged.of(blueprint(model_source(job), 0), job)
+        lora.merged(blueprint(model_source(job), 0), job)
     t5 = {
         "source": "hf:t5",
         "task": "seq2seq",
@@ -177,4 +177,4 @@ def test_what_no_configuration_unties_is_refused_by_name() -> None:
     with pytest.raises(
         JobError, match=r"T5ForConditionalGeneration has one weight for them .*: without --merge the adapters"
     ):
-        Merged.of(blueprint(model_source(job), 0), job)
+        lora.merged(blueprint(model_source(job), 0), job)

@@ -18,12 +18,12 @@ from samestep.errors import DataError, JobError, UnprovenError
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.run import Run
-from tests.laboratory import combinations, job_of, losses_of_steps, without
+from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, watched, without
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.pool import pool
 
 STEPS = 4
-JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5}, train={"watch_every": 3})
+JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5})
 
 
 class Aligned(Tokens):
@@ -182,6 +182,8 @@ KINDS: dict[str, Kind] = {
     "behind": (functools.partial(seeded, Behind), Targets, "model", Rule.LABELS),
     "own inputs": (functools.partial(seeded, Wrapped), Padded, "model", Rule.NEXT_LABELS),
     "mask": (functools.partial(seeded, Counting), Masked, "model", Rule.LABELS),
+    "stated tokens": (functools.partial(own, "tuple"), Tokens, samestep.mean_over("tokens", "model"), Rule.LABELS),
+    "stated samples": (functools.partial(own, "mean"), Tokens, samestep.mean_over("samples", "model"), Rule.SAMPLES),
     "given": (functools.partial(own, "weighted"), Tokens, samestep.model_loss(weights_of), Rule.COUNT),
 }
 
@@ -193,12 +195,13 @@ def adam(params: list[Tensor]) -> torch.optim.Optimizer:
 Found = tuple[list[float], dict[str, Tensor], str, float]
 
 
-def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") -> Found:
+def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0) -> Found:
     """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
     build, dataset, loss, _ = KINDS[kind]
+    job = in_loop(watched(JOB, watch_every))
 
     def make() -> Run:
-        return samestep.parallelize(build(), loss, adam, layout=layout, job=JOB)
+        return samestep.parallelize(build(), loss, adam, layout=layout, job=job)
 
     losses = []
     run = make()
@@ -266,14 +269,22 @@ def test_the_loss_of_a_forward_on_two_ranks(layout: str, kind: str, tmp_path: Pa
         assert_plain(kind, found)
 
 
-def refused(rank: int, world: int, layout: str) -> None:
-    run = samestep.parallelize(functools.partial(own, "weighted"), "model", adam, layout=layout, job=JOB)
+def test_steps_in_which_samples_run_again() -> None:
+    for found in pool(2).run(parallel, "dp=2 microbatch=2", "mean", "", 3):
+        assert_plain("mean", found)
+
+
+def refused(rank: int, world: int, layout: str, form: str, loss: Any) -> None:
+    run = samestep.parallelize(functools.partial(own, form), loss, adam, layout=layout, job=in_loop(JOB))
     losses_of_steps(run, Tokens(), 0, 1)
 
 
-def test_what_fits_nothing_is_refused_with_the_ways_out() -> None:
+@pytest.mark.parametrize(("form", "mean_over"), [("weighted", None), ("mean", "tokens"), ("tuple", "samples")])
+def test_what_fits_nothing_is_refused_with_the_ways_out(form: str, mean_over: Any) -> None:
+    """A mean that is stated is tried as one that is found."""
+    loss = samestep.mean_over(mean_over, "model") if mean_over else "model"
     with pytest.raises(UnprovenError, match=r"neither their sum nor their mean .*model_loss\(count=.*works"):
-        pool(2).run(refused, "dp=2")
+        pool(2).run(refused, "dp=2", form, loss)
 
 
 class NextTokens(Tokens):
@@ -281,7 +292,7 @@ class NextTokens(Tokens):
 
 
 def test_labels_are_not_shifted_twice() -> None:
-    with pytest.raises(DataError, match=r'labels of this source are those of the next token.*"cross_entropy" works'):
+    with pytest.raises(DataError, match=r'labels of this source are the next token.*"cross_entropy" works'):
         check_labels(llama(), samestep.model_loss(), JOB, NextTokens())
     check_labels(llama(), samestep.model_loss(), JOB, Aligned())
     check_labels(own("mean"), samestep.model_loss(), JOB, NextTokens())
@@ -351,7 +362,7 @@ def by_terms(outputs: dict[str, Tensor], batch: Any) -> dict[str, tuple[Tensor, 
 
 
 def train_heads(rank: int, world: int, names: list[str], loss: Any, layout: str) -> list[float]:
-    run = samestep.parallelize(functools.partial(seeded, Heads), loss, adam, layout=layout, job=JOB)
+    run = samestep.parallelize(functools.partial(seeded, Heads), loss, adam, layout=layout, job=in_loop(JOB))
     return losses_of_steps(run, ManyLabels(*names), 0, 3)
 
 

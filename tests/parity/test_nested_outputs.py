@@ -147,7 +147,7 @@ def test_nested_outputs_train_as_in_a_plain_loop(container: str, value: str, lay
         (total / count).backward()
         optimizer.step()
         wanted.append(float(total.detach()) / count)
-    for losses, state in pool(Layout.parse(layout).world_size).run(trained, layout, container, value):
+    for losses, state in pool(Layout(layout).world_size).run(trained, layout, container, value):
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, one in model.state_dict().items():
             torch.testing.assert_close(state[name], one, rtol=1e-8, atol=1e-10, msg=name)

@@ -374,7 +374,7 @@ def job_for(**tables: Any) -> Job:
 def run_of(rank: int, world: int, case: Case, layout: str) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     model, _ = case
-    job, where = job_for(), Layout.parse(layout)
+    job, where = job_for(), Layout(layout)
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     example = next(batches(dataset_of(case), job)).samples([0])
     key = f"one-sided {model} of {example['kind'].tolist() if 'kind' in example else 'pixel_values' in example}"
@@ -409,7 +409,7 @@ LAYOUTS = [
 
 def prove(case: Case, layouts: list[str]) -> None:
     expected = alone(case)  # whose trace the ranks inherit
-    ranks = pool(Layout.parse(layouts[0]).world_size).run(observe, case, layouts)
+    ranks = pool(Layout(layouts[0]).world_size).run(observe, case, layouts)
     for index, layout in enumerate(layouts):
         seen = [rank[index] for rank in ranks]
         assert_same(seen, expected, TOLERANCE)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.enumeration.candidates import recomputations
 from samestep.examination.examine import Source, examine
 from samestep.layout import Layout
-from samestep.planning.candidates import recomputations
 from tests.laboratory import clipped, prove
 from tests.models import MODELS, Attention, DealingBlock, ExpertDispatch, Parted, PartedBlock, Tokens
 from tests.parity.moved_models import Mixing, Recurrence, RecurrentLayers, decayed_sums

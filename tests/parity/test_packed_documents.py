@@ -15,12 +15,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+)
 
+import samestep
 from samestep.building import model as calls
 from samestep.building.attention import DocumentMask, by_document
 from samestep.building.attention.by_document import lengths_of
 from samestep.building.model import call_model
-from samestep.datasets.example import example_of
+from samestep.datasets.batch import example_of
+from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from tests.device.real_gpu import refusal
@@ -98,7 +110,7 @@ def test_documents_stay_apart_around_a_ring(layout: str) -> None:
 
 
 def of_ranks(layout: str, model: str, job: Job, device: str = "cpu") -> list[Observed]:
-    where = Layout.parse(layout)
+    where = Layout(layout)
     source_of(model, where, job, Packed)  # which the ranks inherit
     if where.world_size == 1:
         return [observed(0, 1, model, layout, job)]
@@ -224,3 +236,43 @@ class FirstIsOne(Tokens):
 def test_the_example_has_documents() -> None:
     assert (example_of(FirstIsOne())["position_ids"].diff() != 1).any()
     assert torch.equal(example_of(Tokens())["input_ids"], Tokens().input_ids[:1])
+
+
+# -- models that ask no positions, or have other layers than attention -------------------------------
+
+_SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16}
+_WIDE: dict[str, Any] = {**_SMALL, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+OTHERS: dict[str, tuple[Any, bool]] = {
+    "Llama with a cache": (lambda: LlamaForCausalLM(LlamaConfig(**_WIDE, use_cache=True)), True),
+    "Bloom": (lambda: BloomForCausalLM(BloomConfig(**_SMALL, n_layer=1, n_head=2)), False),
+    "Falcon": (lambda: FalconForCausalLM(FalconConfig(**_SMALL, num_hidden_layers=1, num_attention_heads=2)), False),
+    "Mamba2": (
+        lambda: Mamba2ForCausalLM(
+            Mamba2Config(**_SMALL, num_hidden_layers=1, state_size=8, num_heads=4, head_dim=8, n_groups=1)
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHERS)
+def test_documents_of_any_model_stay_apart_or_are_refused(name: str) -> None:
+    build, is_exact = OTHERS[name]
+    torch.manual_seed(0)
+    model, ids = build(), torch.randint(0, 64, (4, 16))
+    alone = nn.functional.cross_entropy(model(ids.view(8, 8)).logits.flatten(0, 1), ids.flatten()).item()
+    run = samestep.parallelize(model, _of_aligned, torch.optim.SGD, layout="")
+    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(8).repeat(4, 2)}
+    if is_exact:
+        assert run.step(packed).loss == pytest.approx(alone, rel=1e-5)
+        return
+    with pytest.raises(ModelError, match=rf"position_ids begin again .* {type(model).__name__}, which mixes tokens"):
+        run.step(packed)
+    plain = samestep.parallelize(build(), _of_aligned, torch.optim.SGD, layout="")
+    assert plain.step(packed | {"position_ids": torch.arange(16).repeat(4, 1)}).loss > 0
+
+
+def _of_aligned(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    labels = batch["labels"].flatten()
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels, reduction="sum"), len(labels)

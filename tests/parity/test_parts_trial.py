@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.errors import UnprovenError
-from tests.laboratory import job_of
+from samestep.job import Job
 from tests.pool import pool
 
-JOB = job_of("float64", 2, train={"global_batch": 8})
+JOB = Job(train={"global_batch": 8, "steps": 2, "seed": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
 
 
 class Boxes(torch.utils.data.Dataset[Any]):
@@ -81,7 +81,25 @@ def boxes() -> Any:
     return torch.utils.data.DataLoader(Boxes(), 8, collate_fn=together)
 
 
+TABLE = torch.linspace(0, 1, 8).view(4, 2)
+"""Centres of four classes: as many as a rank of two has samples."""
+
+
+def with_table(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    images, boxes = zip(*samples, strict=True)
+    return torch.stack(images), torch.tensor([len(one) for one in boxes]), TABLE
+
+
+def to_centres(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (outputs - batch[2].double()[batch[1]]).square().sum(), len(outputs)
+
+
 KINDS: dict[str, Any] = {
+    "table": (
+        lambda: nn.Linear(4, 2),
+        lambda: torch.utils.data.DataLoader(Boxes(), 8, collate_fn=with_table),
+        to_centres,
+    ),
     "boxes": (lambda: nn.Linear(4, 2), boxes, squares),
     "slopes": (Curve, points, residual),
     "coupled boxes": (lambda: nn.Linear(4, 2), boxes, spread),
@@ -102,7 +120,13 @@ def trained(rank: int, world: int, layout: str, kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [("dp=2", "boxes"), ("dp=2 zero=3", "boxes"), ("dp=2 zero=1 microbatch=2", "slopes"), ("dp=2", "slopes")],
+    [
+        ("dp=2", "table"),
+        ("dp=2", "boxes"),
+        ("dp=2 zero=3", "boxes"),
+        ("dp=2 zero=1 microbatch=2", "slopes"),
+        ("dp=2", "slopes"),
+    ],
 )
 def test_what_adds_up_is_equal(layout: str, kind: str) -> None:
     losses, weights = pool(1).run(trained, "dp=1", kind)[0]

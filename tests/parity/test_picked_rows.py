@@ -150,7 +150,7 @@ def _traced() -> Iterator[None]:
     """Trace all models before the first pool of ranks is forked, which inherits them."""
     for name, build in (LEGAL | REFUSED).items():
         MODELS[name] = build
-        source_of(name, Layout.parse("tp=2"), clipped())
+        source_of(name, Layout("tp=2"), clipped())
     yield
     for name in LEGAL | REFUSED:
         del MODELS[name]
@@ -195,7 +195,7 @@ def test_rows_of_which_a_trace_does_not_tell_are_refused(name: str, text: str) -
 
 
 def _program_of(name: str, layout: str) -> None:
-    where = Layout.parse(layout)
+    where = Layout(layout)
     found = source_of(name, where, clipped()).prepared
     assert found is not None
     program_of(found.spec, clipped(), where)

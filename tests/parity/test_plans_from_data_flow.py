@@ -32,7 +32,7 @@ MODELS |= {
 def _program(model: str, layout: str) -> Program:
     run = make_run(0, 1, model, "dp=1", clipped())
     run.prepare(next(batches(Tokens(), clipped())).samples([0]))
-    return program_of(run.assembly.model.spec, clipped(), Layout.parse(layout))
+    return program_of(run.assembly.model.spec, clipped(), Layout(layout))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 
 from samestep.program.codecs import CodedPart, Matrix
 from samestep.program.exchange_times import Contributions
-from samestep.runtime.codecs.factored_exchange import FactoredExchange
+from samestep.wings.slow_links.powersgd import FactoredExchange
 from tests.pool import pool
 
 ROWS, COLUMNS, RANK, PLAIN, STEPS = 24, 18, 3, 5, 6

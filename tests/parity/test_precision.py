@@ -82,7 +82,7 @@ CASES += [("odd flat_with_root", "bf16", FEW), ("odd flat", "fp16", FEW)]
 )
 def test_a_layout_deviates_by_roundings_alone(model: str, precision: str, layout: str) -> None:
     allowed = bound(model, precision)
-    ranks = pool(Layout.parse(layout).world_size).run(watch, model, layout, precision, True)
+    ranks = pool(Layout(layout).world_size).run(watch, model, layout, precision, True)
     rounding.assert_within(ranks, allowed)
     for seen in ranks:
         assert seen.ledger == seen.predicted
@@ -101,7 +101,7 @@ SINGLES += ["dp=2 zero=3 microbatch=1 accumulate=full", "dp_replicate=2 dp_shard
 def test_gradients_are_added_in_float32(layout: str) -> None:
     """One sample a micro-batch: every product is the same in all layouts, to the bit."""
     reference = watch(0, 1, "gpt2", "dp=1 microbatch=1", "bf16")
-    ranks = pool(Layout.parse(layout).world_size).run(watch, "gpt2", layout, "bf16")
+    ranks = pool(Layout(layout).world_size).run(watch, "gpt2", layout, "bf16")
     error, name = largest_error(whole([seen.gradients[0] for seen in ranks]), whole([reference.gradients[0]]))
     assert error <= 100 * torch.finfo(torch.float32).eps, f"{name}: {error:.1e}"
 
@@ -186,7 +186,7 @@ def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[
     """Run a step of one sample, which only rank 0 has; say what was seen, and whose gradients fit the compute dtype."""
     job = spied_job(precision)
     place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    where = Layout.parse(layout)
+    where = Layout(layout)
     batch = next(batches(Tokens(), job))
     run = Run(spied_source(job, where), where, job, place)
     run.prepare(batch.samples(batch.indices))
@@ -220,7 +220,7 @@ def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[
 )
 def test_everything_is_computed_in_its_dtype(layout: str, precision: str) -> None:
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    spied_source(spied_job(precision), Layout.parse(layout))  # which the ranks inherit
+    spied_source(spied_job(precision), Layout(layout))  # which the ranks inherit
     ranks = pool(2).run(spied_step, layout, precision)
     for seen, _, wrong in ranks:
         assert seen == {

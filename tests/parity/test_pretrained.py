@@ -34,7 +34,7 @@ def source_of(job: Job, layout: Layout) -> Source:
 
 
 def losses_of(rank: int, world: int, layout: str, job: Job) -> list[float]:
-    where = Layout.parse(layout)
+    where = Layout(layout)
     run = Run(source_of(job, where), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
     return follow(run, Tokens(), job).losses
 
@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def test_losses_from_a_folder_are_those_of_a_plain_loop(family: str, layout: str, folders: dict[str, Path]) -> None:
     job = job_of("float32", model={"source": f"hf:{folders[family]}"})
-    source_of(job, Layout.parse(layout))  # the ranks inherit it
+    source_of(job, Layout(layout))  # the ranks inherit it
     expected = plain_losses(folders[family], job)
     for losses in pool(2).run(losses_of, layout, job):
         assert losses == pytest.approx(expected, rel=1e-6)
@@ -75,7 +75,7 @@ def test_losses_from_a_folder_are_those_of_a_plain_loop(family: str, layout: str
 def test_tokens_that_are_added_are_trained_as_in_a_plain_loop(family: str, layout: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, family, vocab_size=50, tie_word_embeddings=True)
     job = job_of("float32", model={"source": f"hf:{folder}", "resize_embeddings": 61})
-    source = source_of(job, Layout.parse(layout))
+    source = source_of(job, Layout(layout))
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
         model.resize_token_embeddings(61, mean_resizing=False)

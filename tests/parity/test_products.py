@@ -1,7 +1,7 @@
 """Every pair of features and each model, and in `make parity` every triple, models too, computes what one device computes and sends what it lists.
 
 Nightly rows hold every pair of what stands with ranks that share sequences: exchanges by heads, ring and hybrid, axes, ZeRO stages, recompute,
-windows, sinks, dropout, packed documents.
+windows, dropout, packed documents.
 
 The layouts are those of a covering array (`tests/covering.py`): degrees of every axis, ZeRO stages, schedules, recompute,
 accumulation, reductions, uneven micro-batches, models, precisions. Losses, norms, every gradient, every weight: to 1e-9 in float64, in bf16 to what one rounding does.

@@ -15,21 +15,22 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.building import adapters, nf4
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
+from samestep.building.model_changes import packed_weights
 from samestep.datasets import batches
 from samestep.errors import JobError, LayoutError
 from samestep.job import Job
 from samestep.job_tables import LoraTable
 from samestep.layout import Layout
-from samestep.models.packing import packed_bytes
+from samestep.memory.memory_use import at_rest
+from samestep.models.param_spec import packed_bytes
 from samestep.models.spec import ModelSpec
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of
 from samestep.training.first_weights import FirstWeights
+from samestep.wings.adapters import lora, nf4
 from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens
@@ -138,7 +139,7 @@ def of_block(folder: Path, layout: str, base: str) -> tuple[int, int]:
     """Bytes of weights that a rank holds, and of the largest gather that the ledger shows."""
     job = job_with(folder, base=base)
     seen = on_ranks(layout, job)[0]
-    use = at_rest(program_of(spec_of(job), job, Layout.parse(layout)))
+    use = at_rest(program_of(spec_of(job), job, Layout(layout)))
     gathers = [row.size_bytes for rows in seen.ledger.values() for row in rows if row.kind == "all_gather"]
     return use.weights, max(gathers, default=0)
 
@@ -194,7 +195,7 @@ def test_a_resumed_run_is_equal_to_the_bit(layout: str, folder: Path, tmp_path: 
     first, last = (f"checkpoints/step-00000{step}" for step in (2, 3))
 
     def run(name: str, until: int, start: Path | None = None) -> Path:
-        ranks = Layout.parse(layout).world_size
+        ranks = Layout(layout).world_size
         run_of(0, 1, layout, job)
         taken = (layout, job, tmp_path / name, until, start)
         steps(0, 1, *taken) if ranks == 1 else pool(ranks).run(steps, *taken)
@@ -209,7 +210,7 @@ def test_a_resumed_run_is_equal_to_the_bit(layout: str, folder: Path, tmp_path: 
 
 def test_weights_of_another_run_are_rounded(folder: Path, tmp_path: Path) -> None:
     run, plain = prepared(job_with(folder)), job_of("float32", 1, model={"source": f"hf:{folder}"})
-    piece = next(piece for piece in run.assembly.weights.store.frozen if piece.is_packed)
+    piece = next(piece for piece in run.assembly.weights.store.frozen if piece.held_as)
     before = piece.master().clone()
     steps(0, 1, "dp=1", plain, tmp_path, 1)
     samestep.export(tmp_path, tmp_path / "trained")
@@ -236,9 +237,9 @@ def test_weights_that_are_no_whole_blocks_are_refused(sizes: dict[str, Any], lor
 
 def test_a_tensor_cut_within_blocks_is_refused(folder: Path) -> None:
     job = job_with(folder, targets=["o_proj", "down_proj"])
-    text = r"tp=4 cuts rows of .*o_proj.base_layer.weight within blocks of 64 elements, .*: tp=2 works, and so does"
+    text = r"tp=4 cuts rows of .*o_proj.base_layer.weight within blocks of 64 elements, .*: tp=2 works, or"
     with pytest.raises(LayoutError, match=text):
-        program_of(spec_of(job), job, Layout.parse("tp=4"))
+        program_of(spec_of(job), job, Layout("tp=4"))
 
 
 class Branches(nn.Module):
@@ -252,8 +253,8 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("targets", [["first"], ["first", "second"], ["first", "score"]])
 def test_all_linear_layers_but_the_head_are_rounded(targets: list[str]) -> None:
-    model = adapters.insert(Branches(), LoraTable(targets=tuple(targets), base="nf4"))
-    rounded = {name.replace(".base_layer", "") for name in nf4.marked_weights(model)}
+    model = lora.insert(Branches(), LoraTable(targets=tuple(targets), base="nf4"))
+    rounded = {name.replace(".base_layer", "") for name in packed_weights(model)}
     assert rounded == {"first.weight", "second.weight"}
 
 

@@ -14,10 +14,10 @@ import samestep
 from samestep.building.imported import loaded_sources
 from samestep.datasets import batches, open_dataset, stamps
 from samestep.errors import DataError, LayoutError, SamestepError, UnprovenError
-from samestep.runtime.checkpoints.trained_data import TrainedData
+from samestep.runtime.checkpoints.prepared_run import TrainedData
 from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
-from tests.laboratory import clipped, job_of, make_run
+from tests.laboratory import clipped, in_loop, job_of, make_run
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
 
@@ -89,7 +89,11 @@ def own_loop(rank: int, world: int, kind: str) -> str:
     job = clipped()
     try:
         run = samestep.parallelize(
-            lambda: Asking(kind), "cross_entropy", functools.partial(torch.optim.SGD, lr=0.1), layout="dp=2", job=job
+            lambda rank=rank: Asking(kind),  # the ranks of a session share the findings of code that is the same
+            "cross_entropy",
+            functools.partial(torch.optim.SGD, lr=0.1),
+            layout="dp=2",
+            job=in_loop(job),
         )
         for batch in batches(Tokens(), job):
             run.step(batch)
@@ -179,7 +183,7 @@ def with_data(rank: int, world: int, texts: list[str], folder: str) -> str:
 
 @pytest.mark.parametrize(
     ("other", "text"),
-    [(0, ""), (1, "the host of rank 1 has other data than that of rank 0"), (2, "the same on all hosts works")],
+    [(0, ""), (1, "the host of rank 1 has other data than the host of rank 0"), (2, "the same on all hosts works")],
 )
 def test_hosts_with_other_data_are_named(other: int, text: str, tmp_path: Path) -> None:
     whole = "some words of a corpus " * 40

@@ -1,4 +1,4 @@
-"""A layout that `--emit fsdp` writes, run as a file on real ranks: gradients equal those of one device."""
+"""A layout that `--to fsdp` writes, run as a file on real ranks: gradients equal those of one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samestep import job_files as jobs
 from samestep.hardware import resolve_hardware
 from samestep.layout import Layout
 from samestep.models import catalog
-from samestep.planning.recipes import frameworks
+from samestep.wings.plan import recipes
 from tests.models import LLAMA, VOCABULARY
 from tests.pool import pool
 
@@ -61,9 +61,9 @@ def _gradients_of(rank: int, world: int, text: str, microbatches: int, data_rank
     ],
 )
 def test_the_file_computes_the_gradients_of_one_device(words: str) -> None:
-    layout = Layout.parse(words)
+    layout = Layout(words)
     job = jobs.default(["train.global_batch=8", "numerics.precision=float32"])
-    recipe = frameworks.emit("fsdp", job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
+    recipe = recipes.emit("fsdp", job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
     blocks = _model().get_submodule("model.layers")
     text = recipe.text.replace("range(4)", f"range({len(blocks)})")
     microbatches = _BATCH // layout.dp // (layout.microbatch or _BATCH // layout.dp)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from tests.laboratory import TOLERANCE
+from tests.laboratory import TOLERANCE, in_loop
 from tests.pool import pool
 
 POINTS = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -89,7 +89,7 @@ def _trained_plainly(model: nn.Module) -> list[float]:
 
 def trained(rank: int, world: int, name: str, layout: str) -> list[float]:
     job = samestep.Job(train={"global_batch": 8, "steps": 2}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    run = samestep.parallelize(_model(name), _loss, _sgd, layout=layout, job=job, forward=two_views)
+    run = samestep.parallelize(_model(name), _loss, _sgd, layout=layout, job=in_loop(job), forward=two_views)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute")  # of torch.compile itself
         return [run.step(batch).loss for batch in _batches()]
@@ -98,7 +98,7 @@ def trained(rank: int, world: int, name: str, layout: str) -> list[float]:
 def _called_beside(rank: int, world: int, layout: str) -> tuple[list[float], Tensor, Tensor]:
     job = samestep.Job(train={"global_batch": 8, "steps": 2}, numerics={"precision": "float64"}, run={"device": "cpu"})
     torch.manual_seed(0)
-    run = samestep.parallelize(Net().double(), _loss, _sgd, layout=layout, job=job, forward=two_views)
+    run = samestep.parallelize(Net().double(), _loss, _sgd, layout=layout, job=in_loop(job), forward=two_views)
     losses = [run.step(batch).loss for batch in _batches()]
     with torch.no_grad():
         return losses, run.model(POINTS), run.model(_batches()[0])

@@ -19,7 +19,7 @@ from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests.laboratory import job_of
+from tests.laboratory import in_loop, job_of
 from tests.pool import pool
 
 _STEPS = 5
@@ -168,9 +168,7 @@ def _pair(build: type[nn.Module], layout: str, rank: int = 0, world: int = 1) ->
     job = job_of(steps=_STEPS, optimizer={"options": {}})
     source = optimizer_source(_sgd, None)
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(model, samestep.building.loss.mse, source), Layout.parse(layout), job, place), copy.deepcopy(
-        model
-    )
+    return Run(Source(model, samestep.building.loss.mse, source), Layout(layout), job, place), copy.deepcopy(model)
 
 
 def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -257,12 +255,12 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
 def test_what_would_be_another_run_is_refused_by_name_in_front_of_the_update(
     build: type[nn.Module], layout: str, place: str, taken: int, why: str
 ) -> None:
-    ranks = Layout.parse(layout).world_size
+    ranks = Layout(layout).world_size
     told = pool(ranks).run(_refused, build, layout, place) if ranks > 1 else [_refused(0, 1, build, layout, place)]
     for found, text in told:
         assert found == taken
         with pytest.raises(UnprovenError, match=why):
-            raise UnprovenError(text, "state")
+            raise UnprovenError("forward-state", text, "state")
 
 
 def test_a_parametrization_and_a_wrapper_of_a_module_are_no_other_weights() -> None:
@@ -296,7 +294,7 @@ def _learned(model: Any, layout: str = "dp=1") -> list[float]:
         lambda outputs, batch: ((outputs - batch["labels"]).square().sum(), len(outputs)),
         lambda params: torch.optim.SGD(params, lr=0.01),
         layout=layout,
-        job=job_of(steps=2),
+        job=in_loop(job_of(steps=2)),
     )
     return [run.step(batch).loss for batch in samestep.batches(Points(), run.job)]
 

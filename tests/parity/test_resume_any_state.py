@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches
@@ -24,9 +26,10 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
+from samestep.runtime.run import Run, parallelize
 from samestep.state.fingerprints import digest
 from tests import traced
+from tests.covering import daily
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
 
@@ -328,7 +331,7 @@ def _job(case: Case) -> Job:
 
 
 def _prepared(rank: int, world: int, name: str, layout: str, allow: tuple[str, ...] = ()) -> Run:
-    case, where = CASES[name], Layout.parse(layout)
+    case, where = CASES[name], Layout(layout)
     job = _job(case)
     job = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
     source = Source(case.build, cross_entropy, case.optimizer, name)
@@ -465,3 +468,132 @@ def test_an_fp16_run_skips_the_same_steps_after_a_resume(tmp_path):
         then.prepare(every[at].samples(every[at].shares(0, 1, 1)[0][:1]))
         checkpoint.load(then, folder)
         assert before + go(then, every[at:]) == whole
+
+
+# -- rates that a loop or a scheduler sets ---------------------------------------------------------
+
+
+class ByHand:
+    """A loop's own schedule, which goes on from what the groups hold."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = group["lr"] * (0.7 + 0.1 * index)
+            group["momentum"] = group["momentum"] * 0.9
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _falling_late(optimizer: Optimizer) -> Any:
+    rising, falling = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2), lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    return lr_scheduler.SequentialLR(optimizer, [rising, falling], [2])
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.1),
+    "multiplied": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9**step),
+    "rate and momentum": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=8),
+    "several": _falling_late,
+    "by hand": ByHand,
+}
+ORDERS = "before", "after", "prepared before", "run's before", "run's after", "tensor run's before", "list before"
+"""Whether the schedule is made before the load or after it, over the given optimizer or the run's, with a rate that is a number or a tensor."""
+OF_RATES = [torch.randn(8, 8, generator=torch.Generator().manual_seed(at)) for at in range(7)]
+PARTS = (0, 3), (3, 4), (4, 7)
+LABELS = torch.arange(8) % 4
+
+
+def _with_rates(order: str) -> tuple[nn.Module, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+    rates = [torch.tensor(rate) if "tensor" in order else rate for rate in (0.3, 0.1)]
+    groups = [{"params": [model.weight], "lr": rates[0]}, {"params": [model.bias], "lr": rates[1]}]
+    return model, torch.optim.SGD(groups, lr=rates[0], momentum=0.9)
+
+
+def _plain_rates(schedule: str, order: str) -> list[tuple[float, float]]:
+    """Return the loss and the rate of each step of a plain loop that is resumed twice."""
+    taken, stored = [], None
+    for first, last in PARTS:
+        model, optimizer = _with_rates(order)
+        scheduler = None if "after" in order else SCHEDULES[schedule](optimizer)
+        if stored:
+            model.load_state_dict(stored[0])
+            optimizer.load_state_dict(stored[1])
+        scheduler = scheduler or SCHEDULES[schedule](optimizer)
+        if stored:
+            scheduler.load_state_dict(stored[2])
+        for values in OF_RATES[first:last]:
+            loss = nn.functional.cross_entropy(model(values), LABELS)
+            taken.append((loss.item(), float(optimizer.param_groups[0]["lr"])))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+        stored = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+    return taken
+
+
+def _rates(rank: int, world: int, schedule: str, order: str, layout: str, folder: Path) -> list[tuple[float, float]]:
+    """Return the same of a run, which begins anew and loads what it has saved."""
+    taken, stored = [], None
+    for first, last in PARTS:
+        model, optimizer = _with_rates(order)
+        given = [optimizer] if "list" in order else optimizer
+        run = parallelize(model, "cross_entropy", given, layout=layout, job=Job(train={"global_batch": 8}))
+        if "prepared" in order or "run's" in order:
+            run.prepare((OF_RATES[0], LABELS))
+        followed = run.updater.optimizer if "run's" in order else optimizer
+        scheduler = None if "after" in order else SCHEDULES[schedule](followed)
+        if stored is not None:
+            run.load(folder)
+        scheduler = scheduler or SCHEDULES[schedule](followed)
+        if stored is not None:
+            scheduler.load_state_dict(stored)
+        for values in OF_RATES[first:last]:
+            report = run.step((values, LABELS))
+            taken.append((report.loss, report.lr))
+            scheduler.step()
+        run.save(folder)
+        stored = scheduler.state_dict()
+    return taken
+
+
+@pytest.mark.parametrize(("schedule", "order"), daily(itertools.product(SCHEDULES, ORDERS)))
+def test_rates_that_were_set_from_outside_are_those_of_torch_after_a_resume(schedule, order, tmp_path):
+    expected = _plain_rates(schedule, order)
+    for step, (plain, ours) in enumerate(zip(expected, _rates(0, 1, schedule, order, "", tmp_path), strict=True)):
+        assert ours == pytest.approx(plain, rel=1e-5), step
+
+
+def test_rates_set_from_outside_are_kept_where_states_are_divided(tmp_path):
+    expected = _plain_rates("by hand", "before")
+    for taken in pool(2).run(_rates, "by hand", "before", "dp=2 zero=1", tmp_path):
+        assert taken == [pytest.approx(plain, rel=1e-5) for plain in expected]
+
+
+def test_a_rate_that_the_loop_sets_behind_the_load_wins(tmp_path):
+    def begun() -> tuple[Run, Optimizer]:
+        model, optimizer = _with_rates("")
+        return parallelize(model, "cross_entropy", optimizer, job=Job(train={"global_batch": 8})), optimizer
+
+    run, optimizer = begun()
+    for rate in (0.3, 0.2):
+        optimizer.param_groups[0]["lr"] = rate
+        run.step((OF_RATES[0], LABELS))
+    run.save(tmp_path)
+    run, optimizer = begun()
+    run.load(tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    optimizer.param_groups[0]["lr"] = 0.07
+    assert run.step((OF_RATES[0], LABELS)).lr == 0.07

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import samestep
 from samestep.building.families import quiet
@@ -19,9 +21,10 @@ from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError, ModelError, SaveError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.checkpoints import checkpoint, pretrained_folder, state_file
+from samestep.runtime.checkpoints import checkpoint, checkpoint_files
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.training import trained
 from tests.folders import FAMILIES, saved
 from tests.laboratory import follow, job_of
 from tests.models import Plain, Tokens
@@ -53,11 +56,11 @@ def test_a_folder_that_is_read_and_written_is_the_same(
     folder, out = saved(tmp_path / "first", family, torch.bfloat16), tmp_path / "second"
     job = job_of("float32", model={"source": f"hf:{folder}"})
     form = PretrainedForm.of(blueprint(model_source(job), 0), job)
-    monkeypatch.setattr(pretrained_folder, "LARGEST_FILE_BYTES", 8_000)
+    monkeypatch.setattr(checkpoint_files, "LARGEST_FILE_BYTES", 8_000)
     manifest = {"job": job.model_dump(mode="json"), "parts": [], "shapes": {}}  # every value is the first one
     out.mkdir()
     for writer in (1, 0):
-        pretrained_folder.write(form, tmp_path, manifest, out, torch.bfloat16, (writer, 2))
+        checkpoint_files.write(form, tmp_path, manifest, out, torch.bfloat16, (writer, 2))
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert_equal(stored(out), stored(folder))
     assert_equal(loaded(out), loaded(folder))
@@ -67,7 +70,7 @@ def test_a_folder_that_is_read_and_written_is_the_same(
 
 
 def steps(rank: int, world: int, layout: str, job: Job, out: Path) -> None:
-    where = Layout.parse(layout)
+    where = Layout(layout)
     run = Run(source_of(job, where), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
     follow(run, Tokens(), job)
     checkpoint.save(run, out / "checkpoints", 1)
@@ -80,7 +83,7 @@ def steps(rank: int, world: int, layout: str, job: Job, out: Path) -> None:
 def test_a_checkpoint_has_a_folder_for_transformers(family: str, layout: str, tmp_path: Path) -> None:
     model = {"source": f"hf:{saved(tmp_path / 'first', family)}"}
     job = job_of("float32", 2, model=model, checkpoint={"save_pretrained": True})
-    source_of(job, Layout.parse(layout))
+    source_of(job, Layout(layout))
     pool(2).run(steps, layout, job, tmp_path / "run")
     steps(0, 1, "dp=1", job, tmp_path / "alone")
     written, alone = (
@@ -162,10 +165,68 @@ class Noting(Plain):
 def test_a_state_dict_with_something_else_than_tensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ModelError, match=r"_extra_state in the state dict of Noting is no tensor"):
-        state_file.write(Noting(), {}.__getitem__, tmp_path / "out", None)
+        trained.write_state(Noting(), {}.__getitem__, tmp_path / "out", None)
 
 
 def test_a_model_of_your_own_has_no_form_of_transformers() -> None:
     job = Job(model={"source": "tests.models:plain"})
     with pytest.raises(ModelError, match=r"tests.models:plain is a Plain: samestep export RUN"):
         PretrainedForm.of(blueprint(model_source(job), 0), job)
+
+
+class HandingOn(torch.nn.Module):
+    """A wrapper that hands the attributes of the model in it on."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.inner(input_ids=input_ids)
+
+
+class Naming(HandingOn):
+    """One with the attributes by which a model of transformers might be known."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__(inner)
+        self.config, self._tied_weights_keys = inner.config, None
+
+
+def _adapted(inner: torch.nn.Module) -> torch.nn.Module:
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], use_rslora=True)
+    return peft.get_peft_model(inner, lora)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", [HandingOn, Naming, _adapted])
+def test_a_wrapper_of_a_model_of_transformers_has_a_form_of_its_own(wrap: Any, tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return wrap(
+            LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+                )
+            )
+        )
+
+    run = samestep.parallelize(build(), "cross_entropy", torch.optim.SGD, layout="")
+    ids = torch.arange(32).view(2, 16)
+    run.step({"input_ids": ids, "labels": ids})
+    with pytest.raises(
+        ModelError, match=r"holds a model of transformers, and .* is a .*`with run.gathered\(\) as model`"
+    ):
+        run.save_pretrained(tmp_path / "out")
+    if wrap is _adapted:
+        with run.gathered() as model, torch.no_grad():
+            model.save_pretrained(tmp_path / "own")
+            logits = model(input_ids=ids).logits
+        again = peft.PeftModel.from_pretrained(build().get_base_model(), tmp_path / "own")
+        assert torch.equal(again(input_ids=ids).logits, logits)

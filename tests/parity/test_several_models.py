@@ -19,18 +19,18 @@ import samestep
 from samestep import losses
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.layout import Layout
+from samestep.memory.memory_use import at_rest
 from samestep.program.ops import OpKind
 from samestep.runtime.axes import host_weights
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import ModelAverages
-from samestep.simulation.memory import at_rest
-from tests.laboratory import combinations, job_of, losses_of_steps, without
+from tests.laboratory import combinations, in_loop, job_of, losses_of_steps, watched, without
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
-STEPS = 5
-JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5}, train={"watch_every": 4})
+STEPS = 4
+JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5})
 
 
 class Pairs(Tokens):
@@ -253,7 +253,7 @@ KINDS["siamese"] = (siamese, two_encoded, alike, Tokens)
     ["pp=2", pytest.param("dp=2 pp=2", marks=pytest.mark.nightly), pytest.param("pp=3", marks=pytest.mark.nightly)],
 )
 def test_stages_hold_all_calls_of_a_batch_norm(layout: str) -> None:
-    for found in pool(Layout.parse(layout).world_size).run(parallel, layout, "siamese"):
+    for found in pool(Layout(layout).world_size).run(parallel, layout, "siamese"):
         assert_plain("siamese", found)
 
 
@@ -308,9 +308,14 @@ def with_offload(
 ) -> tuple[tuple[list[float], dict[str, Tensor]], tuple[float, float]]:
     """Train with weights on the host, with evaluations, and go on after two steps without: where they are changes no result."""
     build, forward, loss, dataset = KINDS[kind]
-    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"watch_every": 0})})
     make = functools.partial(
-        samestep.parallelize, loss=loss, optimizer=adam, layout=layout, job=job, forward=forward, ema=EMA.get(kind)
+        samestep.parallelize,
+        loss=loss,
+        optimizer=adam,
+        layout=layout,
+        job=in_loop(JOB),
+        forward=forward,
+        ema=EMA.get(kind),
     )
     first = make(build(), offload=OFFLOAD[kind])
     found = losses_of_steps(first, dataset(), 0, 2)
@@ -364,7 +369,7 @@ def test_only_frozen_weights_are_on_the_host() -> None:
         ("policy", "policy.scale takes a gradient: .* works"),
         ("refference", "did you mean .reference.*works"),
     ):
-        run = make(build(), offload=[names], job=JOB)
+        run = make(build(), offload=[names], job=in_loop(JOB))
         with pytest.raises(LayoutError, match=text):
             losses_of_steps(run, Pairs(), 0, 1)
 
@@ -399,7 +404,7 @@ def g_loss(outputs: Any, batch: Any) -> Any:
 def gan_in_turn(rank: int, world: int, layout: str) -> tuple[list[float], dict[str, Tensor]]:
     rules = {"g": adam, "d": adam}
     run = samestep.parallelize(
-        gan(), d_loss, rules, layout=layout, job=JOB, forward=gan_forward, ema={"average": ("g", 0.9)}
+        gan(), d_loss, rules, layout=layout, job=in_loop(JOB), forward=gan_forward, ema={"average": ("g", 0.9)}
     )
     seen = []
     for batch in samestep.batches(Tokens(), JOB):
@@ -439,10 +444,11 @@ def test_an_average_moves_behind_the_updates_of_what_it_follows(layout: str) -> 
 
 def sends_as_listed(rank: int, world: int, layout: str) -> None:
     """Take three steps; the last one sends what the program lists."""
-    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"watch_every": 0})})
     build, forward, loss, dataset = KINDS["ema teacher"]
-    run = samestep.parallelize(build(), loss, adam, layout=layout, job=job, forward=forward, ema=EMA["ema teacher"])
-    for batch in samestep.batches(dataset(), job):
+    run = samestep.parallelize(
+        build(), loss, adam, layout=layout, job=in_loop(JOB), forward=forward, ema=EMA["ema teacher"]
+    )
+    for batch in samestep.batches(dataset(), JOB):
         with Ledger() as ledger:
             run.step(batch)
     listed = run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
@@ -454,19 +460,22 @@ def sends_as_listed(rank: int, world: int, layout: str) -> None:
     "layout", ["pp=2 microbatch=4", pytest.param("pp=2 dp=2 zero=3 microbatch=2", marks=pytest.mark.nightly)]
 )
 def test_stages_send_each_other_what_is_followed(layout: str) -> None:
-    pool(Layout.parse(layout).world_size).run(sends_as_listed, layout)
+    pool(Layout(layout).world_size).run(sends_as_listed, layout)
 
 
 def adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") -> tuple[list[float], dict[str, Tensor]]:
+def parallel(
+    rank: int, world: int, layout: str, kind: str, folder: str = "", watch_every: int = 0
+) -> tuple[list[float], dict[str, Tensor]]:
     """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
     build, forward, loss, dataset = KINDS[kind]
+    job = in_loop(watched(JOB, watch_every))
 
     def make() -> Run:
-        return samestep.parallelize(build(), loss, adam, layout=layout, job=JOB, forward=forward, ema=EMA.get(kind))
+        return samestep.parallelize(build(), loss, adam, layout=layout, job=job, forward=forward, ema=EMA.get(kind))
 
     if not folder:
         return losses_of_steps(run := make(), dataset(), 0, STEPS), run.state_dict(on_every_rank=True)
@@ -546,15 +555,23 @@ def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_teacher_that_follows_its_student(layout: str, tmp_path: Path) -> None:
-    for found in pool(Layout.parse(layout).world_size).run(parallel, layout, "ema teacher", str(tmp_path / "saved")):
+    for found in pool(Layout(layout).world_size).run(parallel, layout, "ema teacher", str(tmp_path / "saved")):
         assert_plain("ema teacher", found)
+
+
+@pytest.mark.parametrize("kind", ["losses.dpo", "ema teacher"])
+def test_steps_in_which_samples_run_again(kind: str) -> None:
+    for found in pool(2).run(parallel, "dp=2 microbatch=2", kind, "", 3):
+        assert_plain(kind, found)
 
 
 def test_what_follows_no_model_is_refused() -> None:
     models = {"student": plain_model(1)}
-    with pytest.raises(ModelError, match="'teacher' follows 'policy', which is none of the trained models 'student'"):
+    with pytest.raises(
+        ModelError, match="'teacher' follows 'policy', which is not one of the trained models 'student'"
+    ):
         samestep.parallelize(models, distil, adam, forward=distil_forward, ema={"teacher": ("policy", 0.9)})
-    with pytest.raises(LayoutError, match="no master weights, and bf16 would round away"):
+    with pytest.raises(LayoutError, match="no master weights, and bf16 would round its updates away"):
         ModelAverages({"teacher": ("student", 0.9)}).check(Layout(), job_of("bf16"))
 
 

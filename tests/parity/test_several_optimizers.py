@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.errors import InputError
 from samestep.job import Job
+from tests.laboratory import in_loop
 from tests.pool import pool
 
 STEPS = 5
@@ -128,11 +129,11 @@ def plain(form: str) -> tuple[list[float], dict[str, Tensor]]:
 def trained(rank: int, world: int, form: str, layout: str, folder: Path | None, first: int, last: int) -> Any:
     model = build()
     job = job_of(schedule={"name": "linear"})
-    run = samestep.parallelize(model, loss, FORMS[form](model), layout=layout, job=job)
+    run = samestep.parallelize(model, loss, FORMS[form](model), layout=layout, job=in_loop(job))
     if first:
         assert folder is not None
         run.load(folder)
-    losses = [run.step(batch).loss for batch in samestep.batches(Points(), job, first) if batch.step < last]
+    losses = [run.step(batch).loss for batch in samestep.batches(Points(), job, first_step=first) if batch.step < last]
     if folder is not None and last < STEPS:
         run.save(folder)
     return losses, run.state_dict(on_every_rank=True)
@@ -180,7 +181,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 def refused(rank: int, world: int, case: str) -> str:
     try:
-        run = samestep.parallelize(build, loss, REFUSED[case][0], job=job_of())
+        run = samestep.parallelize(build, loss, REFUSED[case][0], job=in_loop(job_of()))
         run.step(next(samestep.batches(Points(), job_of())))
     except (InputError, ValueError) as error:
         return str(error)

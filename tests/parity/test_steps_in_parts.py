@@ -15,6 +15,7 @@ import samestep
 from samestep.errors import InputError, LayoutError
 from samestep.layout import Layout
 from samestep.runtime.run import Run
+from tests.laboratory import in_loop
 from tests.parity.loops import (
     LOOPS,
     OF_HEADS,
@@ -58,7 +59,7 @@ CASES = [(name, layout) for name in LOOPS for layout in LAYOUTS if (name, layout
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_loop_in_parts_is_the_plain_loop(name: str, layout: str) -> None:
-    for found in pool(Layout.parse(layout).world_size).run(parts, name, layout):
+    for found in pool(Layout(layout).world_size).run(parts, name, layout):
         assert_equal(found, plain(name))
 
 
@@ -95,7 +96,7 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2", "dp=2 zero=1", "dp=2 zero=3"])
 def test_a_step_is_a_backward_and_an_update_to_the_bit(layout: str) -> None:
-    for whole, in_parts in pool(Layout.parse(layout).world_size).run(both_ways, layout):
+    for whole, in_parts in pool(Layout(layout).world_size).run(both_ways, layout):
         assert whole[0] == in_parts[0]
         assert all(torch.equal(value, in_parts[1][name]) for name, value in whole[1].items())
 
@@ -125,7 +126,7 @@ class CountedHeads(Regression):
 
 def counts(rank: int, world: int, layout: str) -> list[int]:
     job = samestep.Job(train={"global_batch": 8, "steps": 2, "watch_every": 0}, numerics={"precision": "float64"})
-    run = samestep.parallelize(CountedHeads, both, OF_HEADS, layout=layout, job=job)
+    run = samestep.parallelize(CountedHeads, both, OF_HEADS, layout=layout, job=in_loop(job))
     found = []
     for batch in samestep.batches(Points(), job):
         for into in ("one", "body", None):
@@ -327,7 +328,7 @@ def _replaced_behind_gradients(run: Run) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "update first": (lambda run: run.update(), r"no gradient waits for it; run.backward\(batch, loss\) in front of it works"),
+    "update first": (lambda run: run.update(), r"no gradient waits for it; run.backward\(batch, loss\) before it works"),
     "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient waits for it"),
     "unknown": (lambda run: run.backward(_first(run), into="three"), r"run.backward\('three'\): the run has 'body', 'one', 'two'"),
     "unknown to zero": (lambda run: run.zero_grad("three"), r"run.zero_grad\('three'\): the run has"),
@@ -409,7 +410,7 @@ def _first_and_last(rank: int, world: int, layout: str, order: str) -> tuple[lis
         "rest": lambda named: torch.optim.SGD([param for name, param in named if not name.startswith("head")], lr=0.1),
     }
     torch.manual_seed(0)
-    run = samestep.parallelize(TiedLayers().double(), _both_outputs, optimizers, layout=layout, job=job)
+    run = samestep.parallelize(TiedLayers().double(), _both_outputs, optimizers, layout=layout, job=in_loop(job))
     losses = []
     for batch in samestep.batches(Points(), job):
         if order == "in turn":
@@ -434,7 +435,7 @@ def _both_outputs(outputs: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, i
 @pytest.mark.parametrize("layout", ["pp=2", pytest.param("pp=4", marks=pytest.mark.nightly), pytest.param("dp=2 pp=2", marks=pytest.mark.nightly)])  # fmt: skip
 def test_gradients_of_weights_on_several_stages_wait_alike_on_all(layout: str, order: str) -> None:
     (wanted,) = pool(1).run(_first_and_last, "dp=1", order)
-    for losses, weights in pool(Layout.parse(layout).world_size).run(_first_and_last, layout, order):
+    for losses, weights in pool(Layout(layout).world_size).run(_first_and_last, layout, order):
         assert losses == pytest.approx(wanted[0], rel=1e-9)
         for name, value in wanted[1].items():
             torch.testing.assert_close(weights[name], value, rtol=1e-8, atol=1e-10, msg=name)

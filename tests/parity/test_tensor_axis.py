@@ -90,15 +90,15 @@ def test_weights_get_their_gradients_while_that_of_their_input_is_summed(layout:
 
 
 def test_groups_that_four_ranks_cannot_cut_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 groups of .*c_attn.*; tp=2 does"):
+    with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 heads of .*c_attn.*; tp=2 does"):
         pool(4).run(observe, "gpt2_even", "tp=4", clipped())
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     run = make_run(0, 1, "deep_llama", "dp=1", clipped())
     run.prepare(next(batches(Tokens(), clipped())).samples([0]))
-    with pytest.raises(LayoutError, match=r"tp=8 does not divide the 4 groups of .*q_proj.weight; tp=2 or 4 does"):
-        program_of(run.assembly.model.spec, clipped(), Layout.parse("tp=8"))
+    with pytest.raises(LayoutError, match=r"tp=8 does not divide the 4 heads of .*q_proj.weight; tp=2 or 4 does"):
+        program_of(run.assembly.model.spec, clipped(), Layout("tp=8"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
 def test_gradients_of_parts_are_summed_once_a_step(layout: str) -> None:
     run = make_run(0, 1, "llama_even", "dp=1", clipped())
     run.prepare(next(batches(Tokens(), clipped())).samples([0]))
-    program = program_of(run.assembly.model.spec, clipped(), Layout.parse(layout))
+    program = program_of(run.assembly.model.spec, clipped(), Layout(layout))
     sums = [(task.kind, op) for task, op in program.ops() if op.kind is OpKind.ALL_REDUCE and op.axis == "tp"]
     in_blocks = [(kind, op) for kind, op in sums if op.owner.startswith(("bucket", "model.layers"))]
     assert program.step.num_microbatches > 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.errors import InputError, JobError
+from samestep.errors import InputError, JobError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
@@ -19,6 +19,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.recording import step_recorder
 from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.run import Run
+from samestep.training import evaluations
 from tests.parity.test_between_steps import Net, Points, everywhere, loss, measure
 
 JOB = Job(
@@ -30,7 +31,7 @@ WORDS = ("progress", "metrics.jsonl", "tensorboard")
 def run_of(rank: int, world: int, layout: str, lr: float = 0.01, job: Job = JOB) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     source = Source(Net, loss, optimizer_source(lambda params: torch.optim.SGD(params, lr=lr), None))
-    return Run(source, Layout.parse(layout), job, place)
+    return Run(source, Layout(layout), job, place)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ def stopped_early(
 ) -> tuple[list[int], list[float], list[dict[str, float]]]:
     """Steps that a loop takes whose weights stay as they are, and what a function and the loop are given."""
     run, seen = run_of(rank, world, layout, lr=0.0), list[int]()
-    held_out = samestep.HeldOut(Points(), every=2, patience=1, keep_best=True, measure=measure)
+    held_out = samestep.EarlyStopping(Points(), every=2, patience=1, keep_best=True, metrics=measure)
     with samestep.track(run, *WORDS, lambda report: seen.append(report.step), held_out, folder=folder) as tracking:
         reports = [run.step(batch) for batch in samestep.batches(Points(), JOB)]
         tracking(reports[-1])  # which it has received
@@ -69,6 +70,121 @@ def test_a_loop_of_ones_own_is_tracked_and_ends_in_time(layout: str, tmp_path: P
         assert f"time/{name}_ms".encode() in events.read_bytes()
 
 
+def started_again(rank: int, world: int, layout: str, folder: str) -> list[int]:
+    """The steps that a loop takes which its held-out means have ended, each time that it is started; at last with more patience."""
+    taken = []
+    for patience in (1, 1, 2):
+        run = run_of(rank, world, layout, lr=0.0)
+        if taken:
+            run.load(folder)
+        samestep.track(run, samestep.EarlyStopping(Points(), every=2, patience=patience), folder=folder)
+        reports = [run.step(batch) for batch in samestep.batches(Points(), JOB, first_step=run.steps_taken)]
+        taken.append(run.steps_taken)
+        run.save(folder)
+        assert (reports[-1].stop, reports[-1].step, bool(reports[-1].held_out)) == (True, run.steps_taken, True)
+    return taken
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_a_loop_that_ended_early_stays_ended(layout: str, tmp_path: Path) -> None:
+    assert everywhere(layout, started_again, str(tmp_path)) == [[4, 4, 6]] * Layout(layout).world_size
+
+
+def whole(step: int) -> Any:
+    return next(samestep.batches(Points(), JOB, first_step=step)).samples(range(4))
+
+
+def taken_again(rank: int, world: int, layout: str, folder: str, form: str) -> list[int]:
+    """The steps that a loop in two parts takes, or one over batches by hand, each time that it is started."""
+    taken = []
+    for patience in (1, 1, 2):
+        run = run_of(rank, world, layout, lr=0.0)
+        if taken:
+            run.load(folder)
+        samestep.track(run, samestep.EarlyStopping(Points(), every=2, patience=patience), folder=folder)
+        first = run.steps_taken
+        for batch in (
+            samestep.batches(Points(), JOB, first_step=first) if "stream" in form else map(whole, range(first, 8))
+        ):
+            run.backward(batch) if "parts" in form else None
+            if (run.update() if "parts" in form else run.step(batch)).stop:
+                break
+        taken.append(run.steps_taken)
+        run.save(folder)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"), [("dp=1", "parts"), ("dp=2", "parts of a stream"), ("dp=2", "steps"), ("dp=2", "parts")]
+)
+def test_a_loop_in_parts_or_over_values_that_ended_early_stays_ended(layout: str, form: str, tmp_path: Path) -> None:
+    found = everywhere(layout, taken_again, str(tmp_path), form)
+    assert found == [[4, 4, 6]] * Layout(layout).world_size
+
+
+def heedless(rank: int, world: int, layout: str, folder: str) -> list[bool]:
+    """Whether the report of each step has held-out means, of a loop over values that goes on behind its end."""
+    run = run_of(rank, world, layout, lr=0.0)
+    samestep.track(run, "metrics.jsonl", samestep.EarlyStopping(Points(), every=1, patience=1), folder=folder)
+    return [bool(run.step(whole(step)).held_out) for step in range(6)]
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2", "pp=2 microbatch=2"])
+def test_a_loop_that_goes_on_behind_its_end_is_evaluated_no_more_on_any_rank(layout: str, tmp_path: Path) -> None:
+    assert everywhere(layout, heedless, str(tmp_path)) == [[True, True, False, False, False, False]] * 2
+
+
+def with_typo(outputs: Any, batch: Any) -> Any:
+    return {"first": (outputs["scores"].sum(), len(batch["x"]))}
+
+
+def with_other_key(outputs: Any, batch: Any) -> Any:
+    return {"first": (torch.as_tensor(batch["labelz"]).sum(), 4)}
+
+
+def without_count(outputs: Any, batch: Any) -> Any:
+    return {"first": torch.ones(())}
+
+
+def mistaken(rank: int, world: int, layout: str) -> list[tuple[str, int]]:
+    found = []
+    for function in (with_typo, with_other_key, without_count):
+        run = run_of(rank, world, layout)
+        samestep.track(run, samestep.EarlyStopping(Points(), every=1000, metrics=function))
+        with pytest.raises(JobError) as refused:
+            run.step(next(iter(samestep.batches(Points(), JOB))))
+        found.append((str(refused.value), run.steps_taken))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_a_measure_that_fails_is_refused_before_the_first_step(layout: str) -> None:
+    for found in everywhere(layout, mistaken):
+        assert [steps for _, steps in found] == [0, 0, 0]
+        names = "with_typo", "with_other_key", "without_count"
+        assert all(f"the measure {name}" in text for name, (text, _) in zip(names, found, strict=True))
+
+
+def test_values_of_a_batch_are_one_set(tmp_path: Path) -> None:
+    run = run_of(0, 1, "dp=1")
+    samestep.track(run, samestep.EarlyStopping(whole(0), every=1, metrics=measure), folder=tmp_path)
+    assert [*run.step(whole(1)).held_out] == ["held_out", "held_out/largest", "held_out/positive"]
+
+
+def misspelt(rank: int, world: int, layout: str) -> tuple[str, int]:
+    run = run_of(rank, world, layout)
+    samestep.track(run, samestep.EarlyStopping(Points(), every=2, metrics=measure, monitor="held_out/larges"))
+    with pytest.raises(JobError) as refused:
+        run.step(next(iter(samestep.batches(Points(), JOB))))
+    return str(refused.value), run.steps_taken
+
+
+def test_a_mean_that_the_measure_does_not_return_is_refused_before_the_first_step() -> None:
+    ((text, steps),) = everywhere("dp=1", misspelt)
+    assert steps == 0
+    assert "'held_out/larges') must be one of the means held_out, held_out/largest, held_out/positive" in text
+
+
 def slow(rank: int, world: int, layout: str, folder: str) -> None:
     """Steps of a loop whose last rank, as a recorder sees it, works longer than the others."""
     job = Job(train={"global_batch": 4, "steps": 45, "watch_every": 0}, run={"device": "cpu"})
@@ -90,9 +206,9 @@ def test_a_slow_rank_is_named_once_in_a_loop_of_ones_own(tmp_path: Path) -> None
 def judged(rank: int, world: int, layout: str, folder: str) -> list[float]:
     """Means of a measure of which the largest is the best, over a run that resumes after a step that it has dropped."""
     run = run_of(rank, world, layout)
-    held_out = samestep.HeldOut(
+    held_out = samestep.EarlyStopping(
         {"all": Points(), "few": torch.utils.data.Subset(Points(), range(3))},
-        every=2, measure=measure, judged_by="few/largest", largest=True, keep_best=True,
+        every=2, metrics=measure, monitor="few/largest", mode="max", keep_best=True,
     )  # fmt: skip
     samestep.track(run, "metrics.jsonl", held_out, folder=folder)
     found = []
@@ -115,7 +231,7 @@ def test_a_resumed_loop_continues_its_files(layout: str, tmp_path: Path) -> None
         assert [row["step"] for row in rows(tmp_path)] == list(range(1, 9))
         lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [2, 4, 6, 8]
-        assert [line["loss"] for line in lines] == pytest.approx(means, rel=1e-9)
+        assert [line["mean"] for line in lines] == pytest.approx(means, rel=1e-9)
         best = max(range(4), key=lambda index: means[index])
         assert [path.name for path in (tmp_path / "best").iterdir()] == [f"step-{2 * best + 2:06d}"]
 
@@ -125,8 +241,8 @@ def in_parts(rank: int, world: int, layout: str, folder: str) -> tuple[list[Any]
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     given = {"first": _sgd_of("0"), "rest": _sgd_of("")}
     source = Source(Net, loss, optimizer_source(given, None))
-    run, seen = Run(source, Layout.parse(layout), JOB, place), list[Any]()
-    held_out = samestep.HeldOut(Points(), every=2, patience=2, judged_by="held_out", largest=True)
+    run, seen = Run(source, Layout(layout), JOB, place), list[Any]()
+    held_out = samestep.EarlyStopping(Points(), every=2, patience=2, monitor="held_out", mode="max")
     samestep.track(
         run, "metrics.jsonl", lambda one: seen.append((one.step, one.loss, *one.terms)), held_out, folder=folder
     )
@@ -167,11 +283,23 @@ def test_a_step_in_parts_is_one_report_once_all_its_parts_are_taken(layout: str,
 @pytest.mark.parametrize(
     ("receivers", "says"),
     [
-        (["progres"], "'progres' is none of progress, metrics.jsonl, .* .did you mean 'progress'"),
+        (["progres"], "'progres' must be one of progress, metrics.jsonl, .* .did you mean 'progress'"),
         (["no_such_module:keep"], "no_such_module"),
         (["wandb"], "wandb is not installed here; pip install wandb works"),
-        ([3], "takes words, functions of a report and a samestep.HeldOut, and was given a int"),
-        ([samestep.HeldOut(Points()), samestep.HeldOut(Points())], "one with a dict of data sets works"),
+        ([3], "takes words, functions of a report and a samestep.EarlyStopping, and was given a int"),
+        ([samestep.EarlyStopping(Points()), samestep.EarlyStopping(Points())], "one with a dict of data sets works"),
+        (
+            [samestep.EarlyStopping(Points(), monitor="accuracy")],
+            r"monitor='accuracy'\) must be one of the means held_out",
+        ),
+        (
+            [samestep.EarlyStopping({"a": Points()}, monitor="b/largest", metrics=measure)],
+            r"must be one of the means a, and .* NAME/METRIC",
+        ),
+        (
+            [samestep.EarlyStopping({"a": Points(), "b": Points()}, monitor="largest", metrics=measure)],
+            "must be one of the means a, b, and",
+        ),
     ],
 )
 def test_what_is_no_receiver_is_refused(receivers: list[Any], says: str) -> None:
@@ -182,14 +310,51 @@ def test_what_is_no_receiver_is_refused(receivers: list[Any], says: str) -> None
 def test_a_mean_that_is_not_taken_does_not_decide(tmp_path: Path) -> None:
     run = run_of(0, 1, "dp=1")
     samestep.track(
-        run, samestep.HeldOut(Points(), every=1, judged_by="held_out/acuracy", measure=measure), folder=tmp_path
+        run, samestep.EarlyStopping(Points(), every=1, monitor="held_out/acuracy", metrics=measure), folder=tmp_path
     )
     with pytest.raises(
-        JobError, match=r"judged_by='held_out/acuracy'\) is none of the means held_out, held_out/largest"
+        JobError, match=r"monitor='held_out/acuracy'\) must be one of the means held_out, held_out/largest"
     ):
         run.step(next(samestep.batches(Points(), JOB)))
     with pytest.raises(JobError, match=r"every=100 evaluates after each 100th step"):
-        samestep.HeldOut(Points(), every=0)
+        samestep.EarlyStopping(Points(), every=0)
+
+
+def test_the_log_names_the_mean_that_decides(tmp_path: Path) -> None:
+    run = run_of(0, 1, "dp=1")
+    held_out = samestep.EarlyStopping(Points(), every=1, monitor="largest", metrics=measure, patience=9)
+    samestep.track(run, held_out, folder=tmp_path)
+    steps = samestep.batches(Points(), JOB)
+    reports = [run.step(next(steps)) for _ in range(2)]
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["monitor"] for row in rows] == ["held_out/largest"] * 2
+    assert [row["mean"] for row in rows] == [report.held_out["held_out/largest"] for report in reports]
+    assert "loss" not in rows[0]
+    assert [row.loss for row in evaluations.read(tmp_path, 2)] == [row["mean"] for row in rows]
+
+
+def test_a_checkpoint_that_no_loop_of_ones_own_saves_is_refused() -> None:
+    job = Job(checkpoint={"every": 50}, run={"device": "cpu"})
+    with pytest.raises(
+        JobError, match=r"checkpoint.every = 50 .* `if report.step % 50 == 0: run.save\(folder\)` works"
+    ):
+        samestep.parallelize(torch.nn.Linear(1, 1), "mse", torch.optim.SGD, layout="", job=job)
+
+
+def test_autocast_around_a_step_is_refused_and_within_a_forward_it_is_not() -> None:
+    class Cast(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x).float()
+
+    run = samestep.parallelize(Cast(2, 2), "cross_entropy", torch.optim.SGD, layout="")
+    batch = torch.ones(4, 2), torch.arange(4) % 2
+    run.step(batch)
+    says = r"run.step within torch.autocast, .* numerics.precision = .float32. says"
+    with pytest.raises(ModelError, match=says), torch.autocast("cpu", torch.bfloat16):
+        run.step(batch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        run.step(batch)
 
 
 def test_a_function_that_fails_is_named(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ REFUSED = {
     ("perturbed", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*tp=1 works",
     ("energy", "dp=1 tp=2"): "tp=2: the forward at .* takes gradients itself, .*tp=1 works",
     ("energy", "dp=1 pp=2 microbatch=2 schedule=zero-bubble"): "takes gradients itself: schedule=1f1b works",
-    ("leaves gradients", "dp=1"): "leaves gradients in weights.* model.zero_grad.. behind it works",
+    ("leaves gradients", "dp=1"): "leaves gradients in weights.* model.zero_grad.. after it works",
     ("runs backward", PP): "takes gradients across blocks",
     ("one by one", PP): "no stage can begin with",
     ("ensemble", PP): "a transform of torch.func.* reads many between blocks",

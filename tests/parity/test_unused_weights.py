@@ -27,7 +27,7 @@ def trained(
 
 
 def on_ranks(layout: str, function: object, *args: object) -> list[Trained]:
-    world = Layout.parse(layout).world_size
+    world = Layout(layout).world_size
     return pool(world).run(function, *args) if world > 1 else [function(0, 1, *args)]  # type: ignore[operator, arg-type]
 
 

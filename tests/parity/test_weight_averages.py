@@ -23,12 +23,12 @@ from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory.memory_use import at_rest, saving_host_bytes
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.pieces import Piece
-from samestep.simulation.memory import at_rest, saving_host_bytes
 from tests import small, traced
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed
 from tests.models import VOCABULARY, Tokens
@@ -51,7 +51,7 @@ def run_of(rank: int, world: int, layout: str, job: Job) -> Run:
     prepared = traced.prepared(("small", Tokens), source, job, example, Layout(), for_any=True)
     run = Run(
         replace(source, prepared=prepared),
-        Layout.parse(layout),
+        Layout(layout),
         job,
         RankInfo(rank, rank, world, world, torch.device("cpu")),
     )
@@ -125,7 +125,7 @@ NIGHTLY = ["dp=2", "dp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 tp=2 zero=1", "pp=2 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(text, marks=pytest.mark.nightly) for text in NIGHTLY)])
 def test_every_layout_has_the_same_averages(layout: str) -> None:
-    ranks = pool(Layout.parse(layout).world_size).run(observe, layout, job_with())
+    ranks = pool(Layout(layout).world_size).run(observe, layout, job_with())
     for index, expected in enumerate(alone()):
         for seen in ranks:
             assert seen[index].losses == pytest.approx(expected.losses, rel=1e-9)
@@ -220,7 +220,9 @@ def test_weights_are_neither_trained_nor_saved_while_averages_stand_in_their_pla
         pass
     with pytest.raises(JobError, match=r"train.evaluate_ema evaluates the averages of weights: train.ema = 0.999"):
         Job(train={"evaluate_ema": True})
-    with pytest.raises(JobError, match=r"train.ema averages .* and numerics.exchange_every = 4 trains replicas apart"):
+    with pytest.raises(
+        JobError, match=r"train.ema averages .* and numerics.exchange_every = 4 trains replicas separately"
+    ):
         Job(train={"ema": 0.9}, numerics={"exchange_every": 4, "replicas": 2})
 
 

@@ -63,7 +63,7 @@ def run_of(rank: int, world: int, layout: str, *, steps: int = 1) -> Run:
     """Return a run that has taken some steps."""
     optimizer = optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(Source(Words, cross_entropy, optimizer), Layout.parse(layout), JOB, place)
+    run = Run(Source(Words, cross_entropy, optimizer), Layout(layout), JOB, place)
     for _ in range(steps):
         run.step(read_samples(Numbers(), range(4)))
     return run
@@ -155,9 +155,7 @@ def test_what_looks_at_several_elements_of_a_part_is_refused(layout: str) -> Non
     kinds = OF_WEIGHTS | OF_GRADIENTS
     if "zero=3" in layout:  # which refuses it by itself, behind the write
         del kinds["data in its place"]
-    assert (
-        pool(Layout.parse(layout).world_size).run(refused, layout, kinds, CUT) == [[]] * Layout.parse(layout).world_size
-    )
+    assert pool(Layout(layout).world_size).run(refused, layout, kinds, CUT) == [[]] * Layout(layout).world_size
 
 
 def test_gradients_are_refused_of_which_a_rank_has_its_chunk() -> None:
@@ -197,7 +195,7 @@ def waiting(rank: int, world: int, layout: str) -> list[str]:
     "layout", ["dp=1 microbatch=4", "dp=2 zero=0", pytest.param("dp=2 zero=3", marks=pytest.mark.nightly)]
 )
 def test_gradients_that_wait_are_those_of_run_gradients_alone(layout: str) -> None:
-    ranks = Layout.parse(layout).world_size
+    ranks = Layout(layout).world_size
     found = pool(ranks).run(waiting, layout) if ranks > 1 else [waiting(0, 1, layout)]
     assert found == [[]] * ranks
 

@@ -19,12 +19,12 @@ from samestep.datasets import batches
 from samestep.errors import JobError
 from samestep.examination.examine import Source
 from samestep.layout import Layout
+from samestep.memory.live_bytes import saved_bytes
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.layer_memory import saved_bytes
 from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, job_of
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow, in_loop, job_of
 from tests.models import MODELS, Tokens
 from tests.parity.whole_batch import BATCH, CASES, Views, job, plain
 from tests.pool import pool
@@ -36,9 +36,9 @@ def run_of(rank: int, world: int, name: str, layout: str, batch: int = BATCH) ->
     case, settings = CASES[name], job(batch)
     source = Source(case.model, case.loss, optimizer_of(settings), name)
     example = next(batches(Views(), settings)).samples([0])
-    prepared = traced.prepared(("whole batch", name), source, settings, example, Layout.parse(layout))
+    prepared = traced.prepared(("whole batch", name), source, settings, example, Layout(layout))
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(replace(source, prepared=prepared), Layout.parse(layout), settings, place)
+    return Run(replace(source, prepared=prepared), Layout(layout), settings, place)
 
 
 def observe(rank: int, world: int, name: str, layout: str, batch: int = BATCH) -> Found:
@@ -56,7 +56,7 @@ def expected(name: str, batch: int = BATCH) -> tuple[list[float], dict[str, Tens
 
 
 def on_ranks(layout: str, *args: object) -> list[Found]:
-    world = Layout.parse(layout).world_size
+    world = Layout(layout).world_size
     name, rest = args[0], args[1:]
     return pool(world).run(observe, name, layout, *rest) if world > 1 else [observe(0, 1, name, layout, *rest)]  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -
         for key, value in weights.items():
             assert torch.allclose(ours[key], value, rtol=TOLERANCE, atol=TOLERANCE), key
         assert held_out == ranks[0][2]
-    if Layout.parse(layout).world_size > 1:
+    if Layout(layout).world_size > 1:
         assert_ledger([seen for seen, *_ in ranks], layout)
 
 
@@ -139,7 +139,7 @@ def ignores_words(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
 def test_words_of_other_samples_are_refused_where_the_loss_reads_them(loss: Any, layout: str) -> None:
     job = Job(train={"global_batch": 4, "steps": 2}, run={"device": "cpu"})
     run = samestep.parallelize(
-        OfX, samestep.whole_batch(loss), lambda p: torch.optim.SGD(p, 0.1), layout=layout, job=job
+        OfX, samestep.whole_batch(loss), lambda p: torch.optim.SGD(p, 0.1), layout=layout, job=in_loop(job)
     )
     is_refused = layout != "dp=1" and loss is not ignores_words
     with pytest.raises(JobError, match="reads words of the batch") if is_refused else nullcontext():
@@ -178,7 +178,9 @@ def sequences(
 ) -> tuple[list[float], dict[str, Tensor], float, float]:
     """Take three steps, of which the last one sends what the program lists."""
     loss = samestep.whole_batch(rows_of_sequences if by_rows else of_sequences, rows=by_rows)
-    run = samestep.parallelize(MODELS[model], loss, lambda p: torch.optim.Adam(p, 0.01), layout=layout, job=LONG)
+    run = samestep.parallelize(
+        MODELS[model], loss, lambda p: torch.optim.Adam(p, 0.01), layout=layout, job=in_loop(LONG)
+    )
     losses = []
     for batch in batches(Tokens(), LONG):
         with Ledger() as ledger:
@@ -209,7 +211,7 @@ def whole_sequences(model: str, by_rows: bool) -> tuple[list[float], dict[str, T
 @pytest.mark.parametrize("by_rows", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_loss_is_given_whole_sequences(layout: str, model: str, by_rows: bool) -> None:
     losses, weights, held_out, spread = whole_sequences(model, by_rows)
-    for found, ours, mean, deviation in pool(Layout.parse(layout).world_size).run(sequences, model, layout, by_rows):
+    for found, ours, mean, deviation in pool(Layout(layout).world_size).run(sequences, model, layout, by_rows):
         assert found == pytest.approx(losses, rel=TOLERANCE)
         assert (mean, deviation) == pytest.approx((held_out, spread), rel=TOLERANCE)
         for key, value in weights.items():
@@ -240,7 +242,7 @@ def _of_one_head(rank: int, world: int, layout: str) -> dict[str, Tensor]:
     settings = job(8)
     run = samestep.parallelize(
         TwoHeads().double(), samestep.whole_batch(_spread), lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5),
-        layout=layout, job=settings,
+        layout=layout, job=in_loop(settings),
     )  # fmt: skip
     draw = torch.Generator().manual_seed(2)
     for _ in range(3):
@@ -254,7 +256,7 @@ def test_an_output_that_the_loss_does_not_read_gives_no_gradient(layout: str) ->
     (wanted,) = pool(1).run(_of_one_head, "dp=1")
     torch.manual_seed(0)
     assert torch.equal(wanted["two.weight"], TwoHeads().double().two.weight), "it decays no weight"
-    for found in pool(Layout.parse(layout).world_size).run(_of_one_head, layout):
+    for found in pool(Layout(layout).world_size).run(_of_one_head, layout):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
 
@@ -298,7 +300,7 @@ def test_ranks_compute_the_rows_of_their_samples(layout: str, batch: int) -> Non
         for key, value in weights.items():
             assert torch.allclose(ours[key], value, rtol=TOLERANCE, atol=TOLERANCE), key
         assert held_out == pytest.approx(ranks[0][2], rel=TOLERANCE)
-    if Layout.parse(layout).world_size > 1:
+    if Layout(layout).world_size > 1:
         assert_ledger([seen for seen, *_ in ranks], layout)
 
 

@@ -394,7 +394,7 @@ CASES: dict[str, Case] = {
     "forward that returns a mean of some labels": Case(
         of(OwnMean, lambda outputs, batch: (outputs * len(batch[1]), len(batch[1]))), SomeLabels
     ),
-    "a mean as the loss": Case(of(Net, nn.CrossEntropyLoss())),
+    "a mean as the loss": Case(of(Net, lambda outputs, batch: outputs.mean())),
     "chosen and rejected in one batch": Case(of(Preferred, preference), Pairs),
     "weights of two tasks": Case(of(Tasks, of_tasks)),
     "names in the loss": Case(of(TakesNames, by_name), Named),
@@ -418,7 +418,7 @@ CASES: dict[str, Case] = {
     "part taken out later": Case(of(Net), each=taken_out),
     "clamping hook later": Case(of(Net), each=noise_later),
     "halving hook later": Case(of(Net), each=halve_later),
-    "given instance evaluated": Case(given(), each=changing(lambda net: net(torch.zeros(1, 6)))),
+    "given instance evaluated": Case(given(), each=changing(lambda net: net(torch.zeros(1, 6).to(net.a.weight)))),
     "given instance put into evaluation": Case(given(), each=changing(lambda net: net.b.eval())),
     "given instance with another part": Case(given(), each=changing(lambda net: setattr(net, "b", nn.Identity()))),
     "given instance with a hook": Case(

@@ -186,12 +186,12 @@ def run_of(
 ) -> Run:
     """Return a run of a model given as an instance, whose values it keeps."""
     source = Source(built(model, frozen), MODELS[model][1], optimizer_source(optimizer), model)
-    return Run(source, Layout.parse(layout), made, RankInfo(rank, rank, world, world, device_of_ranks()))
+    return Run(source, Layout(layout), made, RankInfo(rank, rank, world, world, device_of_ranks()))
 
 
 def reports(run: Run, plan: list[Turn], first: int = 0) -> Iterator[StepReport]:
     """Take the steps of a loop in a run; yield their reports."""
-    for batch in batches(Pairs(), run.job, first):
+    for batch in batches(Pairs(), run.job, first_step=first):
         run.prepare(batch.samples(batch.indices[:1]))
         plan[batch.step].make(run._stepper._own.current.model.module)
         yield run.step(batch)

@@ -85,6 +85,28 @@ def loss_is_divided_twice(patch: Patch) -> None:
     around(patch, Stepper, "_agree", agree)
 
 
+@fault(Cause.GRADIENT_SCALE, "dp=2")
+def loss_has_its_value_and_half_its_gradient(patch: Patch) -> None:
+    """The value without gradient: as of a statistic of the batch behind `detach()`, it adds up and its gradient does not."""
+
+    def detached(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = cross_entropy(outputs, batch)
+        return (total + total.detach()) / 2, count
+
+    around(patch, Interpreter, "_forward", lambda forward, self, *args: _with_loss(self, detached, forward, *args))
+
+
+@fault(Cause.LOSS_SCALE, "dp=2")
+def counts_are_clamped_on_each_rank(patch: Patch) -> None:
+    """The clamped count: a rank in whose part little counts adds what its own clamp gives."""
+
+    def clamped(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = cross_entropy(outputs, batch)
+        return total, count.clamp(min=24)
+
+    around(patch, Interpreter, "_forward", lambda forward, self, *args: _with_loss(self, clamped, forward, *args))
+
+
 @fault(Cause.AUXILIARY_LOSS, "dp=2 ep=2", "mixtral_balanced")
 def loss_that_balances_experts_is_scaled_by_the_ranks(patch: Patch) -> None:
     around(patch, Balance, "__call__", lambda balance, self, *args: balance(self, *args) * dist.get_world_size())

@@ -18,12 +18,13 @@ from samestep.program.step import StepSpec
 from samestep.proof.verdict import Cause
 from samestep.runtime.axes import sequence, tensor
 from samestep.runtime.axes.context import slicing as context
-from samestep.runtime.axes.pipeline import stage
+from samestep.runtime.axes.pipeline import stage, stand_ins
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.replicated import Replicated
 from samestep.schedules import Action, TaskKind
+from tests.code import hooks
 from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
 # -- tensor cuts -----------------------------------------------------------------------------------
@@ -110,6 +111,29 @@ def a_tied_head_is_cut_for_itself(patch: Patch) -> None:
             setattr(model.get_submodule(path), leaf, nn.Parameter(model.get_parameter(alias).detach().clone()))
 
     around(patch, Replicated, "_fill", fill)
+
+
+# -- hooks on gradients ----------------------------------------------------------------------------
+
+
+@fault(Cause.BACKWARD, "dp=1 tp=2", hooks.UNIT_NORM)
+def a_hook_acts_on_the_part_of_a_rank(patch: Patch) -> None:
+    def register(original: Any, tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
+        def on_parts(gradient: Tensor) -> Tensor:
+            return torch.cat([hook(part) for part in gradient.chunk(2, dim=-1)], dim=-1)
+
+        return original(tensor, on_parts if hook is hooks.to_unit_norm else hook)
+
+    around(patch, Tensor, "register_hook", register)
+
+
+@fault(Cause.PART_SCALE, "dp=1 pp=2 microbatch=4", hooks.TRIPLED)
+def a_hook_acts_on_two_stages(patch: Patch) -> None:
+    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_passed_on = len(args) == 1 and args[0].is_floating_point() and not isinstance(self, nn.Linear)
+        return args[0] if is_passed_on else original(self, *args, **kwargs)
+
+    around(patch, stand_ins.LayerStandIn, "forward", forward)
 
 
 # -- slices of sequences ---------------------------------------------------------------------------

@@ -35,7 +35,7 @@ FAULTS = of_kind("fault")
 
 def subject(model: str, layout: str, job: Job, folder: Path) -> sides.Subject:
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
-    where = Layout.parse(layout)
+    where = Layout(layout)
     return sides.Subject(source_of(model, where, job), Tokens(), example, job, where, folder)
 
 
@@ -65,8 +65,8 @@ _VERDICTS: dict[Any, Verdict] = {}
 
 
 def _proven(model: str, layout: str, name: str, own_precision: bool, **tables: Any) -> Verdict:
-    numerics = tables.get("numerics", {})
-    job = job_of(numerics.get("precision", "float32" if own_precision else "float64"), 3, **tables)
+    numerics, train = tables.get("numerics", {}), {"watch_every": 100, **tables.pop("train", {})}
+    job = job_of(numerics.get("precision", "float32" if own_precision else "float64"), 3, train=train, **tables)
     if not own_precision:
         job = verify._proving(job, 3)
     folder = Path(tempfile.mkdtemp(prefix="samestep-fault-"))

@@ -42,6 +42,28 @@ class Vectors(Tokens):
         return self.x[index], self.y[index]
 
 
+class ShuffledStream(torch.utils.data.IterableDataset[Any]):
+    """Vectors that are shuffled within a buffer, which the state of the stream lacks."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer: list[Any] = []
+        while self.at < 64:
+            buffer.append(Vectors()[self.at])
+            self.at += 1
+            if len(buffer) == 6:
+                yield buffer.pop(self.at % 6)
+        yield from buffer
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 class SevenVectors(Vectors):
     """Of every eight vectors one has no label, so that parts of a batch count differently."""
 
@@ -391,6 +413,11 @@ def follow_student(run: Any) -> None:
         mine.lerp_(theirs, 0.5)
 
 
+def lower_rate(run: Any) -> None:
+    for group in run.updater.optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
 class ThirdPart(TwoLayers):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         return super().forward(x if other is None else x + other)
@@ -682,7 +709,11 @@ class Embedded(nn.Module):
 
 
 class Blockless(Embedded):
-    pass
+    """More classes than tokens, so that the loss knows which dimension of the logits has the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 80)
 
 
 class MaxNorm(Embedded):

@@ -14,6 +14,7 @@ from samestep.building import chunked_cross_entropy
 from samestep.proof.verdict import Cause
 from samestep.randomness import mode as dropout
 from samestep.randomness.masks import MaskSlice
+from samestep.runtime.axes.batch_values import BatchValues
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.run import Run
@@ -44,6 +45,16 @@ def gradients_of_the_last_stage_are_doubled(patch: Patch) -> None:
 @fault(Cause.PART_SCALE, "dp=2 pp=2 zero=1 microbatch=1", "deep_llama")
 def the_first_stage_divides_by_its_microbatches_once_more(patch: Patch) -> None:
     _scaled(patch, lambda updater, piece: piece.gradient().div_(4.0 if rank() < 2 else 1.0))  # type: ignore[arg-type, return-value]
+
+
+@fault(Cause.BACKWARD, "dp=2", "centred")
+def gradients_of_values_of_all_samples_are_scaled_by_dp(patch: Patch) -> None:
+    around(patch, BatchValues, "sum_back", lambda summed, self, gradient: summed(self, gradient) * 2.0)
+
+
+@fault(Cause.BACKWARD, "dp=2 zero=3", "centred")
+def gradients_of_values_of_all_samples_are_those_of_one_rank(patch: Patch) -> None:
+    around(patch, BatchValues, "sum_back", lambda summed, self, gradient: summed(self, gradient) / 2.0)
 
 
 @fault(Cause.PART_SCALE, "dp=2 ep=2", "mixtral")

@@ -25,7 +25,7 @@ from samestep.errors import InputError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
@@ -180,6 +180,8 @@ REPRODUCTIONS = (
     _case("forward(**batch)", "A21", 6, odd.KeywordBatch, "dp=1, dp=2", against="a plain loop", names=("mask",), data=odd.MaskedTokens),
     _case("third part of a tuple", "A22", 6, odd.ThirdPart, "dp=1, dp=2", against="a plain loop", names=("part",), data=odd.Triples),
     _case("counters in an optimizer's groups", "A15", 6, odd.net, "dp=1, dp=2 zero=1", against="no interruption", optimizer=odd.ScheduleFree, names=("ScheduleFree",), steps=6, **VECTORS),
+    _case("rate that a loop lowers", "R1", 1, odd.net, "dp=1, dp=2 zero=1", must=EQUAL, against="no interruption", optimizer=odd.adamw, each=odd.lower_rate, steps=6, **VECTORS),
+    _case("stream whose state lacks its buffer", "R5", 1, odd.net, "dp=1", must=EQUAL, against="no interruption", data=odd.ShuffledStream, steps=6),
     _case("teacher that follows", "A16", 6, odd.Teacher, "dp=1", against="no interruption", each=odd.follow_student, names=("teacher",), steps=6, **VECTORS),
     _case("buffers of later stages", "A17", 6, odd.CountingBlocks, "dp=1 pp=2 microbatch=8, dp=1", against="no interruption", names=("blocks", "k"), steps=6),
     _case("loss scale of the first sample", "D4", 6, odd.Blockless, "dp=1", against="no interruption", names=("loss_scale",), optimizer=odd.fast_sgd, steps=12, stop=4, precision="fp16", data=odd.Lengths),
@@ -206,11 +208,11 @@ class Outcome:
 
 def outcome(case: Reproduction, layout: str) -> Outcome:
     """Return what a layout makes of a case."""
-    world = Layout.parse(layout).world_size
+    world = Layout(layout).world_size
     try:
         expected = _expected(case)
         if case.is_traced_once:
-            _source(case, Layout.parse(layout))
+            _source(case, Layout(layout))
         found = pool(world).run(carry_out, case.name, layout) if world > 1 else [carry_out(0, 1, case.name, layout)]
     except InputError as error:
         if world > 1:
@@ -261,7 +263,7 @@ def carry_out(rank: int, world: int, name: str, layout: str) -> Observed:
 
 def _run(rank: int, world: int, case: Reproduction, layout: str) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    where = Layout.parse(layout)
+    where = Layout(layout)
     return Run(_source(case, where), where, case.job, place)
 
 
@@ -307,19 +309,19 @@ def _called(model: nn.Module, samples: Any) -> Tensor:
 
 def _resumed(rank: int, world: int, case: Reproduction, layout: str) -> Observed:
     """Take the steps, and again with an interruption after some of them; return by how much the losses differ."""
-    job, data, stop = case.job, case.data(), case.stop
+    job, stop = case.job, case.stop
     mine = tempfile.mkdtemp() if rank == 0 else ""
     folder = Path(gather_values(mine, world)[0])
 
     def taken(run: Run, first: int, last: int) -> list[float]:
         found = []
-        for batch in batches(data, job, first):
-            if batch.step == last:
-                break
+        for batch in batches(case.data(), job, first_step=first):
             report = run.step(batch)
             found.append(report.loss + report.skipped)
             if case.each is not None:
                 case.each(run)
+            if run.steps_taken == last:
+                break
         return found
 
     whole = taken(_run(rank, world, case, layout), 0, case.steps)
@@ -327,9 +329,9 @@ def _resumed(rank: int, world: int, case: Reproduction, layout: str) -> Observed
     taken(begun, 0, stop)
     checkpoint.save(begun, folder, keep=1)
     resumed = _run(rank, world, case, layout)
-    later = next(batches(data, job, stop))
+    later = next(batches(case.data(), job, first_step=stop))
     resumed.prepare(later.samples(later.indices[:1]))
-    checkpoint.load(resumed, manifests.list_checkpoints(folder)[-1])
+    resumed.load(folder)
     assert resumed.steps_taken == stop
     return Observed(losses=[a - b for a, b in zip(taken(resumed, stop, case.steps), whole[stop:], strict=True)])
 

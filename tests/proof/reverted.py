@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.datasets import reading
+from samestep.datasets import reading, streams
 from samestep.errors import ModelError
 from samestep.examination import plan_search
 from samestep.independence import cut_proof, dimension_maps, unit_rules
@@ -35,7 +35,7 @@ from samestep.runtime import assembly
 from samestep.runtime.axes import expert, recompute, weight_gradients
 from samestep.runtime.axes.pipeline import recorded_flows, stage, whole_model
 from samestep.runtime.checkpoints import checkpoint, other_state
-from samestep.runtime.optimizers import optimizer_source, used_weights, whole_optimizer
+from samestep.runtime.optimizers import optimizer_source, optimizer_step, used_weights, whole_optimizer
 from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights import fsdp_units, replicated
@@ -148,12 +148,12 @@ def _calls(patch: Patch, call: Callable[[nn.Module, Any], Any]) -> None:
 
 @reverted("A21", "forward(**batch)", "dp=2", Cause.PLAIN, one_device=True)
 def a_forward_of_keywords_is_given_tokens_alone(patch: Patch) -> None:
-    _calls(patch, lambda model, batch, plainly=False: model(input_ids=batch["input_ids"]))
+    _calls(patch, lambda model, batch, **_: model(input_ids=batch["input_ids"]))
 
 
 @reverted("A22", "third part of a tuple", "dp=2", Cause.PLAIN, one_device=True)
 def later_parts_of_a_tuple_are_dropped(patch: Patch) -> None:
-    _calls(patch, lambda model, batch, plainly=False: model(batch[0], torch.zeros_like(batch[2])))
+    _calls(patch, lambda model, batch, **_: model(batch[0], torch.zeros_like(batch[2])))
 
 
 # -- samples, the loss, data -----------------------------------------------------------------------
@@ -268,6 +268,16 @@ def options_of_groups_are_not_restored(patch: Patch) -> None:
     _forgets(patch, "ranks")
 
 
+@resumed("R1", "rate that a loop lowers", "dp=1")
+def rates_that_were_set_from_outside_are_lost(patch: Patch) -> None:
+    patch.setattr(optimizer_step.GroupRates, "from_outside", lambda self: {})
+
+
+@resumed("R5", "stream whose state lacks its buffer", "dp=1")
+def the_buffer_of_a_stream_is_lost(patch: Patch) -> None:
+    patch.setattr(streams.StreamSteps, "_continue", lambda self: self._start(self._stored) or True)
+
+
 @resumed("A16", "teacher that follows", "dp=1")
 def frozen_weights_are_not_saved(patch: Patch) -> None:
     patch.setattr(other_state, "changed_frozen_weights", lambda run: [])
@@ -375,7 +385,7 @@ ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
 def subject(name: str, folder: Path) -> sides.Subject:
     """Return what is proven: the code of a row under its layout, traced as the patches of this process let it be."""
     row = PLANTED[name]
-    case, where = CASES[row.code], Layout.parse(row.layout)
+    case, where = CASES[row.code], Layout(row.layout)
     job = verify._proving(
         case.job.model_copy(update={"run": Job(run={"device": "cpu", "allow": row.allow}).run}), row.steps
     )
@@ -404,7 +414,7 @@ def prove(name: str, is_mended: bool = False) -> Verdict:
             if (row.one_device or row.is_refused) and not is_mended:
                 row.install(patch)
             sides.one_device(ONE, subject(name, folder))
-        pool(Layout.parse(row.layout).world_size).run(on_a_rank, name, folder, is_mended)
+        pool(Layout(row.layout).world_size).run(on_a_rank, name, folder, is_mended)
         with pytest.MonkeyPatch.context() as patch, seeded(0):
             if (row.one_device or row.is_refused) and not is_mended:
                 row.install(patch)

@@ -94,7 +94,9 @@ def test_sharded_modules_keep_the_names_of_their_classes() -> None:
 
 
 def _verified(**given: Any) -> Verdict:
-    return samestep.verify(job_of("float32", 2), layout="dp=2", dataset=Tokens(), **{"model": Plain, **given})
+    return samestep.verify(
+        job_of("float32", 2, train={"watch_every": 100}), layout="dp=2", dataset=Tokens(), **{"model": Plain, **given}
+    )
 
 
 def _rooted(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -105,7 +107,11 @@ def _rooted(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def test_a_loss_that_is_no_sum_over_samples_is_no_mean_of_means() -> None:
     allowed = {"run": {"allow": ["loss"]}}
     verdict = samestep.verify(
-        job_of("float64", 2, **allowed), layout="dp=2", dataset=Tokens(), model=Plain, loss=_rooted
+        job_of("float64", 2, train={"watch_every": 100}, **allowed),
+        layout="dp=2",
+        dataset=Tokens(),
+        model=Plain,
+        loss=_rooted,
     )
     assert verdict.cause is Cause.COUPLED
     assert "the loss is no sum over samples: on one device too the batch has the loss" in verdict.explanation
@@ -113,7 +119,9 @@ def test_a_loss_that_is_no_sum_over_samples_is_no_mean_of_means() -> None:
 
 def test_a_model_that_mixes_samples_is_called_that() -> None:
     allowed = {"run": {"allow": ["samples"]}}
-    verdict = samestep.verify(job_of("float64", 2, **allowed), layout="dp=2", dataset=Tokens(), model=Centered)
+    verdict = samestep.verify(
+        job_of("float64", 2, train={"watch_every": 100}, **allowed), layout="dp=2", dataset=Tokens(), model=Centered
+    )
     assert verdict.cause is Cause.COUPLED
     assert "first norm in step 1" in verdict.explanation
 

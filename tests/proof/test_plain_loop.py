@@ -144,7 +144,7 @@ def _a_folder_to_load() -> None:
 
 def verdict_of(case: Case, folder: Path, install: Callable[[Patch], None] | None = None) -> sides.Judgement:
     """Hold a layout of one rank against one device, with a fault in both."""
-    job, where, dataset = verify._proving(case.job, 3), Layout.parse(case.layout), case.dataset()
+    job, where, dataset = verify._proving(case.job, 3), Layout(case.layout), case.dataset()
     example = Batch(0, [0], dataset).samples([0])  # type: ignore[arg-type]
 
     source = Source(case.build, cross_entropy, optimizer_of(job), "model")

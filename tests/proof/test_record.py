@@ -31,8 +31,8 @@ def test_a_run_proves_its_layout_first_and_later_runs_know_it(
     plain, proven, later, other = (tmp_path / name for name in ("plain", "proven", "later", "other"))
     words = ("--layout", "dp=2", "--steps", "2")
     assert small.train(*words, "--out", plain) == 0
-    assert "\nnot proven: `samestep verify` proves this layout" in capfd.readouterr().out
-    assert _summary(plain)["proof"].startswith("not proven: ")
+    assert "\nnot verified yet: `samestep verify` compares this layout" in capfd.readouterr().out
+    assert _summary(plain)["proof"].startswith("not verified yet: ")
     assert small.train(*words, "--out", proven, "--prove") == 0
     assert "\nproven: the same result" in capfd.readouterr().out
     assert _summary(proven)["proof"].startswith("proven on 20")
@@ -40,7 +40,7 @@ def test_a_run_proves_its_layout_first_and_later_runs_know_it(
     assert small.train(*words, "--out", later, train__steps=5) == 0
     assert "\nproven on 20" in capfd.readouterr().out
     assert small.train(*words, "--out", other, train__seed=5) == 0
-    assert "\nnot proven: " in capfd.readouterr().out
+    assert "\nnot verified yet: " in capfd.readouterr().out
 
 
 def test_a_layout_that_differs_is_not_trained(
@@ -65,7 +65,7 @@ def test_a_layout_that_differs_is_not_trained(
 
 def _waiving(run: Run, workload: Any) -> dict[str, float]:
     if run.place.rank == 1:
-        run.job.run.waived("loss", "the loss is a mean")
+        run.job.run.waived("loss", "some-code", "the loss is a mean")
     return {}
 
 

@@ -12,7 +12,7 @@ from samestep.building.loss import mse
 from samestep.job import Job
 from samestep.proof.verdict import Cause
 from samestep.proof.verify import verify
-from samestep.runtime.local_replicas import LocalReplicas
+from samestep.wings.slow_links.local_replicas import LocalReplicas
 from tests import traced
 from tests.parity.unused_weights import OPTIMIZERS, WIDTH, Experts, Pairs
 
@@ -45,7 +45,7 @@ class Shifted(nn.Module):
 
 def job(codec: str, **exchanges: float) -> Job:
     return Job(
-        model={"config": {**CONFIG, "num_key_value_heads": 2, "max_position_embeddings": 64}},
+        model={"source": "hf:llama", "config": {**CONFIG, "num_key_value_heads": 2, "max_position_embeddings": 64}},
         data={"sequence_length": 16},
         train={"global_batch": 8, "evaluate_samples": 0},
         optimizer={"clip_norm": 0.5},

@@ -44,7 +44,7 @@ def test_nothing_is_found_while_the_mend_stands(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", RESUMED)
 def test_what_a_checkpoint_forgets_changes_a_resumed_run(name):
-    world = Layout.parse(RESUMED[name].layout).world_size
+    world = Layout(RESUMED[name].layout).world_size
 
     def difference(is_mended: bool) -> float:
         return max(pool(world).run(resume, name, is_mended) if world > 1 else [resume(0, 1, name, is_mended)])
@@ -59,7 +59,7 @@ def test_what_a_checkpoint_forgets_changes_a_resumed_run(name):
 )
 def test_a_run_without_a_mend_ends_in_its_error(name):
     with pytest.raises(Exception, match=BROKEN[name].text):
-        pool(Layout.parse(BROKEN[name].layout).world_size).run(end, name)
+        pool(Layout(BROKEN[name].layout).world_size).run(end, name)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samestep.program.codecs import CodecSpec
 
-ROW = CodecSpec(name="float24", module=__name__, element_bits=24)
+ROW = CodecSpec(name="float24", module=__name__, element_bytes=3)
 
 
 class Float24:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -25,10 +26,14 @@ def is_divided(param: ParamSpec) -> bool:
     return param.name.rpartition(".")[0].endswith("up")
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     degree = getattr(step.layout, AXIS, 1)
     odd = next((param for param in step.model.params if is_divided(param) and param.shape[0] % degree), None)
-    return f"rows={degree} does not divide the {odd.shape[0]} rows of {odd.name}: rows=1 works" if odd else None
+    if odd is None:
+        return None
+    return LayoutError(
+        "rows-indivisible", f"rows={degree} does not divide the {odd.shape[0]} rows of {odd.name}: rows=1 works"
+    )
 
 
 def apply(program: Program) -> Program:

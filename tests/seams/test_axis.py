@@ -4,8 +4,8 @@ The toy axis `rows` is added from here: `rows_strategy.py` says what each rank h
 part of `Holding` is written by the strategy. All else (groups and their order, first values, buckets, ZeRO, norm, clipping,
 optimizer, ledger, clock, memory) takes it from the layout's declaration, the holdings and the ops.
 
-What the axis would still need elsewhere to be a word of every verb: degrees to try in `planning/candidates.py`, its word in
-the tables of `planning/legality.py` and `planning/nearest_layout.py`, and, for verify to call a fault of it by its name,
+What the axis would still need elsewhere to be a word of every verb: degrees to try in `enumeration/candidates.py`, its word in
+the tables of `enumeration/legality.py` and `wings/plan/open_groups.py`, and, for verify to call a fault of it by its name,
 in `proof/causes.py`.
 """
 
@@ -22,12 +22,13 @@ from samestep.errors import LayoutError
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout, model_axis
+from samestep.memory import memory_use
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime.axes import applied_axes
-from samestep.simulation import clock, memory
 from samestep.strategies import program_of, programs_of, recompute
+from samestep.wings.plan.simulation import clock
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -44,7 +45,7 @@ from tests.pool import pool
 from tests.seams import rows_strategy, rows_twin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class RowsLayout(Layout):
     """The product's words and one more."""
 
@@ -76,7 +77,7 @@ def model() -> ModelSpec:
 def observe_knowing(rank: int, world: int, text: str, job: Job) -> Observed:
     """Observe a run of the axis; a rank's rows of a weight are named as where they lie in the whole."""
     with known():
-        run = make_run(rank, world, "plain", RowsLayout.parse(text), job)
+        run = make_run(rank, world, "plain", RowsLayout(text), job)
         seen = follow(run, Tokens(), job, record=True)
         index = run.assembly.parallel.mesh.index("rows")
     divided = {p.name: p.numel for p in run.program.step.model.params if rows_strategy.is_divided(p)}
@@ -88,7 +89,7 @@ def observe_knowing(rank: int, world: int, text: str, job: Job) -> Observed:
 
 
 def test_its_ranks_are_those_inside_all_others() -> None:
-    layout = RowsLayout.parse("dp=2 rows=2 tp=2")
+    layout = RowsLayout("dp=2 rows=2 tp=2")
     assert str(layout) == "dp=2 tp=2 rows=2"
     assert layout.world_size == 8
     assert layout.inner_degrees == {"tp": 2, "rows": 2, "pp": 1, "cp": 1, "ep": 1}
@@ -97,22 +98,22 @@ def test_its_ranks_are_those_inside_all_others() -> None:
     assert ranks.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert ranks.groups("dp_replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
     with pytest.raises(LayoutError, match="rows=0: a degree is at least 1"):
-        RowsLayout.parse("rows=0")
+        RowsLayout("rows=0")
 
 
 def test_what_it_cannot_divide_is_refused_by_every_verb(model: ModelSpec) -> None:
     with known(), pytest.raises(LayoutError, match=r"rows=4 does not divide the 30 rows of blocks.0.up.weight"):
-        program_of(model, clipped(), RowsLayout.parse("rows=4"))
+        program_of(model, clipped(), RowsLayout("rows=4"))
 
 
 def test_the_clock_and_the_memory_know_it(model: ModelSpec) -> None:
     def played(layout: Layout) -> tuple[Program, float, int]:
         (program,) = programs_of(model, Job(train={"global_batch": 8}), layout)
-        return program, clock.play([program], load("a100-80x8")).step_s, memory.at_rest(program).weights
+        return program, clock.play([program], load("a100-80x8")).step_s, memory_use.at_rest(program).weights
 
     with known():
-        program, step_s, weights = played(RowsLayout.parse("rows=2"))
-        _, alone_s, all_weights = played(RowsLayout.parse("dp=1"))
+        program, step_s, weights = played(RowsLayout("rows=2"))
+        _, alone_s, all_weights = played(RowsLayout("dp=1"))
     halved = sum(param.numel for param in model.params if rows_strategy.is_divided(param)) // 2
     assert all_weights - weights == 4 * halved
     assert step_s > alone_s  # its sums are waited for, and no work is saved
@@ -132,7 +133,7 @@ def test_the_clock_and_the_memory_know_it(model: ModelSpec) -> None:
 )
 def test_it_computes_what_one_device_computes(layout: str) -> None:
     job = clipped()
-    ranks = pool(RowsLayout.parse(layout).world_size).run(observe_knowing, layout, job)
+    ranks = pool(RowsLayout(layout).world_size).run(observe_knowing, layout, job)
     for rank, seen in enumerate(ranks):
         assert seen.ledger == seen.predicted, f"rank {rank}"
     expected = reference("plain", job)

@@ -16,13 +16,13 @@ import samestep
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.step_time import Bounds
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.ops import Op
 from samestep.program.step import StepSpec
-from samestep.simulation.prediction import predict
 from samestep.strategies import program_of
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.simulation.simulate import predict
 from tests.laboratory import Observed, assert_ledger, job_of, largest_error, observe, reference, whole
 from tests.laws.test_search import MODELS
 from tests.pool import pool
@@ -53,7 +53,7 @@ def observe_knowing(rank: int, world: int, model: str, layout: str, job: Job) ->
 
 
 def gradient_ops(what: str, layout: str, job: Job) -> list[Op]:
-    program = program_of(MODELS[what], job, Layout.parse(layout))
+    program = program_of(MODELS[what], job, Layout(layout))
     return [op for _, op in program.ops() if op.codec is not None]
 
 
@@ -77,7 +77,7 @@ def test_the_program_names_it_and_lists_its_bytes(what: str, layout: str) -> Non
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_sent_as_listed_and_only_rounds(layout: str) -> None:
     job = job_of("float32", 1)
-    ranks = pool(Layout.parse(layout).world_size).run(observe_knowing, "deep_llama", layout, coded(job, 2))
+    ranks = pool(Layout(layout).world_size).run(observe_knowing, "deep_llama", layout, coded(job, 2))
     assert_ledger(ranks, layout)
     error, _ = largest_error(
         whole([seen.gradients[0] for seen in ranks]), whole(reference("deep_llama", job).gradients)
@@ -90,7 +90,7 @@ def test_it_is_sent_as_listed_and_only_rounds(layout: str) -> None:
 def test_bounds_of_the_search_hold(what: str, layout: str) -> None:
     hardware, job = load("a100-80x8"), coded(Job(train={"global_batch": 16}), 4)
     with known():
-        step = StepSpec.of(MODELS[what], job, Layout.parse(layout), hardware.devices_per_node)
+        step = StepSpec.of(MODELS[what], job, Layout(layout), hardware.devices_per_node)
         bounds, played = Bounds(Prices(MODELS[what], job, hardware)), predict(MODELS[what], job, step.layout, hardware)
         assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
 

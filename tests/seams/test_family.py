@@ -143,4 +143,4 @@ def test_without_the_row_the_family_is_refused(monkeypatch: pytest.MonkeyPatch) 
     run = make_run(0, 1, "curious without a row", "dp=1", clipped())
     run.prepare({key: value[None] for key, value in Tokens()[0].items()})
     with pytest.raises(LayoutError, match="it has no linear layers in its blocks"):
-        program_of(run.assembly.model.spec, clipped(), Layout.parse("tp=2"))
+        program_of(run.assembly.model.spec, clipped(), Layout("tp=2"))

@@ -42,7 +42,7 @@ def test_it_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file = tmp_path / "plan.json"
     assert main("plan", *GPT2, "--devices", 8, "--hardware", PROFILE, "--json", file) == 0
     assert "abacus" in capsys.readouterr().out
-    assert Layout.parse(json.loads(file.read_text())["best"][0]["layout"]).world_size == 8
+    assert Layout(json.loads(file.read_text())["best"][0]["layout"]).world_size == 8
 
 
 @pytest.mark.parametrize("file", MACHINES, ids=lambda file: file.stem)

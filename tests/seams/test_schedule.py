@@ -17,14 +17,14 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.planning import search
-from samestep.planning.bounds.layer_costs import Prices
-from samestep.planning.bounds.least_memory import Needs
-from samestep.planning.bounds.step_time import Bounds
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, Action, Order, ScheduleSpec, TaskKind, check, gpipe, order
-from samestep.simulation.prediction import predict
 from samestep.strategies import programs_of
+from samestep.wings.plan import search
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.least_memory import Needs
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.simulation.simulate import predict
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, observe, reference
 from tests.pool import pool
 
@@ -58,10 +58,10 @@ MODEL = spec(Decoder(layers=4, hidden=64, heads=4, vocab=512, sequence=64), "sma
 
 
 def test_only_a_row_of_the_table_makes_a_schedule() -> None:
-    with pytest.raises(LayoutError, match="schedule=late-weights is none of gpipe, 1f1b, interleaved, zero-bubble"):
-        Layout.parse(LAYOUT)
+    with pytest.raises(LayoutError, match=f"schedule=late-weights must be one of {', '.join(SCHEDULES)}"):
+        Layout(LAYOUT)
     with known():
-        assert str(Layout.parse(LAYOUT)) == "dp=1 pp=2 schedule=late-weights microbatch=2"
+        assert str(Layout(LAYOUT)) == "dp=1 pp=2 schedule=late-weights microbatch=2"
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 5])
@@ -72,7 +72,7 @@ def test_its_orders_pass_the_check(num_stages: int) -> None:
 
 def test_its_program_is_built_and_played() -> None:
     with known():
-        layout, job = Layout.parse(LAYOUT), Job(train={"global_batch": 8})
+        layout, job = Layout(LAYOUT), Job(train={"global_batch": 8})
         programs = programs_of(MODEL, job, layout)
         assert [task.action for task in programs[0].tasks[:-1]] == list(late_weights(0, 2, 4))
         late = predict(MODEL, job, layout, load("h100x8"))

@@ -22,8 +22,8 @@ from torch.distributed import checkpoint as dcp
 from samestep.cli import _visible
 from samestep.errors import CheckpointError, InputError, JobError, ModelError
 from samestep.models import weight_files
-from samestep.output import regular_files
-from samestep.output.output_file import write_whole
+from samestep.output import durable_files
+from samestep.output.durable_files import write_whole
 from samestep.runtime.checkpoints import manifests, torch_checkpoint
 from samestep.training import run_folder
 from tests import small
@@ -154,9 +154,9 @@ def test_what_is_regular_is_read(tmp_path: Path) -> None:
     path.write_bytes(b"12345")
     link = tmp_path / "link"
     link.symlink_to(path)
-    assert regular_files.read(link, 5) == b"12345"
+    assert durable_files.read(link, 5) == b"12345"
     with pytest.raises(ValueError, match="it holds more than 4 bytes"):
-        regular_files.read(path, 4)
+        durable_files.read(path, 4)
 
 
 # -- metadata of torch's checkpoints ---------------------------------------------------------------

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from samestep.building import families
 from samestep.building.families import family_config, family_source
 from samestep.building.pretrained import pretrained_source
-from samestep.datasets import template_trial
+from samestep.datasets import tokenizers
 from samestep.datasets.tokenizers import _auto_tokenizer
 from samestep.errors import DataError, InputError, ModelError
 
@@ -135,15 +135,15 @@ ON_HUB = ["evil-org/evil-kernel", "evil-org/kernel:forward", "kernels-community/
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_an_implementation_on_a_hub_is_refused(key: str, word: str, tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", tmp_path / "ran", **{key: word})
-    with pytest.raises(ModelError, match=f"{key} = .* names what is on a hub, and samestep downloads nothing"):
+    with pytest.raises(ModelError, match=f"{key} = .* names a file of a hub, and samestep downloads nothing"):
         pretrained_source(folder, {}, "causal")
     if not key.startswith("_"):
-        with pytest.raises(ModelError, match="names what is on a hub"):
+        with pytest.raises(ModelError, match="names a file of a hub"):
             family_config("llama", {key: word})
 
 
 def test_an_implementation_of_a_part_is_refused_too() -> None:
-    with pytest.raises(ModelError, match="attn_implementation = 'evil/x' names what is on a hub"):
+    with pytest.raises(ModelError, match="attn_implementation = 'evil/x' names a file of a hub"):
         family_config(
             "llava", {"text_config": {"model_type": "llama", "attn_implementation": "evil/x"}}, "vision-language"
         )
@@ -183,14 +183,14 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_template_that_never_ends_or_fills_the_memory_is_refused(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_trial, "MOST_SECONDS", 2.0)
-    monkeypatch.setattr(template_trial, "MOST_BYTES", 1 << 28)
+    monkeypatch.setattr(tokenizers, "MOST_SECONDS", 2.0)
+    monkeypatch.setattr(tokenizers, "MOST_BYTES", 1 << 28)
     with pytest.raises(DataError, match=r"chat template (does not end within|takes over) .* for two short messages"):
-        template_trial.try_template(_Writes(BOMBS[bomb]))
+        tokenizers.try_template(_Writes(BOMBS[bomb]))
 
 
 @pytest.mark.parametrize(
     "template", ["{{ messages[0].content }}", "{{ raise_exception('no') }}", "{{ messages[5].x.y }}"]
 )
 def test_a_template_that_writes_or_refuses_passes_its_trial(template: str) -> None:
-    template_trial.try_template(_Writes(template))
+    tokenizers.try_template(_Writes(template))

@@ -23,7 +23,7 @@ from samestep.building.pretrained import pretrained_source
 from samestep.errors import SamestepError
 from samestep.models import weight_files
 from samestep.runtime.checkpoints import manifests
-from samestep.training.export import export
+from samestep.training.trained import export
 from tests import small
 
 ODD: tuple[Any, ...] = (

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from samestep.errors import InputError, JobError, RunError, WorkerError, of_words
-from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, _hmac, greet, shorten, welcome
-from samestep.runtime.processes.distant_workers import DistantWorkers, Follower, _to_json_value
-from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.processes.worker import Failure, failure_of
+from samestep.wings.cluster.hosts.channel import Channel, GreetingError, TokenError, _hmac, greet, shorten, welcome
+from samestep.wings.cluster.hosts.distant_workers import DistantWorkers, Follower, _to_json_value
+from samestep.wings.cluster.hosts.meeting import Meeting, Rendezvous, meet
 
 TOKEN = secrets.token_hex(32).encode()
 MINE = {"samestep": "1.0", "a job of digest": "abc"}
@@ -337,7 +337,7 @@ def test_a_leading_host_that_says_what_no_host_says_is_lost() -> None:
 def test_a_message_that_is_none_loses_its_sender(text: str) -> None:
     left, right = _pair()
     with left._lock:
-        from samestep.runtime.processes.channel import _seal
+        from samestep.wings.cluster.hosts.channel import _seal
 
         sealed = _seal(left._key, left._names[0], left._num_sent, text.encode())
         left._socket.sendall(sealed + b" " + text.encode() + b"\n")
@@ -379,16 +379,14 @@ def test_a_text_is_shortened_to_its_limit() -> None:
     "name", ["annotations", "Path", "difflib", "of_words", "", "InputError", "Exception", "WorkerError"]
 )
 def test_an_error_of_another_host_is_one_of_ours(name: str) -> None:
-    error = of_words(name, ["text"])
+    error = of_words(name, ["a-code", "text"])
     assert isinstance(error, (InputError, RunError))
     assert str(error) == "text"
 
 
 @pytest.mark.parametrize("token", [b"a" * 64, b"ab" * 40, b"1234567" * 9, os.urandom(31)])
 def test_a_token_that_is_no_secret_is_refused(token: bytes) -> None:
-    with pytest.raises(
-        JobError, match=r"at least 32 are needed, drawn at random, such as those of openssl rand -hex 32"
-    ):
+    with pytest.raises(JobError, match=r"at least 32 are needed, drawn at random, for example by openssl rand -hex 32"):
         Rendezvous.of("h:1", 2, token)
     assert Rendezvous.of("h:1", 2, os.urandom(32)).port == 1
 
@@ -397,7 +395,7 @@ def test_a_dead_process_takes_nobodys_place() -> None:
     """As above, with a process of its own that is killed while it waits."""
     port = _free_port()
     code = (
-        "from samestep.runtime.processes.meeting import Rendezvous, meet; "
+        "from samestep.wings.cluster.hosts.meeting import Rendezvous, meet; "
         f"meet(Rendezvous('127.0.0.1', {port}, 3, bytes.fromhex('{TOKEN.hex()}')), {MINE!r}, 60.0)"
     )
     at = Rendezvous("127.0.0.1", port, 3, TOKEN)

@@ -18,7 +18,7 @@ from typing import Any
 VOID = {"meta"}
 PAPER = 690
 """Pixels between the margins of a sheet of paper."""
-DATA_IN = {"data", "code", "dd", "i", "script", "style", "title", "button", "output"}
+DATA_IN = {"data", "code", "dt", "dd", "i", "script", "style", "title", "button", "output"}
 """Elements whose digits are data, names, or labels of ticks."""
 
 
@@ -115,7 +115,7 @@ def assert_whole(text: str) -> PageReader:
 
 def assert_numbers_are_data(page: PageReader) -> None:
     said = json.dumps(page.record, ensure_ascii=False)
-    labels = re.compile(r"(stage|rank|step|tie|layers?|dp|transfer|wait)\b")
+    labels = re.compile(r"(stage|rank|step|tie|layers?|dp|exposed communication|wait for others)\b")
     for text in page.texts:
         known = json.dumps(text, ensure_ascii=False)[1:-1]
         assert known in said or labels.match(text), text
@@ -152,6 +152,7 @@ addEventListener("unhandledrejection", (event) => problems.push("rejected: " + e
 document.addEventListener("securitypolicyviolation", (event) => problems.push("refused: " + event.violatedDirective));
 for (const word of ["error", "warn"]) console[word] = (...given) => problems.push(word + ": " + given.join(" "));
 addEventListener("message", () => {
+  for (const one of document.querySelectorAll("details")) one.open = true;
   const root = document.documentElement;
   if (root.scrollWidth > innerWidth) problems.push(`scrolls: ${root.scrollWidth} of ${innerWidth}`);
   const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);

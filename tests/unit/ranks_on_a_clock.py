@@ -74,7 +74,7 @@ class World:
 
     def group(self, rank: int, owner: str) -> tuple[Any, tuple[int, ...]]:
         axis = next(op.axis for op in self.ops if op.owner == owner)
-        return axis, Ranks.of(Layout.parse(self.layout)).group(rank, axis)
+        return axis, Ranks.of(Layout(self.layout)).group(rank, axis)
 
     def enter(self, one: _Rank, owner: str, number: int) -> Callable[[], int | None]:
         """Enter the n-th op of an owner; return what says when it has ended, or None as long as a rank is missing."""
@@ -140,7 +140,7 @@ def records_of(
     clocks: Mapping[int, int] | None = None,
 ) -> dict[int, RankRecord]:
     """Return the records of ranks that follow their scripts, with what they do `between` steps, each by a clock that is so far off."""
-    where = Layout.parse(layout)
+    where = Layout(layout)
     ranks = Ranks.of(where)
     found = {
         rank: RankRecord(path=__file__, head=_head(rank, where, ranks, ops, clocks or {}))  # type: ignore[arg-type]

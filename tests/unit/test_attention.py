@@ -33,8 +33,6 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) 
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
     assert times
     scores = query @ key.transpose(-2, -1) * (spec.scale if spec.scale is not None else query.shape[-1] ** -0.5)
-    if spec.softcap is not None:
-        scores = (scores / spec.softcap).tanh() * spec.softcap
     if spec.mask is not None and spec.mask.dtype is not torch.bool:
         scores = scores + spec.mask
     distance = torch.arange(length)[:, None] - torch.arange(num_keys)
@@ -48,11 +46,9 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) 
     if spec.mask is not None and spec.mask.dtype is torch.bool:
         seen = seen & spec.mask
     scores = scores.masked_fill(~seen, -math.inf)
-    if spec.sinks is not None:
-        scores = torch.cat([scores, spec.sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
     lse = scores.logsumexp(-1)
     blind = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)[..., :num_keys]
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     if spec.dropout is not None:
         weights = weights.masked_fill(spec.dropout.part(0, length, num_keys), 0.0) / (1 - spec.dropout.p)
     return weights @ value, lse.detach()
@@ -83,8 +79,6 @@ def forms(draw: Any) -> tuple[list[Tensor], AttentionSpec]:
         causal=draw(st.booleans()),
         window=draw(st.sampled_from([None, None, 1, 3])),
         documents=documents,
-        softcap=draw(st.sampled_from([None, None, 2.0])),
-        sinks=drawn(heads * times, seed=9) if draw(st.booleans()) else None,
         scale=draw(st.sampled_from([None, 0.3])),
         dropout=dropout if draw(st.booleans()) else None,
         mask=kinds.get(mask),
@@ -95,10 +89,8 @@ def with_gradients(function: Any, tensors: list[Tensor], spec: AttentionSpec, dt
     """Output and log-sum-exp, and the gradients of all that takes any."""
     leaves = [one.detach().clone().to(dtype).requires_grad_() for one in tensors]
     extra: dict[str, Tensor] = {}
-    for name in ("sinks", "mask"):
-        one = getattr(spec, name)
-        if one is not None and one.is_floating_point():
-            extra[name] = one.detach().clone().to(dtype).requires_grad_()
+    if spec.mask is not None and spec.mask.is_floating_point():
+        extra["mask"] = spec.mask.detach().clone().to(dtype).requires_grad_()
     output, lse = function(*leaves, spec.but(**extra))
     weights = drawn(*output.shape, seed=11)
     (output.double() * weights).sum().backward()
@@ -234,4 +226,3 @@ def test_documents_of_gpus_take_one_kernel_where_torch_has_it(monkeypatch: pytes
         assert name("cuda", torch.float32, lengths=lengths) == "by documents"
         assert name("cuda", torch.bfloat16) == "torch"  # with the dense mask, since the host knows no lengths
         assert name("cpu", torch.bfloat16) == "by documents"
-        assert name("cuda", torch.bfloat16, lengths=lengths, softcap=2.0) == "formula"

@@ -17,7 +17,7 @@ from torch import nn
 from samestep.building import families
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model, model_source, why_unfit
-from samestep.building.optimizer import CombinedOptimizer, check_groups, learning_rate_factor, optimizer_of
+from samestep.building.optimizer import CombinedOptimizer, check_groups, learning_rate_factor, optimizer_of, unmatched
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
 
@@ -206,7 +206,7 @@ def test_a_function_of_the_user_builds_a_model() -> None:
     ("source", "config", "message"),
     [
         ("plugin", {}, "not of the form module:function"),
-        ("plugin_of_nobody:model", {}, "no module 'plugin_of_nobody'"),
+        ("plugin_of_nobody:model", {}, "module not found: 'plugin_of_nobody'"),
         ("plugin_of_the_user:modell", {}, r"no function 'modell' \(did you mean 'model'\?\)"),
         ("plugin_of_the_user:NOT_A_FUNCTION", {}, "not a function"),
         ("plugin_of_the_user:model", {"depth": 3}, "depth"),
@@ -277,6 +277,20 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     assert not why_unfit(TakesAny(), (1, 2))
     assert "the loss alone is given labels" in why_unfit(NeedsLabels(), {"x": 1, "labels": 2})
     assert not why_unfit(NeedsLabels(), {"x": 1})
+
+
+class TakesTargets(nn.Module):
+    """As nanoGPT's: its forward returns its loss if it is given targets."""
+
+    def forward(self, idx: Any, targets: Any = None) -> Any:
+        return idx, targets
+
+
+def test_both_names_of_a_forward_that_returns_its_loss_are_named() -> None:
+    text = why_unfit(TakesTargets(), {"input_ids": 1, "labels": 2})
+    assert text.endswith(
+        "'idx' renamed to 'input_ids' and 'targets' to 'labels' in the forward works, with train.loss = 'model' if the forward returns its loss"
+    )
 
 
 class NeedsLabels(nn.Module):
@@ -352,7 +366,7 @@ def test_a_loss_of_the_user() -> None:
     batch = (None, torch.zeros(2, 3))
     total, count = loss_of(Job(train={"loss": "plugin_of_the_user:absolute"}))(torch.ones(2, 3), batch)
     assert (total.item(), count.item()) == (6.0, 6)
-    with pytest.raises(JobError, match="works: a tensor of one number"):
+    with pytest.raises(JobError, match=r"use samestep\.mean_over"):
         loss_of(Job(train={"loss": "plugin_of_the_user:mean"}))(torch.ones(2, 3), batch)
     with pytest.raises(JobError, match=r"did you mean 'cross_entropy'"):
         loss_of(Job(train={"loss": "crossentropy"}))
@@ -504,7 +518,7 @@ def test_members_go_on_from_what_the_combined_optimizer_loads() -> None:
         ),
         (
             [MUON | {"name": "muo"}],
-            r"optimizer.groups.0.name = 'muo' is none of .*did you mean 'muon'\?\), nor module:function$",
+            r"optimizer.groups.0.name = 'muo' must be one of .*did you mean 'muon'\?\), or module:function$",
         ),
         ([MUON | {"name": "lbfgs"}], "optimizer.groups.0.name = 'lbfgs' cannot be used"),
         ([MUON | {"options": {"betas": [0.5, 0.6]}}], "optimizer.groups.0.options.betas: Muon takes momentum"),
@@ -512,7 +526,7 @@ def test_members_go_on_from_what_the_combined_optimizer_loads() -> None:
             [MUON | {"name": "rprop", "options": {}, "weight_decay": 0.1}],
             "optimizer.groups.0.weight_decay: Rprop has none",
         ),
-        ([{"match": ["*"], "name": "absent_module:b"}], "optimizer.groups.0.name: there is no module 'absent_module'"),
+        ([{"match": ["*"], "name": "absent_module:b"}], "optimizer.groups.0.name: module not found: 'absent_module'"),
         ([MUON | {"name": "a:b"}], r"groups.0: lr is set by the function a:b itself: leave it out"),
     ],
 )
@@ -529,7 +543,7 @@ def test_wrong_groups_of_parameters_are_named() -> None:
         check_groups(table, [name for name, _ in parameters()])
     with pytest.raises(JobError, match=r"optimizer.groups.0.options.beta: AdamW takes betas"):
         make(parameters(), groups=[{"match": ["*"], "options": {"beta": 1}}])
-    with pytest.raises(JobError, match=r"groups are those of a class of torch.optim, and a:b makes its own"):
+    with pytest.raises(JobError, match=r"groups belong to a class of torch.optim, and a:b makes its own"):
         Job(optimizer={"name": "a:b", "groups": [{"match": ["*"]}]})
     with pytest.raises(
         JobError, match=r"optimizer.groups.0.matches: unknown key \(did you mean 'match'\?\); the keys here are match"
@@ -576,8 +590,11 @@ def test_a_learning_rate_of_your_own() -> None:
 @pytest.mark.parametrize(
     ("table", "text"),
     [
-        ({"name": "cosin"}, r"name = 'cosin' is none of constant, .* \(did you mean 'cosine'\?\), nor module:function"),
-        ({"name": "linear", "power": 2.0}, r"power = 2.0 is that of name = \"polynomial\", and name is 'linear'"),
+        (
+            {"name": "cosin"},
+            r"name = 'cosin' must be one of constant, .* \(did you mean 'cosine'\?\), or module:function",
+        ),
+        ({"name": "linear", "power": 2.0}, r"power = 2.0 belongs to name = \"polynomial\", and name is 'linear'"),
         ({"name": "wsd"}, r'decay_steps = 0 with name = .wsd.: name = "wsd" takes a positive number of last steps'),
         ({"name": "wsd", "decay_steps": 200}, r"decay_steps = 200 is more than the 100 steps after warm-up"),
     ],
@@ -593,3 +610,9 @@ def test_the_learning_rate_at_the_edges() -> None:
     assert factors("cosine", 3, warmup_steps=2, final_ratio=0.1) == pytest.approx([0.5, 1.0, 0.1])
     factor = learning_rate_factor(Job(schedule={"name": "linear", "final_ratio": 0.1}, train={"steps": 10}))
     assert factor(50) == pytest.approx(0.1)
+
+
+def test_a_pattern_of_weights_without_decay_that_matches_none_is_remarked():
+    table = Job(optimizer={"no_weight_decay": ["*nrom*", "*.bias"]}).optimizer
+    (remark,) = unmatched(table, ["norm.weight", "head.bias"])
+    assert remark.startswith("optimizer.no_weight_decay: '*nrom*' matches no trained parameter")

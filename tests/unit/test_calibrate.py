@@ -14,9 +14,8 @@ import samestep
 from samestep import hardware
 from samestep.cli import main
 from samestep.errors import InputError
-from samestep.planning.calibration.calibrate import FACTOR_ERROR, Calibration
-from samestep.planning.calibration.factors import FACTORS, scaled
-from samestep.planning.calibration.measured_steps import read_steps
+from samestep.wings.plan.calibrate import FACTOR_ERROR, FACTORS, Calibration, scaled
+from samestep.wings.plan.measured_steps import read_steps
 
 _LAYOUTS = ("dp=16 zero=3", "dp=8 tp=2 zero=1 recompute=full", "dp=8")
 _BATCH = 32
@@ -99,9 +98,9 @@ def test_the_profile_that_is_written_predicts_what_was_said(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        (_row("dp=8", step_s="fast"), "is no number"),
-        (_row("dp=8", step_s="-3"), "is no speed"),
-        (_row("dp=8", step_s="nan"), "is no speed"),
+        (_row("dp=8", step_s="fast"), "must be a number"),
+        (_row("dp=8", step_s="-3"), "must be a speed above 0"),
+        (_row("dp=8", step_s="nan"), "must be a speed above 0"),
         (_row("dp=8", step_s="1e-4"), "of the peak of h100x8"),
         (_row("dp=8 tp=x", step_s="1"), "tp=x is not a whole number"),
         (_row("dp=8", devices=4, step_s="1"), "has 8 ranks"),

@@ -13,14 +13,14 @@ from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
-from samestep.simulation import cases
-from samestep.simulation.prediction import Prediction, predict
+from samestep.wings.plan.simulation import cases
+from samestep.wings.plan.simulation.simulate import Prediction, predict
 from tests.unit.pages import assert_whole
 
 
 def gpt2(layout: str) -> Prediction:
     job = Job(train={"global_batch": 16}, numerics={"precision": "bf16"})
-    return predict(preset("gpt2"), job, Layout.parse(layout), load("a100-80x8"))
+    return predict(preset("gpt2"), job, Layout(layout), load("a100-80x8"))
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def test_a_famous_run_says_batch_tokens_days_and_what_was_published(
     said = capsys.readouterr().out
     run = cases.RUNS[name]
     devices = int(re.search(r"([\d,]+) A100", run.title)[1].replace(",", ""))  # type: ignore[index]
-    assert Layout.parse(run.layout).world_size == devices
+    assert Layout(run.layout).world_size == devices
     assert f"{run.global_batch} sequences of {run.sequence}, {run.global_batch * run.sequence:,} tokens" in said
     assert f"{run.tokens:.3g} tokens in all" in said
     assert ": fits\n" in said

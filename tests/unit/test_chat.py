@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from samestep.datasets import open_dataset, open_tokenizer
-from samestep.datasets.documents import NOT_COUNTED
 from samestep.errors import DataError
 from samestep.job import Job
+from samestep.wings.readers.documents import NOT_COUNTED
 
 Rows = list[dict[str, Any]]
 
@@ -262,7 +262,7 @@ def test_what_a_template_does_not_use_is_said_once_by_name(folders: dict[str, st
 def test_a_template_that_writes_no_reply_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
     for name in ("first", "nothing"):
         with pytest.raises(
-            DataError, match=r"d\.jsonl:1: the tokenizer's chat template does not write what the assistant says"
+            DataError, match=r"d\.jsonl:1: the tokenizer's chat template does not write the replies of the assistant"
         ):
             read(folders[name], [{"messages": said("q", "a")}], tmp_path / "d.jsonl")
 

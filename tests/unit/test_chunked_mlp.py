@@ -118,7 +118,7 @@ class WritesInput(Mlp):
     [
         (Counts, r"forward of mlp writes mlp\.calls, and mlp_chunk runs it once a chunk"),
         (Leaves, r"forward of mlp writes mlp\.last, and mlp_chunk runs it once a chunk"),
-        (WritesInput, "mlp writes into its own input, of which mlp_chunk gives it a part"),
+        (WritesInput, "mlp writes into its own input, and mlp_chunk gives it a part of it"),
     ],
 )
 @pytest.mark.parametrize("samples", [1, 2])
@@ -153,7 +153,7 @@ def test_a_part_in_which_weights_are_gathered_by_themselves_is_refused(monkeypat
 
 @pytest.mark.parametrize("model", ["deep_llama", "deep_gpt2"])
 def test_the_parts_of_a_family_are_its_mlps(model: str) -> None:
-    prepared = source_of(model, Layout.parse("dp=1"), clipped()).prepared
+    prepared = source_of(model, Layout("dp=1"), clipped()).prepared
     assert prepared is not None
     blocks = [layer for layer in prepared.spec.layers if layer.is_block]
     assert blocks

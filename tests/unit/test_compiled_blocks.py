@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep.building.loss import loss_of
@@ -360,9 +357,18 @@ def test_a_mode_is_given_to_inductor_and_stands_in_the_line(monkeypatch):
     [
         ({"compile_mode": "max-autotun"}, r"run\.compile_mode.*max-autotune"),
         (
-            {"compile_mode": "reduce-overhead", "compile_backend": "aot_eager"},
+            {"compile_mode": "max-autotune-no-cudagraphs", "compile_backend": "aot_eager"},
             r"'aot_eager' takes no mode: compile_backend = 'inductor' works",
         ),
+        (
+            {"compile_mode": "reduce-overhead"},
+            r'"reduce-overhead" was removed in this version; use compile_mode = "default"',
+        ),
+        (
+            {"compile_mode": "max-autotune"},
+            r'"max-autotune" was removed in this version; use compile_mode = "max-autotune-no',
+        ),
+        ({"compile": "model"}, r'run\.compile: compile = "model" was removed in this version; use compile = "blocks"'),
     ],
 )
 def test_modes_that_no_backend_takes_are_refused(run, message):
@@ -379,108 +385,8 @@ def test_what_differs_from_step_to_step_is_in_no_cuda_graph(name):
 
 def test_a_split_backward_is_refused_by_name():
     spec = make_run(0, 1, "llama", "dp=1", clipped())._own.source.prepared.spec
-    with pytest.raises(
-        LayoutError, match=r"run\.compile = 'blocks'.*schedule=1f1b works, and so does run\.compile = 'none'"
-    ):
-        program_of(spec, JOB, Layout.parse("dp=1 pp=2 schedule=zero-bubble microbatch=2"))
-
-
-# -- a whole model ---------------------------------------------------------------------------------
-
-
-class Breaks(Plain):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits = super().forward(input_ids)
-        torch._dynamo.graph_break()
-        return logits * 1.5
-
-
-def with_whole(job: Job = JOB) -> Job:
-    return job.model_copy(update={"run": job.run.model_copy(update={"compile": "model"})})
-
-
-@pytest.mark.parametrize("model", [Plain, DrawsInMany, OfTwoKinds, Hooked, BreaksBetweenMasks, Breaks])
-def test_a_whole_model_runs_alike_and_says_how(model):
-    run, said = stepped(model, with_whole())
-    plainly, _ = stepped(model, clipped("float32"))
-    pairs = zip(run.model.parameters(), plainly.model.parameters(), strict=True)
-    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-    assert len(said) == 1, said
-    begins = {
-        Hooked: r"run\.compile: the model runs uncompiled: blocks\.1\.up stays outside of graphs \(it has hooks\): run\.compile = 'blocks'",
-        Breaks: r"run\.compile: the model runs uncompiled: it cannot be compiled: it is to be one graph .*and its graph breaks",
-        BreaksBetweenMasks: r"run\.compile: the model runs uncompiled: it cannot be compiled: it draws masks of dropout, and its graph",
-    }
-    assert re.match(begins.get(model, r"run\.compile: the model as 1 graph of aot_eager, with 0 islands"), said[0]), (
-        said
-    )
-
-
-@pytest.mark.parametrize("layout", ["dp=1 recompute=full", "dp=1 recompute=selective"])
-def test_a_whole_model_repeats_its_blocks_in_its_graph(layout):
-    """The kept elements of a graph are fewer, and products are repeated where their results are dropped."""
-    products = {}
-    for recompute in ("none", layout.partition("recompute=")[2]):
-        run = make_run(0, 1, "llama", f"dp=1 recompute={recompute}", with_whole())
-        batches = iter(samestep.batches(Tokens(), JOB))
-        run.step(next(batches))
-        with Products() as seen:
-            run.step(next(batches))
-        products[recompute] = seen.number, seen.elements
-    (whole, all_kept), (repeated, kept) = products.values()
-    assert kept < 0.8 * all_kept
-    assert repeated > whole if layout.endswith("full") else repeated == whole
-
-
-class Products(saved_tensors_hooks):
-    """Counts the matrix products that run, and the elements that are kept for a backward."""
-
-    def __init__(self) -> None:
-        super().__init__(self._keep, lambda kept: kept)
-        self.number = self.elements = 0
-        self._kept: dict[int, Tensor] = {}
-        self._mode = _CountsProducts()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in self._kept:
-            self._kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    def __enter__(self) -> Products:
-        super().__enter__()
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._mode.__exit__(*error)
-        super().__exit__(*error)
-        self.number = self._mode.number
-        self.elements = sum(tensor.numel() for tensor in self._kept.values())
-
-
-class _CountsProducts(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("layout", ["tp=2", "dp=1 pp=2 microbatch=2", "dp=1 cp=2", "dp=2 zero=2", "dp=2 zero=3"])
-def test_a_whole_model_is_refused_where_its_forward_communicates(layout):
-    spec = make_run(0, 1, "llama", "dp=1", clipped())._own.source.prepared.spec
-    with pytest.raises(
-        LayoutError, match=r"run\.compile = 'model' makes one graph of the model: run\.compile = 'blocks' works"
-    ):
-        program_of(spec, with_whole(), Layout.parse(layout))
+    with pytest.raises(LayoutError, match=r"run\.compile = 'blocks'.*schedule=1f1b works, or run\.compile = 'none'"):
+        program_of(spec, JOB, Layout("dp=1 pp=2 schedule=zero-bubble microbatch=2"))
 
 
 # -- crossings -------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import samestep
 from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwise, Head, row_losses
 from samestep.errors import JobError
 from samestep.job import Job
-from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode
+from samestep.job_tables import CompileMode
 from samestep.runtime.axes.compiled_blocks import LOSS, UPDATE, CompiledBlocks
 from samestep.runtime.optimizers.update_rule import why_uncompiled
-from tests.laboratory import clipped, make_run, on_ranks
+from tests.laboratory import clipped, in_loop, make_run, on_ranks
 from tests.models import Tokens
 
 Seen = tuple[list[float], list[Tensor], list[str]]
@@ -98,12 +98,11 @@ def test_held_out_losses_compile_nothing() -> None:
     assert run.assembly.model.compiled.of_loss.num_graphs == 1
 
 
-def test_functions_of_the_loss_are_in_no_cuda_graph() -> None:
+def test_no_mode_captures_cuda_graphs() -> None:
     for mode in get_args(CompileMode):
-        options = CompiledBlocks("inductor", mode).of_loss._options.get("config_patches", {})
-        assert not options.get("triton.cudagraphs"), mode
-        for_blocks = CompiledBlocks("inductor", mode).compiler._options.get("config_patches", {})
-        assert for_blocks.get("triton.cudagraphs", False) is (mode in WITHOUT_CUDA_GRAPHS)
+        compiled = CompiledBlocks("inductor", mode)
+        for compiler in (compiled.compiler, compiled.of_loss):
+            assert not compiler._options.get("config_patches", {}).get("triton.cudagraphs"), mode
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -221,7 +220,7 @@ def penalised(outputs: Any, batch: Any) -> tuple[Tensor, int]:
 def test_a_loss_that_takes_gradients_through_blocks_is_refused_with_what_works(model: type[nn.Module]) -> None:
     data = [(one, one[:1]) for one in torch.randn(8, 8)]
     run_job = Job(train={"global_batch": 4, "steps": 1}, run={"compile": "blocks", "compile_backend": "aot_eager"})
-    run = samestep.parallelize(model, penalised, lambda weights: torch.optim.SGD(weights), job=run_job)
+    run = samestep.parallelize(model, penalised, lambda weights: torch.optim.SGD(weights), job=in_loop(run_job))
     batch = next(iter(samestep.batches(data, run_job)))
     with pytest.raises(JobError, match=r"differentiated once, by the step: run.compile = 'none' works"):
         run.step(batch)

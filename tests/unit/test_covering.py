@@ -72,9 +72,9 @@ def test_of_the_rows_of_axes_those_are_left_that_hold_a_pair_which_no_product_an
     kept = covering.beyond_products(free)
     assert len(kept) < len(set(free)), "none was needless"
     products = covering.rows(2, 4, alone=("model",))
-    held = {pair for layout, model, _ in products for pair in covering.pairs_of(Layout.parse(layout), model)}
+    held = {pair for layout, model, _ in products for pair in covering.pairs_of(Layout(layout), model)}
     of_all, of_kept = (
-        held | {pair for layout, model in cases for pair in covering.pairs_of(Layout.parse(layout), model)}
+        held | {pair for layout, model in cases for pair in covering.pairs_of(Layout(layout), model)}
         for cases in (free, kept)
     )
     assert of_kept == of_all

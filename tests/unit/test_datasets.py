@@ -20,12 +20,14 @@ from samestep.datasets import (
     sample_indices,
     shares,
 )
-from samestep.datasets.chat import opening
-from samestep.datasets.documents import NOT_COUNTED
+from samestep.datasets.source import function_part
 from samestep.datasets.tokenizers import ByteTokenizer
 from samestep.errors import DataError
 from samestep.job import Job
+from samestep.job_tables import DataTable
 from samestep.runtime.axes.precision import RaiseIslands
+from samestep.wings.readers.chat import opening
+from samestep.wings.readers.documents import NOT_COUNTED
 
 
 def job_of(source, train=None, **data):
@@ -466,7 +468,7 @@ def test_what_is_no_dataset_is_refused(own, function, text):
 
 
 def test_a_missing_module_is_named_and_so_are_the_missing_imports_of_its_own(own):
-    with pytest.raises(DataError, match="there is no module 'nosuch'"):
+    with pytest.raises(DataError, match="module not found: 'nosuch'"):
         open_dataset(job_of("nosuch:function"))
     Path(f"{own}_broken.py").write_text("import nosuch_either")
     with pytest.raises(DataError, match=r"fails: ModuleNotFoundError: No module named 'nosuch_either'.*broken\.py:1"):
@@ -548,7 +550,7 @@ def test_data_that_is_too_short_says_what_would_work(tmp_path):
     assert len(open_dataset(job_of(source, sequence_length=9))) == 1
     with pytest.raises(DataError, match=r"the held-out part of .* has 1 of 10 tokens; .*more data is needed"):
         open_dataset(job_of(source, held_out=0.1), "held_out")
-    with pytest.raises(DataError, match=r"data\.held_out = 0 holds nothing out"):
+    with pytest.raises(DataError, match=r"data\.held_out = 0 leaves no samples to evaluate"):
         open_dataset(job_of(source), "held_out")
     with pytest.raises(DataError, match=r"no split 'heldout' .did you mean 'held_out'"):
         open_dataset(job_of(source), "heldout")
@@ -607,3 +609,21 @@ def test_nothing_of_ours_hides_the_library_datasets():
 
     assert isinstance(datasets, types.ModuleType)
     assert os.path.join("samestep", "datasets") not in datasets.__file__
+
+
+def test_a_data_set_itself_may_be_named(tmp_path: Path) -> None:
+    """`data.source = "module:name"` names a function or a class that makes the data set, or the data set."""
+    (tmp_path / "named_data.py").write_text(
+        "class Squares:\n"
+        "    def __len__(self): return 6\n"
+        "    def __getitem__(self, index): return {'x': index * index}\n"
+        "dataset = Squares()\n"
+        "def made(): return dataset\n"
+        "number = 3\n"
+    )
+    for name in ("dataset", "Squares", "made"):
+        table = DataTable(source=f"named_data:{name}", held_out=0.0)
+        assert function_part(table, "train", str(tmp_path))[3] == {"x": 9}
+    for name in ("number", "datase"):
+        with pytest.raises(DataError, match=rf"named_data has no function and no dataset '{name}'"):
+            function_part(DataTable(source=f"named_data:{name}"), "train", str(tmp_path))

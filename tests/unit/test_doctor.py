@@ -18,21 +18,18 @@ import pytest
 
 from samestep import hardware
 from samestep import job_files as jobs
-from samestep.diagnosis import all_hosts, doors, gathering, link_rates, one_host
-from samestep.diagnosis.all_hosts import Heard
-from samestep.diagnosis.doors import REACHED, Attempt, Rate
-from samestep.diagnosis.findings import HostFindings, at_once, of_record
-from samestep.diagnosis.gathering import Followed, Leads
-from samestep.diagnosis.gpus import Gpus, Torch, TorchQuestion
-from samestep.diagnosis.identity import Identity, identify
-from samestep.diagnosis.limits import Limits
-from samestep.diagnosis.link_rates import Links
-from samestep.diagnosis.names import Interface, Network
-from samestep.diagnosis.report import Report, ReportLine, merged
-from samestep.diagnosis.shared_folder import Folder, Sight, find_folder
-from samestep.diagnosis.software import Software
 from samestep.runtime.processes.launch_info import ALONE
 from samestep.runtime.processes.rank_variables import listed_hosts
+from samestep.wings.cluster.diagnosis import all_hosts, doors, gathering, link_rates, one_host
+from samestep.wings.cluster.diagnosis.all_hosts import Heard
+from samestep.wings.cluster.diagnosis.doors import REACHED, Attempt, Rate
+from samestep.wings.cluster.diagnosis.findings import HostFindings, Limits, Software, at_once, of_record
+from samestep.wings.cluster.diagnosis.gathering import Followed, Leads
+from samestep.wings.cluster.diagnosis.gpus import Gpus, Torch, TorchQuestion
+from samestep.wings.cluster.diagnosis.identity import Identity, Interface, Network, identify
+from samestep.wings.cluster.diagnosis.link_rates import Links
+from samestep.wings.cluster.diagnosis.report import Report, ReportLine, merged
+from samestep.wings.cluster.diagnosis.shared_folder import Folder, Sight, find_folder
 
 GIB = 1 << 30
 MACHINE = hardware.load("cpu-laptop")

@@ -19,7 +19,8 @@ from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness import masks, row_hashes
-from samestep.randomness.drawing_modules import named_modules
+from samestep.randomness.dropout_state import recompute_contexts
+from samestep.randomness.mask_source import named_modules
 from samestep.randomness.masks import (
     MaskSlice,
     drop_mask,
@@ -31,7 +32,6 @@ from samestep.randomness.masks import (
     row_halves,
 )
 from samestep.randomness.mode import Draw, DropoutMode, track_modules
-from samestep.randomness.recomputed_draws import recompute_contexts
 from samestep.randomness.replacements import HANDLERS
 from tests.models import Call
 
@@ -302,6 +302,9 @@ def test_a_failed_forward_and_a_replaced_module_leave_the_names_right() -> None:
 
 REFUSED = {
     "binomial": lambda x: torch.binomial(torch.full_like(x, 3.0), x.sigmoid()),
+    "poisson": torch.poisson,
+    "a gamma distribution": lambda x: torch.distributions.Chi2(x).sample(),
+    "a beta or Dirichlet distribution": lambda x: torch.distributions.Beta(x, x).rsample(),
     "uniform_": lambda x: nn.init.uniform_(x.clone()),
     "native_dropout": lambda x: torch.native_dropout(x, 0.1, True)[0],
     "fractional_max_pool": lambda x: F.fractional_max_pool2d(x[None, None], 2, output_size=2),

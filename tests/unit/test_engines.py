@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep import cli
-from samestep.engines import scripts
-from samestep.engines.kubernetes import _literal
-from samestep.engines.site import Site, read_site
-from samestep.engines.wanted import LaunchRequest, wanted_of
 from samestep.errors import InputError, RunError
 from samestep.runtime.processes.rank_variables import ON_HOSTS
-from samestep.training import ssh
+from samestep.wings.cluster.engines import scripts
+from samestep.wings.cluster.engines.kubernetes import _literal
+from samestep.wings.cluster.engines.launch_request import LaunchRequest, Site, read_site, wanted_of
+from samestep.wings.cluster.hosts import ssh
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,7 @@ def _site(text: str) -> Path:
 
 def _script(on: str, site: str = "", **given_: Any) -> str:
     asked: dict[str, Any] = {"nodes": "h1,h2", "layout": "dp=8 tp=2"} | given_
-    return scripts.emit(wanted_of(None, **asked, site=read_site(_site(site))), on, None)[0]
+    return scripts.emit_script(wanted_of(None, **asked, site=read_site(_site(site))), on, None)[0]
 
 
 def _options(text: str) -> list[str]:
@@ -145,7 +144,7 @@ def test_ray() -> None:
     words = shlex.split(next(line for line in text.splitlines() if line.startswith("exec ")).rstrip("\\"))
     assert json.loads(words[words.index("--runtime-env-json") + 1]) == {"env_vars": {"A": "x 'y' $Z"}}
     assert words[words.index("--address") + 1] == "http://a b"
-    assert "samestep.engines.ray_job --layout 'dp=8 tp=2' --ranks 16 --out runs/default" in _script("ray")
+    assert "samestep.wings.cluster.engines.ray_job --layout 'dp=8 tp=2' --ranks 16 --out runs/default" in _script("ray")
 
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
@@ -160,7 +159,7 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
     made = Site()
     site = Site(**{on: type(getattr(made, on))(**table)})
     wanted = LaunchRequest("x", "", len(hosts), 2, "dp=4", out or "run", (setting,), hosts, site)
-    text = scripts.emit(wanted, on, None)[0]
+    text = scripts.emit_script(wanted, on, None)[0]
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stderr
     assert shlex.join(["--set", setting]) in text
@@ -190,7 +189,7 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", *words]) == 2
+    assert cli.main(["submit", *words, "--dry-run"]) == 2
     said = capsys.readouterr().err
     assert text in said
     assert said.count("\n") == 1
@@ -207,15 +206,15 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
         ("[slurm]\ngpus_per_node = -1\n", "slurm.gpus_per_node = -1 is below 0"),
         ("[slurm]\ngpus_per_node = true\n", "slurm.gpus_per_node = True is no whole number"),
         ('[slurm]\nby = "mpirun"\n', "slurm.by = 'mpirun': 'srun' and 'torchrun' work"),
-        ('[slurm]\noptions = "--exclusive"\n', "slurm.options = '--exclusive' is no list of texts"),
+        ('[slurm]\noptions = "--exclusive"\n', "slurm.options = '--exclusive' must be a list of texts"),
         ('[slurm]\npartition = "a\\nrm -r x"\n', "slurm.partition = 'a\\nrm -r x' has more than one line"),
-        ("slurm = 3\n", "slurm = 3 is no table: [slurm] begins one"),
+        ("slurm = 3\n", "slurm = 3 must be a table [slurm]"),
         ("[slurm\n", "--site site.toml: "),
         (
             '[run.environment]\n"A; ls" = "1"\n',
             "run.environment: 'A; ls' is no name of a variable: letters, digits and _",
         ),
-        ("[run.environment]\nA = 1\n", "run.environment = {'A': 1} is no table of texts"),
+        ("[run.environment]\nA = 1\n", "run.environment = {'A': 1} must be a table of texts"),
     ],
 )
 def test_a_site_with_a_mistake_is_refused_by_its_key(toml: str, text: str) -> None:
@@ -233,34 +232,38 @@ def test_nothing_is_submitted_unless_it_is_asked_for(
     (bin_ / "sbatch").write_text('#!/bin/sh\ncp "$1" handed\n')
     (bin_ / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_}:/usr/bin:/bin")
-    words = ["launch", "--on", "slurm", "--layout", "dp=2"]
-    assert cli.main([*words, "--emit", "a.sbatch"]) == 0
+    words = ["submit", "--on", "slurm", "--layout", "dp=2"]
+    assert cli.main([*words, "--write", "a.sbatch"]) == 0
     assert capsys.readouterr().out == Path("a.sbatch").read_text()
     assert not Path("handed").exists()
-    assert cli.main([*words, "--submit"]) == 0
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert not Path("handed").exists()
+    assert cli.main(words) == 0
     assert Path("handed").read_text() == Path("default.sbatch").read_text() == Path("a.sbatch").read_text()
     (bin_ / "sbatch").write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(RunError, match=r"sbatch a\.sbatch ended with status 3"):
-        scripts.submit("slurm", Path("a.sbatch"))
+        scripts.submit_script("slurm", Path("a.sbatch"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="--submit runs sbatch, which is not on this machine"):
-        scripts.submit("slurm", Path("a.sbatch"))
+    with pytest.raises(InputError, match="submit runs sbatch, which is not on this machine"):
+        scripts.submit_script("slurm", Path("a.sbatch"))
 
 
-def test_the_function_takes_a_job_its_path_and_a_function() -> None:
+def test_the_function_takes_a_job_or_its_path() -> None:
     job = samestep.Job(train={"steps": 2})
-    text = samestep.launch(job, on="slurm", nodes=2, ranks_per_node=4, emit="run.sbatch")
+    text = samestep.write_submission(job, "slurm", nodes=2, ranks_per_node=4, path="run.sbatch")
     assert "train run.toml --layout dp=8" in text
     assert Path("run.sbatch").read_text() == text
     assert samestep.load("run.toml").train.steps == 2
-    same = samestep.launch("run.toml", on="slurm", nodes=2, ranks_per_node=4, out="runs/run")
+    same = samestep.write_submission("run.toml", "slurm", nodes=2, ranks_per_node=4, out="runs/run")
     assert same.splitlines()[1:] == text.splitlines()[1:]
-    with pytest.raises(InputError, match=r'emit="run\.sbatch" works'):
-        samestep.launch(job, on="slurm", nodes=2, ranks_per_node=4)
-    with pytest.raises(InputError, match="takes a job or the path of one, and main is a function"):
-        samestep.launch(print, on="slurm")  # type: ignore[call-overload]
+    with pytest.raises(InputError, match=r'path="run\.sbatch" works'):
+        samestep.write_submission(job, "slurm", nodes=2, ranks_per_node=4)
+    with pytest.raises(InputError, match=r"a samestep\.Job works, or the path of a job file"):
+        samestep.write_submission(print, "slurm")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"write_submission\(job, on\) writes the script"):
+        samestep.launch(job, ranks=2)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="ranks=2 works"):
-        samestep.launch(print)  # type: ignore[call-overload]
+        samestep.launch(print)
 
 
 # ---------------------------------------------------------------- Kubernetes

@@ -105,7 +105,7 @@ def test_several_held_out_sets_are_evaluated_and_one_of_them_decides(
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert small.train("--layout", "dp=1", "--out", alone, **settings) == 0
     said = capfd.readouterr().out
-    words = {"train.judged_by": "words", "checkpoint.keep_best": True}
+    words = {"train.monitor": "words", "checkpoint.keep_best": True}
     assert small.train("--layout", "dp=2", "--out", run, **settings, **words) == 0
     one, many = evaluations.read(alone, 10**9), evaluations.read(run, 10**9)
     assert [row.step for row in one] == [2, 4, 6]
@@ -144,8 +144,8 @@ def test_a_set_is_all_of_its_source_or_what_is_held_out_of_what_is_trained_on(se
     ("changes", "text"),
     [
         ({"data.held_out_sets.held_out": "topics"}, "this is the name of the part of the data that is held out"),
-        ({"train.judged_by": "code"}, r"train.judged_by = 'code' is no set of data.held_out_sets \(there are none\)"),
-        ({"train.judged_by": "held_out", "data.held_out": 0.0}, "data.held_out = 0.1 works"),
+        ({"train.monitor": "code"}, r"train.monitor = 'code' is no set of data.held_out_sets \(there are none\)"),
+        ({"train.monitor": "held_out", "data.held_out": 0.0}, "data.held_out = 0.1 works"),
         ({"data.held_out_sets.a": "text:nowhere.txt"}, r"data.held_out_sets.a: .*nowhere.txt"),
         ({"data.held_out_sets.a": "mixture"}, "data.held_out_sets.a: a set is one source"),
         ({"data.held_out_sets.a": "digits"}, r"data.held_out_sets.a: a sample of digits has .*; a source of the same kind works"),

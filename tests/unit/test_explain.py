@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import InputError, RecordError
-from samestep.explanation.explain import explain, read_run
-from samestep.explanation.step_parts import MeasuredSteps, measured_steps, parts_of
-from samestep.explanation.step_traffic import bytes_of, traffic_line
-from samestep.explanation.step_verdict import straggler_of, verdict_of
 from samestep.program.recorded import MemoryMark, RankRecord, SentOp, head_line, path_of, step_line
+from samestep.wings.explain.explain import explain, read_run
+from samestep.wings.explain.step_bytes import bytes_of, traffic_line
+from samestep.wings.explain.step_parts import MeasuredSteps, measured_steps, parts_of
+from samestep.wings.explain.step_verdict import straggler_of, verdict_of
 from tests.unit.ranks_on_a_clock import Script, backward, issue, layer, records_of, region, sync, task, wait, work
 
 MS = 1_000_000
@@ -203,7 +203,7 @@ def test_under_other_load_neither_a_link_nor_a_rank_is_blamed() -> None:
     half = replace(found, cpu_s={rank: tuple(seconds / 2 for seconds in times) for rank, times in found.cpu_s.items()})
     verdict = verdict_of(half, parts)
     assert verdict.kind == "load"
-    assert "had the processor for" in verdict.reasons[0]
+    assert "had a CPU for" in verdict.reasons[0]
     assert not any("link" in reason or "peers" in reason for reason in verdict.reasons)
 
 
@@ -227,9 +227,7 @@ def test_time_without_a_processor_is_load_where_a_rank_was_queued_and_else_its_o
         assert verdict.kind == "load" or (verdict.kind == "straggler" and had * 0.2 > own_s - had_s)
     else:
         assert verdict.kind in ("host", "straggler")
-        assert any(
-            "sleeps or reads for" in reason and "with a processor at hand" in reason for reason in verdict.reasons
-        )
+        assert any("sleeps or reads for" in reason and "with a free CPU" in reason for reason in verdict.reasons)
 
 
 def test_a_link_is_named_under_load_only_where_it_takes_much_longer_than_ranks_were_queued() -> None:
@@ -286,11 +284,11 @@ def test_exchanges_that_were_not_in_a_step_are_neither_missing_nor_listed() -> N
 def test_a_link_is_not_blamed_where_a_thread_that_sends_had_no_processor() -> None:
     slow = explained({}, transfer={"bucket.0": 120 * MS})
     parts = parts_of(slow, slow.busiest, None)[0]
-    (sent_s,) = (part.measured_s for part in parts if part.label == "transfer dp_replicate")
+    (sent_s,) = (part.measured_s for part in parts if part.label == "exposed communication dp_replicate")
     for queued_s, kind in ((0.0, "link"), (0.1 * sent_s, "link"), (0.5 * sent_s, "load"), (2 * sent_s, "load")):
         one = replace(slow, others_queued_s={**slow.others_queued_s, 3: (queued_s,) * 2})
         verdict = verdict_of(one, parts)
-        assert any("threads that send wanted a processor" in reason for reason in verdict.reasons) == (kind == "load")
+        assert any("threads that send waited for a CPU" in reason for reason in verdict.reasons) == (kind == "load")
         assert any("dp_replicate sends buffers" in reason for reason in verdict.reasons) == (kind == "link")
         assert verdict.kind != "link" or kind == "link"
 
@@ -355,7 +353,7 @@ def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert found.found.steps == (2, 3)  # the first one is left out
     assert explain(tmp_path, step=1).found.steps == (1,)
-    assert explain(tmp_path / "record", steps="1:2").found.steps == (1, 2)
+    assert explain(tmp_path / "record", step="1:2").found.steps == (1, 2)
     record = json.loads(json.dumps(found.to_record()))
     assert sum(part["measured_s"] for part in record["parts"]) + record["rest_s"] == pytest.approx(record["step_s"])
     assert record["verdict"] == found.verdict.line
@@ -407,13 +405,13 @@ def test_a_resumed_run_has_records_before_and_after(tmp_path: Path) -> None:
         path_of(folder, range(11, 14), rank).write_text(text)
         os.utime(path_of(folder, range(1, 4), rank), (0, 0))
     assert explain(tmp_path).found.steps == (12, 13)
-    assert "also recorded: --steps 1:3" in explain(tmp_path).to_text()
+    assert "also recorded: --step 1:3" in explain(tmp_path).to_text()
     assert explain(tmp_path, step=2).found.steps == (2,)
-    assert explain(tmp_path, steps="2:3").found.steps == (2, 3)
-    assert "also recorded: --steps 11:13" in explain(tmp_path, step=2).to_text()
+    assert explain(tmp_path, step="2:3").found.steps == (2, 3)
+    assert "also recorded: --step 11:13" in explain(tmp_path, step=2).to_text()
     assert explain(path_of(folder, range(1, 4), 2)).found.steps == (2, 3)
     with pytest.raises(RecordError, match="has no step 7:9: steps 1 to 3, 11 to 13 are recorded"):
-        explain(tmp_path, steps="7:9")
+        explain(tmp_path, step="7:9")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -427,8 +425,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     ("given_", "words"),
     [
         ({"step": 9}, "has no step 9: steps 1 to 3 are recorded"),
-        ({"steps": "7:9"}, "has no step 7:9: steps 1 to 3 are recorded"),
-        ({"steps": "2"}, "--steps 2 is one number: --steps 2:2 works"),
+        ({"step": "7:9"}, "has no step 7:9: steps 1 to 3 are recorded"),
+        ({"step": "3:2"}, "names no steps: FIRST:LAST works"),
     ],
 )
 def test_steps_that_were_not_recorded(tmp_path: Path, given_: dict[str, Any], words: str) -> None:
@@ -556,4 +554,4 @@ def test_copies_of_inputs_are_hidden_but_for_the_waits_of_the_device(waits_ms: i
         assert (others["compute", None] - rows["compute", None]) * 1e3 == pytest.approx(waits_ms, abs=0.01)
         assert seen.hidden[rank]["to host"] * 1e3 == pytest.approx(8 - waits_ms, abs=0.01)
     verdict = verdict_of(seen, parts_of(seen, seen.busiest, None)[0])
-    assert any("copied to host" in reason for reason in verdict.reasons) is bool(waits_ms)
+    assert any("inputs of blocks to host" in reason for reason in verdict.reasons) is bool(waits_ms)

@@ -47,7 +47,7 @@ class Convolutional(Parted):
 
 def test_a_convolution_is_no_linear_layer_that_works_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "convolutional", Convolutional)
-    layout = Layout.parse("tp=2 sequence_parallel")
+    layout = Layout("tp=2 sequence_parallel")
     found = source_of("convolutional", layout, clipped()).prepared
     assert found is not None
     with pytest.raises(LayoutError, match=r"blocks.0.mix mixes tokens by convolution"):

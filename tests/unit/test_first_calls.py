@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.datasets import read_samples
-from samestep.errors import CheckpointError, DataError, InputError, LayoutError
+from samestep.errors import CheckpointError, DataError, InputError, LayoutError, ModelError, UnprovenError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime import memory_limits
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -55,7 +56,7 @@ class Model(nn.Module):
 def run_of(rank: int = 0, world: int = 1, layout: str = "dp=1", model: Any = Model) -> Run:
     optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(model, samestep.building.loss.mse, optimizer), Layout.parse(layout), JOB, place)
+    return Run(Source(model, samestep.building.loss.mse, optimizer), Layout(layout), JOB, place)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,52 @@ def test_a_step_takes_a_batch_and_says_which_call_works(given: Any, text: str) -
             run.evaluate(given)
 
 
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = read_samples(Points(), range(4))
+    monkeypatch.setattr(memory_limits, "limit_bytes", lambda _: 300)  # weights and gradients of 36 float64 numbers: 576
+    with pytest.raises(UnprovenError, match=r"needs? .* at the first gradients .* and there are 300 B") as refused:
+        run_of().step(batch)
+    assert refused.value.code == "memory-predicted"
+    allowed = JOB.model_copy(update={"run": JOB.run.model_copy(update={"allow": ("memory",)})})
+    run = samestep.parallelize(Model, samestep.building.loss.mse, torch.optim.SGD, job=allowed)
+    assert any("is predicted to need" in text for text in (run.step(batch), run.all_waived())[1])
+
+
+class Modes(torch.optim.SGD):
+    """An optimizer whose weights are others while it is evaluated."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.zero_()
+
+    def step(self, closure: Any = None) -> Any:
+        self.note()
+        return super().step(closure)
+
+    def note(self) -> None:
+        self.param_groups[0]["noted"] = self.param_groups[0].get("noted", 0) + 1
+
+
+def test_a_method_of_the_runs_optimizer_is_refused_and_its_values_are_there() -> None:
+    run, batch = (
+        samestep.parallelize(Model, samestep.building.loss.mse, Modes, job=JOB),
+        read_samples(Points(), range(4)),
+    )
+    run.step(batch)
+    optimizer: Any = run.updater.optimizer
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run.step(batch)
+    scheduler.step()
+    assert isinstance(optimizer, Modes)
+    assert (optimizer.param_groups[0]["noted"], run.step(batch).lr) == (2, 0.0005)
+    for name in ("eval", "note"):
+        with pytest.raises(ModelError, match=rf'run.updater.optimizer.{name} would .*run.call\(None, "{name}"\) works'):
+            getattr(run.updater.optimizer, name)()
+    run.call(None, "eval")
+    assert run.evaluate({"x": batch["x"], "labels": 0 * batch["x"]})["loss"] == 0.0
+
+
 def _evaluated(rank: int, world: int, layout: str) -> dict[str, float]:
     return run_of(rank, world, layout).evaluate(Points())
 
@@ -94,7 +141,7 @@ def test_a_data_set_is_evaluated_once_a_sample_in_any_layout(layout: str) -> Non
     whole: Any = read_samples(Points(), range(13))
     with torch.no_grad():
         wanted = nn.functional.mse_loss(model.eval()(whole["x"]), whole["labels"])
-    ranks = Layout.parse(layout).world_size
+    ranks = Layout(layout).world_size
     for found in pool(ranks).run(_evaluated, layout) if ranks > 1 else [_evaluated(0, 1, layout)]:
         assert found["loss"] == pytest.approx(wanted.item(), rel=1e-12)
 
@@ -123,7 +170,7 @@ def _loop(rank: int, world: int, layout: str, folder: str, everywhere: bool) -> 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3"])
 def test_a_finished_loop_that_starts_again_has_the_same_weights(layout: str, tmp_path: Path) -> None:
-    ranks = Layout.parse(layout).world_size
+    ranks = Layout(layout).world_size
 
     def start(everywhere: bool) -> Any:
         given = (layout, str(tmp_path), everywhere)
@@ -222,13 +269,13 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
         (lambda: _parallelized(layout={"dp": 1}), 'is a dict: one line of text works, such as layout="dp=2 tp=2"'),
         (lambda: _parallelized(layout=None), "is nothing: one line of text works"),
-        (lambda: samestep.Layout.parse(3), "3 is no line of text"),  # type: ignore[arg-type]
+        (lambda: samestep.Layout(3), "3 is no line of text"),  # type: ignore[arg-type]
         (lambda: _parallelized(job={"train": {}}), r"is a dict, and a samestep\.Job is taken"),
         (lambda: samestep.train("job.toml"), r"is a str, and a samestep\.Job is taken: .*samestep\.load"),
         (lambda: samestep.batches(JOB, Points()), r"a samestep\.Job is taken"),
-        (lambda: samestep.batches(Points(), JOB, -1), "steps are counted from 0"),
+        (lambda: samestep.batches(Points(), JOB, first_step=-1), "steps are counted from 0"),
         (lambda: Job({"train": {"steps": 3}}), r"Job\(train=\{\.\.\.\}\) works"),  # type: ignore[arg-type]
-        (lambda: samestep.load(None), "is no path of a job file"),  # type: ignore[arg-type]
+        (lambda: samestep.load(None), "is not the path of a job file"),  # type: ignore[arg-type]
         (lambda: samestep.load("job.toml", "train.steps=3"), "is one setting, and a list is read"),
         (lambda: samestep.plan(Job(), "2"), "a whole number works, such as devices=2"),  # type: ignore[arg-type]
         (lambda: samestep.latest(None), "the path of a file or a folder works"),  # type: ignore[arg-type]
@@ -243,6 +290,10 @@ def _stepped(**given: Any) -> Any:
         (lambda: _parallelized().evaluate(Points(), lambda o, b: o.mean()), "the measure .* returned a tensor"),
         (lambda: _parallelized().evaluate(Points(), lambda o: o), "two arguments"),
         (lambda: _parallelized().load(3), "is an int: the path of a file or a folder works"),
+        (lambda: _parallelized(job=Job(optimizer={"lr": 0.5})), r"does not read optimizer\.lr of the job: .* Remove"),
+        (lambda: _parallelized(job=Job(train={"loss": "mse"})), r"does not read train\.loss of the job"),
+        (lambda: _parallelized(job=Job(model={"source": "hf:gpt2"})), r"does not read model\.source of the job"),
+        (lambda: _parallelized(job=Job(model={"freeze": ["a"]})), r"does not read model\.freeze of the job"),
     ],
 )
 def test_arguments_of_another_kind_are_refused_in_one_line(call: Any, says: str) -> None:
@@ -255,3 +306,13 @@ def test_arguments_of_their_kind_are_taken(tmp_path: Path) -> None:
     for given in ({}, {"layout": Layout()}, {"model": Model()}):
         assert _stepped(**given).loss > 0
     assert samestep.latest(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda: samestep.export(None, "out"), lambda: samestep.sample(None), lambda: samestep.evaluate(None)],
+)
+def test_none_stands_for_the_newest_run(function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no run below runs/"):
+        function()

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import InputError, RecordError
-from samestep.explanation.differences import SIMULATION, differences
-from samestep.explanation.foreign_traces import explain_traces, is_foreign
 from samestep.job import Job
 from samestep.program.recorded import RankRecord
-from samestep.simulation.partition import REST, TRANSFER, WAIT, seconds_of
-from samestep.simulation.simulate import simulate
+from samestep.wings.explain.differences import SIMULATION, differences
+from samestep.wings.explain.foreign_traces import explain_traces, is_foreign
+from samestep.wings.plan.simulation.partition import REST, TRANSFER, WAIT, seconds_of
+from samestep.wings.plan.simulation.simulate import simulate
 from tests.unit.ranks_on_a_clock import records_of
 from tests.unit.test_explain import LAYOUT, OPS, records, script, write
 from tests.unit.test_explain import TRANSFER as TRANSFERS
@@ -171,13 +171,13 @@ def test_a_flight_recorder_has_collectives_alone(tmp_path: Path) -> None:
         or "number 2" in found.to_text()
     )
     assert "a flight recorder has collectives alone" in found.to_text()
-    assert found.verdict.startswith("transfer ranks 0,1 (guessed): ")  # of the rest nothing is known
+    assert found.verdict.startswith("exposed communication ranks 0,1 (guessed): ")  # of the rest nothing is known
 
 
 def test_steps_of_a_trace_are_chosen_as_those_of_a_run(tmp_path: Path) -> None:
     store(tmp_path, lambda rank: on_cpu(rank, 0))
     assert explain_traces(tmp_path, step=3).steps == (3,)
-    assert explain_traces(tmp_path, steps="3:9").steps == (3, 4)
+    assert explain_traces(tmp_path, step="3:9").steps == (3, 4)
     with pytest.raises(RecordError, match="has no step 7: steps 3 to 4 are in the traces of all ranks"):
         explain_traces(tmp_path, step=7)
 
@@ -249,7 +249,7 @@ def test_differences_of_two_layouts_add_up_to_that_of_their_steps() -> None:
     [
         (SIMULATION, SIMULATION, "one of the two must be a run folder or a layout"),
         ("dp=2", "nowhere/at/all", "is no run folder, and no layout: the folder of a run or of traces"),
-        ("dp=2", "colour=3", "is no run folder, and no layout: unknown layout word"),
+        ("dp=2", "colour=3", "is no run folder, and no layout: unknown layout option"),
         ("dp=2", "dp_replicate=2", "both are one step"),
         ("dp=2", SIMULATION, "both are one step"),
         ("{run}", "{run}/record", "both are one step"),
@@ -276,7 +276,7 @@ def test_a_run_is_held_against_the_file_of_a_simulation_and_another_job_is_a_cau
 ) -> None:
     write(records(), tmp_path / "run")
     (tmp_path / "run" / "record" / "job.toml").write_text(Job().to_toml())
-    job = Job(train={"global_batch": Job().train.global_batch * 2})
+    job = Job(model={"source": "preset:gpt2"}, train={"global_batch": Job().train.global_batch * 2})
     said = simulate(job, "dp=2", "cpu-laptop").to_record() | {"job": job.model_dump(mode="json")}
     path = tmp_path / "said.json"
     path.write_text(json.dumps({"samestep": "0", "verb": "simulate", "result": said} if is_whole else said))
@@ -316,7 +316,7 @@ def test_groups_are_named_by_their_ranks(tmp_path: Path, ranks: Any, name: str) 
         span("ncclDevKernel_AllReduce_Sum", "kernel", 2, 5, **{"Process Group Ranks": ranks}),
     ]
     store(tmp_path, lambda rank: {"traceEvents": events, "distributedInfo": {"rank": rank}}, ranks=1)
-    assert f"transfer ranks {name} (guessed)" in explain_traces(tmp_path).to_text()
+    assert f"exposed communication ranks {name} (guessed)" in explain_traces(tmp_path).to_text()
 
 
 def test_cycles_of_a_profiler_are_one_trace_of_a_rank(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_pickle_of_the_flight_recorder_is_read_as_plain_data_alone(
     path.write_bytes(pickle.dumps(plain))
     for place in (tmp_path, path):
         assert is_foreign(place)
-        assert "transfer ranks 0,1 (guessed)" in explain_traces(place).to_text()
+        assert "exposed communication ranks 0,1 (guessed)" in explain_traces(place).to_text()
     for harmful in ({**plain, "bomb": Bomb()}, {**plain, "entries": [Bomb()]}, Bomb()):
         path.write_bytes(pickle.dumps(harmful))
         with pytest.raises(RecordError, match="is a pickle, which can run code and is not read"):

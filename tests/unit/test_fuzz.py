@@ -127,10 +127,10 @@ def test_a_profile_is_read_or_refused(table: dict[str, Any], tmp_path: Path) -> 
 )
 def test_a_layout_is_read_or_refused(words: list[tuple[str, str, str]]) -> None:
     try:
-        layout = Layout.parse(" ".join(map("".join, words)))
+        layout = Layout(" ".join(map("".join, words)))
     except SamestepError:
         return
-    assert Layout.parse(str(layout)) == layout
+    assert Layout(str(layout)) == layout
 
 
 @pytest.mark.parametrize("content", RAW)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.training.garbage import collect_after_steps
+from samestep.training.rank_part import collect_after_steps
 
 
 class Loop:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.training.goodput import FILE, Goodput
+from samestep.training.run_log import TIMES_FILE, Goodput
 
 
 @dataclass
@@ -37,7 +37,7 @@ def test_all_seconds_are_given_to_something(tmp_path: Path) -> None:
     assert sum(goodput.seconds.values()) == clock.now_s - 1000.0
     assert goodput.seconds["steps"] == 40.0
     assert goodput.fraction == pytest.approx(40 / 47)
-    assert goodput.to_line() == "goodput 85.1%: 40.0 of 47.0 s in steps that counted; start 5.0 s, saves 2.0 s"
+    assert goodput.to_line() == "goodput 85.1%: 40.0 of 47.0 s were training steps; start 5.0 s, saves 2.0 s"
 
 
 def test_steps_that_a_crash_has_undone_are_lost_with_the_pause(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_going_back_to_a_checkpoint_undoes_steps(tmp_path: Path) -> None:
 def test_a_new_run_and_a_torn_line_begin_anew(tmp_path: Path) -> None:
     clock = _Clock()
     _trains(Goodput.of(tmp_path, 0, clock), clock, range(1, 3), save_at=2)
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / TIMES_FILE).open("a") as file:
         file.write('{"step": 3, "unix')
     assert Goodput.of(tmp_path, 2, clock).seconds["steps"] == 20.0
     assert Goodput.of(tmp_path, 0, clock).seconds["steps"] == 0.0

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from samestep.job import Job
-from samestep.runtime.axes import graph_trial
+from samestep.runtime.axes import graph_compiler
 from tests.laboratory import clipped
 from tests.models import Plain
-from tests.unit.test_compiled_blocks import JOB, stepped, with_whole
+from tests.unit.test_compiled_blocks import JOB, stepped
 
 
 class _Around(nn.Module):
@@ -85,9 +85,8 @@ def assert_alike(model: type[nn.Module], job: Job) -> list[str]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "rolled")) for kind in MAKERS]
 )
-@pytest.mark.parametrize("part", ["blocks", "model"])
-def test_what_a_graph_cannot_run_backward_runs_uncompiled_and_alike(kind: str, part: str) -> None:
-    said = assert_alike(model_of(kind), JOB if part == "blocks" else with_whole())
+def test_what_a_graph_cannot_run_backward_runs_uncompiled_and_alike(kind: str) -> None:
+    said = assert_alike(model_of(kind), JOB)
     reason = (
         "takes gradients itself"
         if kind == "differentiated"
@@ -145,7 +144,7 @@ def test_the_first_run_of_a_graph_writes_only_copies() -> None:
         copies[3].add_(1.0)
         return copies[0].sum() + copies[1].sum()
 
-    graph_trial.run_once(graph, inputs)
+    graph_compiler.run_once(graph, inputs)
     assert leaf.grad is None
     assert all(
         torch.equal(one, value) and one._version == version

@@ -15,10 +15,10 @@ from PIL import Image, ImageOps
 from torch import nn
 
 from samestep.datasets import open_dataset, open_held_out
-from samestep.datasets.image_file import read_image
 from samestep.errors import DataError, ModelError
 from samestep.job import Job
 from samestep.training.workload import _check_fit
+from samestep.wings.readers.images import read_image
 from tests import damaged_data
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (9, 14, 3), np.uint8)
@@ -171,7 +171,7 @@ def _harmful(folder: Path) -> dict[str, bytes]:
 def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path: Path) -> None:
     reasons = {
         "bomb.tif": "exceeds limit", "bomb.png": "exceeds limit", "text.png": "too large", "cut.jpg": "truncated",
-        "floats.tif": "numbers from 1.5 to 1.5, whose range is not known: 0 to 1 works", "nan.tif": "numbers from nan",
+        "floats.tif": "numbers from 1.5 to 1.5, and their range is not known: 0 to 1 works", "nan.tif": "numbers from nan",
         "whole.tif": "whole numbers of 32 bits or with a sign", "script.png": "is no image that Pillow reads", "empty.png": "is empty: copy it again",
     }  # fmt: skip
     for name, content in _harmful(tmp_path).items():
@@ -277,12 +277,12 @@ def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
         dataset(tmp_path)
     (tmp_path / "emu").rmdir()
     (tmp_path / "emu").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="emu is a link to what is not there"):
+    with pytest.raises(DataError, match="emu is a broken link"):
         dataset(tmp_path)
     (tmp_path / "emu").unlink()
     (tmp_path / "cat" / "whole").symlink_to(tmp_path)  # a dog is no cat
     assert len(dataset(tmp_path)) == 2
-    with pytest.raises(DataError, match=r"1\.png is a file: the folder works"):
+    with pytest.raises(DataError, match=r"1\.png is a file: a folder with one folder per class works"):
         dataset(tmp_path / "cat" / "1.png")
 
 

@@ -61,7 +61,7 @@ def test_what_couples_samples_and_is_kept_is_named() -> None:
     assert stages == [("first", ""), ("norm", "16 elements"), ("last", "16 elements")]
     text = found.to_text()
     assert "3 calls of modules" in text
-    assert "samples: coupled by the statistics of 1 module alone (numerics.coupled_samples), as norm" in text
+    assert "samples: coupled by the statistics of 1 module alone (numerics.batch_norm_group), as norm" in text
     assert 'kept by the forward: calls (buffer); a layout that keeps it otherwise needs run.allow = ["state"]' in text
 
 

@@ -22,7 +22,8 @@ OF_A_RUN = ("explain", "sample", "evaluate", "export")
 WORDS: dict[str, tuple[str, ...]] = {
     "train": (*small.settings(), "--ranks", "2", "--dry-run"),
     "verify": ("--layout", "dp=2"),
-    "launch": (*small.settings(), "--on", "mpi", "--nodes", "2", "--layout", "dp=2"),
+    "submit": (*small.settings(), "--on", "mpi", "--nodes", "2", "--layout", "dp=2", "--dry-run"),
+    "launch": ("script.py", "--ranks", "2"),
     "export": ("RUN", "--out", "exported"),
     "sample": ("RUN", "--tokens", "3"),
     "evaluate": ("RUN", "--samples", "2"),
@@ -41,7 +42,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """Words with which each verb has a result; RUN stands for a run folder."""
 ASKS = {
-    "train": ("folder", "ranks"), "verify": ("layout", "proven"), "launch": ("engine", "script"), "export": ("folder", "step"),
+    "train": ("folder", "ranks"), "verify": ("layout", "proven"), "submit": ("engine", "script"), "launch": ("script",), "export": ("folder", "step"),
     "sample": ("text",), "evaluate": ("loss",), "plan": ("best", "why"), "simulate": ("step_s",), "explain": ("verdict",),
     "layouts": ("layout", "legal"), "inspect": ("layers",), "measure": ("file", "profile"), "doctor": ("faults", "lines"), "presets": ("source", "num_params"),
     "profiles": ("h100x8",), "env": ("python", "packages"), "completion": ("shell", "script"), "calibrate": ("rows",),
@@ -64,6 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("print(1)")
 
 
 @pytest.fixture
@@ -98,11 +100,11 @@ def test_a_verb_gives_its_result(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from samestep.diagnosis import doctor
-    from samestep.diagnosis.report import Report
-    from samestep.measurement import profile
-    from samestep.planning.calibration import calibrate
     from samestep.proof import verify
+    from samestep.wings.cluster.diagnosis import doctor
+    from samestep.wings.cluster.diagnosis.report import Report
+    from samestep.wings.plan import calibrate
+    from samestep.wings.plan.measurement import profile
 
     verdict = Verdict(layout="dp=2", job="", steps=1, precision="float64", checks=())
     monkeypatch.setattr(verify, "verify", lambda *_, **__: verdict)
@@ -110,7 +112,7 @@ def test_a_verb_gives_its_result(
     monkeypatch.setattr(doctor, "doctor", lambda *_, say, **__: say(report.to_text()) or report)
     refit = SimpleNamespace(to_record=lambda: {"rows": []}, to_text=lambda: "refitted", kept="")
     monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: refit)
-    monkeypatch.setattr(profile, "measure", lambda **_: hardware.load("cpu-laptop"))
+    monkeypatch.setattr(profile, "benchmark_hardware", lambda **_: hardware.load("cpu-laptop"))
     platform.platform()  # runs a program the first time, of which tests/audit.py would complain
     words = [str(run[0]) if word == "RUN" else word for word in WORDS[verb]]
     status, document = said(verb, *words, "--json")
@@ -141,27 +143,27 @@ def test_a_mistake_is_json_too(verb: str, said: Callable[..., tuple[int, Any]]) 
     status, document = said(verb, "--nosuch", "--json")
     assert status == 2
     assert document["error"]["class"] == "InputError"
-    assert document["error"]["slug"] in ("unknown-argument", "arguments")  # one is missing too
+    assert document["error"]["code"] in ("unknown-argument", "arguments")  # one is missing too
     assert "--nosuch" in document["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "slug"),
+    ("words", "status", "code"),
     [
-        (("plan", "none.toml", "--devices", "2", "--json"), 2, "no-job-file"),
-        (("plan", "--json", "none.toml", "--devices", "2"), 2, "no-job-file"),
-        (("plan", "--json", "-", "none.toml", "--devices", "2"), 2, "no-job-file"),
-        (("simulate", *PRESET, "--layout", "tp=7", "--json"), 2, "tp-not-divide-groups"),
-        (("evaluate", "nowhere", "--json"), 2, "holds-no-checkpoint-run"),
-        (("explain", "nowhere", "--json"), 2, "not-exist-folder-run"),
+        (("plan", "none.toml", "--devices", "2", "--json"), 2, "job-file-missing"),
+        (("plan", "--json", "none.toml", "--devices", "2"), 2, "job-file-missing"),
+        (("plan", "--json", "-", "none.toml", "--devices", "2"), 2, "job-file-missing"),
+        (("simulate", *PRESET, "--layout", "tp=7", "--json"), 2, "tp-indivisible"),
+        (("evaluate", "nowhere", "--json"), 2, "run-folder-missing"),
+        (("explain", "nowhere", "--json"), 2, "record-missing"),
     ],
 )
 def test_an_error_has_its_class_and_its_exit_status(
-    words: tuple[str, ...], status: int, slug: str, said: Callable[..., tuple[int, Any]]
+    words: tuple[str, ...], status: int, code: str, said: Callable[..., tuple[int, Any]]
 ) -> None:
     found, document = said(*words)
     error = document["error"]
-    assert (found, error["slug"]) == (status, slug)
+    assert (found, error["code"]) == (status, code)
     assert issubclass(getattr(errors, error["class"]), errors.InputError)
     assert error["remedy"]
 
@@ -169,7 +171,7 @@ def test_an_error_has_its_class_and_its_exit_status(
 @pytest.mark.parametrize(
     ("raised", "status", "kind"),
     [
-        (errors.WorkerError("rank 1 died"), 1, "WorkerError"),
+        (errors.WorkerError("worker-error", "rank 1 died"), 1, "WorkerError"),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
         (ZeroDivisionError("a mistake of ours"), None, "ZeroDivisionError"),
     ],

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.explanation import json_stream
-from samestep.explanation.json_stream import read_members
+from samestep.wings.explain import trace_files
+from samestep.wings.explain.trace_files import read_members
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -23,7 +23,7 @@ VALUES = st.recursive(
 def read(text: str, part: int) -> tuple[dict[str, Any], list[Any]]:
     items: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_stream, "_PART", part)
+        patch.setattr(trace_files, "_PART", part)
         return read_members(io.StringIO(text), "events", items.append), items
 
 
@@ -56,15 +56,15 @@ def test_what_has_no_such_array_gives_no_items(text):
 
 def test_of_a_long_array_two_parts_are_held(monkeypatch):
     part, held = 1000, []
-    monkeypatch.setattr(json_stream, "_PART", part)
-    read_part = json_stream._Text._read
+    monkeypatch.setattr(trace_files, "_PART", part)
+    read_part = trace_files._Text._read
 
     def watched(self: Any) -> bool:
         found = read_part(self)
         held.append(len(self._text))
         return found
 
-    monkeypatch.setattr(json_stream._Text, "_read", watched)
+    monkeypatch.setattr(trace_files._Text, "_read", watched)
     count = []
     read_members(io.StringIO(json.dumps({"events": [{"name": "x" * 50}] * 2000})), "events", count.append)
     assert len(count) == 2000

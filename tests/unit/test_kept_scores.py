@@ -10,9 +10,9 @@ import samestep
 from samestep import job_files as jobs
 from samestep.cli import main
 from samestep.models import catalog
-from samestep.models.kept_scores import kept_elements
+from samestep.models.catalog import kept_elements
 from samestep.models.layer_parts import Product
-from samestep.simulation.prediction import Prediction
+from samestep.wings.plan.simulation.simulate import Prediction
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,8 +97,6 @@ def test_a_plan_knows_the_kernel() -> None:
     ("words", "said"),
     [
         (["run.compile=blocks"], "bytes are those of code that is not compiled"),
-        (["run.compile=model"], "bytes are those of code that is not compiled"),
-        (["run.compile=blocks", "run.compile_mode=reduce-overhead"], "bytes are those of code that is not compiled"),
         (
             ["run.compile=blocks", "run.compile_backend=aot_eager"],
             "seconds and bytes are those of code that is not compiled",

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.state.kept_tensors import AlikeTensors
+from samestep.state.writes import AlikeTensors
 
 SHAPES = [(), (3,), (2, 3), (1, 2, 3), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.int64]

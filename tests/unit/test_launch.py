@@ -7,6 +7,7 @@ import ctypes
 import functools
 import io
 import os
+import pdb
 import pickle
 import re
 import resource
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from samestep.building import drawn_rows
 from samestep.errors import JobError, WorkerError
 from samestep.runtime.processes import join as joining
-from samestep.runtime.processes import local_workers, start_method, workers
+from samestep.runtime.processes import local_workers, workers
 from samestep.runtime.processes.host_names import LOOPBACK
 from samestep.runtime.processes.join import RankInfo, join, leave
 from samestep.runtime.processes.this_host import keep_freed_memory
@@ -196,14 +197,14 @@ def test_whoever_joins_by_itself_grows_memory_before_a_gpu_is_used(monkeypatch: 
 
 
 def _method(device: str, threads: int, work: Any = None) -> str:
-    return start_method.start_method(device, threads, work)
+    return local_workers.start_method(device, threads, work)
 
 
 def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _method("cpu", 1) == "fork"
     assert _method("cpu", 2) == "spawn"
     assert _method("cuda", 1) == "spawn"
-    monkeypatch.setattr(start_method, "_autograd_has_threads", lambda: True)
+    monkeypatch.setattr(local_workers, "_autograd_has_threads", lambda: True)
     assert _method("cpu", 1) == "spawn"
 
 
@@ -384,7 +385,7 @@ def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException],
 
 
 def test_alone_is_a_run_of_one_rank_without_network() -> None:
-    assert not joining.is_launched_from_outside()
+    assert not joining.launched_by().is_engine
     handler = signal.getsignal(signal.SIGINT)
     place = join("cpu", timeout_s=60)
     try:
@@ -423,7 +424,7 @@ def _join_by_environment(rank: int, world: int, variables: list[dict[str, str]])
     """Join as a launcher's process would, in a rank that the pool had joined already."""
     dist.destroy_process_group()
     os.environ.update(variables[rank])
-    outside = joining.is_launched_from_outside()
+    outside = joining.launched_by().is_engine
     place = join("cpu", timeout_s=30)
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -461,7 +462,7 @@ def test_a_batch_script_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert not joining.is_launched_from_outside()
+    assert not joining.launched_by().is_engine
 
 
 def test_default_ranks_and_the_warning_of_too_many() -> None:
@@ -481,7 +482,7 @@ def _gather(rank: int, world: int, factor: int) -> list[int]:
 
 def _refuse(rank: int, world: int, who: int) -> None:
     if rank == who:
-        raise JobError("no")
+        raise JobError("some-code", "no")
     dist.barrier()
 
 
@@ -547,3 +548,15 @@ def test_a_test_out_of_time_shows_the_stacks_of_launched_workers(tmp_path: Path)
     assert str(caught.value).count("in _sleep_in_a_worker") == 2
     assert "sleep 600\n  a program of its own" in str(caught.value)
     assert psutil.Process().children() == before
+
+
+def _stops_to_look(place: RankInfo, in_rank: int) -> None:
+    if place.rank == in_rank:
+        pdb.Pdb().set_trace()
+    place.rank + 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_debugger_without_a_terminal_says_how_to_debug(rank: int) -> None:
+    with pytest.raises(WorkerError, match=r"breakpoint\(\) needs a terminal.* without launch, in layout dp=1"):
+        run_workers(_stops_to_look, (rank,), ranks=2)

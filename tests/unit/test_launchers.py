@@ -16,6 +16,8 @@ from torch.distributed import HashStore
 
 from samestep.errors import JobError, LayoutError, WorkerError
 from samestep.layout import Layout
+from samestep.runtime.processes import host_names, join
+from samestep.runtime.processes.host_names import LOOPBACK, check_interfaces
 from samestep.runtime.processes.launch_info import LaunchInfo
 from samestep.runtime.processes.launchers import discover
 from samestep.runtime.processes.rank_variables import _first_host, _read_srun, _tasks_per_node
@@ -394,7 +396,46 @@ def test_a_pod_of_an_indexed_job() -> None:
 )
 def test_a_layout_for_the_ranks_that_a_launcher_has_started(layout: str | None, world: int, taken: str) -> None:
     if taken:
-        assert str(fitted_layout(layout, world)) == (str(Layout.parse(taken)) if "=" in taken else taken)
+        assert str(fitted_layout(layout, world)) == (str(Layout(taken)) if "=" in taken else taken)
     else:
         with pytest.raises(LayoutError, match=f"and the launcher started {world}: its data degrees shrink"):
             fitted_layout(layout, world)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_here"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth9", False),
+        ("GLOO_SOCKET_IFNAME", "eth9,ib7", False),
+        ("NCCL_SOCKET_IFNAME", "=eth9", False),
+        ("GLOO_SOCKET_IFNAME", LOOPBACK, True),
+        ("NCCL_SOCKET_IFNAME", f"eth9,{LOOPBACK}", True),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+        ("NCCL_SOCKET_IFNAME", "", True),
+    ],
+)
+def test_a_variable_that_names_an_interface_of_another_host_is_named(
+    variable: str, value: str, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(host_names.socket, "if_nameindex", lambda: [(1, LOOPBACK), (2, "ens3")])
+    if is_here:
+        check_interfaces(variable)
+        return
+    words = (
+        rf"^{variable}={value} in the environment names no .*, which has {LOOPBACK}, ens3: .* {variable}=ens3 works$"
+    )
+    with pytest.raises(JobError, match=words):
+        check_interfaces(variable)
+
+
+@pytest.mark.parametrize(("host", "knows"), [("no-such-host.invalid", False), ("127.0.0.1", True)])
+def test_an_address_that_is_no_host_is_named(host: str, knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise RuntimeError("The client socket has timed out after 8000ms")
+
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setattr(join, "_store_of", never)
+    words = "timed out after" if knows else f"MASTER_ADDR={host} names no host that can be reached from here; .* works"
+    with pytest.raises(WorkerError, match=f"rank 1 of 2 .*did not meet the other ranks at {host}:9 .*{words}"):
+        join._meet(LaunchInfo("torchrun", 1, 1, 2, 2, host=host, port=9), 8.0)

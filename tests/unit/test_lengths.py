@@ -82,7 +82,7 @@ class Model(nn.Module):
 def _traced(block: type[Block]) -> Any:
     source = Source(lambda: Model(block), cross_entropy, lambda named: torch.optim.SGD([t for _, t in named], lr=0.1))
     layout = "dp=1 cp=2" if block is Block else "dp=1 tp=2 sequence_parallel"
-    return examine(source, job_of(), EXAMPLE, Layout.parse(layout))
+    return examine(source, job_of(), EXAMPLE, Layout(layout))
 
 
 def refusal(code: Callable[[Any, Tensor], Tensor], block: type[Block] = Block) -> str:

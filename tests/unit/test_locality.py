@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.examination.examine import Source, examine
+from samestep.independence.sliced_shapes import tokens_of
 from samestep.layout import Layout
-from samestep.models.spec import ModelSpec
-from samestep.models.spec_json import from_json, to_json
+from samestep.models.spec import ModelSpec, from_json, to_json
 from tests.laboratory import job_of
 from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
 
@@ -137,6 +137,15 @@ def written_in_chunks(x: Tensor) -> Tensor:
     return out
 
 
+def with_memory(x: Tensor) -> Tensor:
+    rows = torch.cat([x.new_ones(len(x), 2, 16), x], 1)
+    return F.rms_norm(rows, (16,)).square().mean(-1, keepdim=True)[:, 2:] * x
+
+
+def by_threes(x: Tensor) -> Tensor:
+    return x.reshape(-1, 4, 16).softmax(-1).reshape(x.shape)
+
+
 class Masked(Odd):
     """Makes its mask from the slice, in each block."""
 
@@ -147,6 +156,17 @@ class Masked(Odd):
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
             x = block(x) + F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
         return self.head(x)
+
+
+class Prompted(Odd):
+    """Rows of its own in front of the tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = torch.cat([self.head.weight[:4].expand(len(x), -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 4:])
 
 
 class Pooled(Odd):
@@ -163,6 +183,7 @@ MIXING = {
     "a sum over tokens": (functools.partial(Odd, lambda x: x + x.mean(1, keepdim=True)), "blocks.0 mixes tokens by mean"),
     "a running sum": (functools.partial(Odd, lambda x: x.cumsum(1)), "blocks.0 mixes tokens by cumsum"),
     "scores without a softmax": (functools.partial(Odd, lambda x: (x @ x.mT).relu() @ x), "blocks.0 mixes tokens by bmm"),
+    "scores by hand": (functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x), r"mixes tokens by bmm, .*scaled_dot_product_attention .*, works$"),
     "a softmax over tokens": (functools.partial(Odd, lambda x: x.softmax(1)), "blocks.0 mixes tokens by _softmax"),
     "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
     "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),
@@ -176,6 +197,9 @@ MIXING = {
     "tokens by number": (functools.partial(Odd, with_tokens_by_number), "counts the tokens of a slice|mixes tokens by index_put"),
     "tokens by a mask of numbers": (functools.partial(Odd, with_tokens_by_a_mask_of_numbers), "counts the tokens of a slice"),
     "another second half": (functools.partial(Odd, with_another_second_half), "by tanh computes some tokens of a slice"),
+    "prompts before the blocks": (Prompted, "the blocks are not given a row for each of the 12 tokens of a sample"),
+    "tokens of memory": (functools.partial(Odd, with_memory), "blocks.0 joins other rows to those of tokens by cat"),
+    "chunks of three": (functools.partial(Odd, by_threes), "is given a view that crosses rows of tokens"),
     "a pooled output": (Pooled, "the model itself mixes tokens by mean"),
     "gradients by its length": (functools.partial(Cycles, by_length=8), "computes differently, or with other"),
     "outputs of other rows": (Shifted, "its outputs have no row for each token"),
@@ -184,13 +208,14 @@ MIXING = {
 
 GATHERED = {
     "a convolution": (lambda: Odd(part=Convolution(16, 16, 3)), ["blocks.0.part"], "blocks.0.part mixes tokens by convolution"),
-    "a recurrence": (lambda: Odd(part=Recurrent(16, 8, batch_first=True, bidirectional=True)), ["blocks.0.part"], "mixes tokens|not between the tokens of one sequence"),
-}  # fmt: skip
-WRITTEN_OUT = {
-    "scores by hand": functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x),
-    "eager attention": functools.partial(
-        hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, attn_implementation="eager", **EVEN,
+    "eager attention": (
+        functools.partial(
+            hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, attn_implementation="eager", **EVEN,
+        ),
+        ["model.layers.0.self_attn", "model.layers.1.self_attn"],
+        "mixes tokens by bmm",
     ),
+    "a recurrence": (lambda: Odd(part=Recurrent(16, 8, batch_first=True, bidirectional=True)), ["blocks.0.part"], "mixes tokens|not between the tokens of one sequence"),
 }  # fmt: skip
 
 
@@ -212,14 +237,17 @@ def test_children_of_blocks_that_mix_tokens_are_given_all_of_them(what: str) -> 
     assert from_json(to_json(spec)) == spec
 
 
-@pytest.mark.parametrize("what", WRITTEN_OUT)
-def test_attentions_that_are_written_out_are_exchanged(what: str) -> None:
-    spec = shown(WRITTEN_OUT[what])
-    blocks = [layer for layer in spec.attending if layer.is_block]  # the layers under cp
-    assert spec.slice_refusal == ""
-    assert blocks[0].written
-    assert not any(layer.gathered_parts for layer in blocks)
-    assert from_json(to_json(spec)) == spec
+@pytest.mark.parametrize("keys", [("idx", "targets"), ("x", "y"), ("input_ids", "labels")])
+def test_names_do_not_decide_which_tensors_have_tokens(keys: tuple[str, str]) -> None:
+    batch = {
+        "weight": torch.ones(2),
+        keys[0]: torch.ones(2, 12).long(),
+        keys[1]: torch.ones(2, 12).long(),
+        "few": torch.ones(2, 3).long(),
+    }
+    assert tokens_of(batch).shape == (2, 12)
+    assert tokens_of({"x": torch.ones(2, 12, 5), "y": torch.ones(2)}).shape == (2, 12, 5)
+    assert tokens_of({"images": torch.ones(2, 3, 8, 8), "labels": torch.ones(2).long()}).dim() == 1
 
 
 LOCAL: dict[str, Any] = {

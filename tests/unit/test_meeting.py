@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from samestep.errors import InputError, JobError, WorkerError
-from samestep.runtime.processes import channel as channels
-from samestep.runtime.processes.channel import Channel, greet, welcome
-from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet, read_token
+from samestep.wings.cluster.hosts import channel as channels
+from samestep.wings.cluster.hosts.channel import Channel, greet, welcome
+from samestep.wings.cluster.hosts.meeting import Meeting, Rendezvous, meet, read_token
 
 TOKEN = b"a secret of thirty-two characters"
 MINE = {"samestep": "1.0", "torch": "2.13", "a job of digest": "abc", "--layout": "dp=2"}
@@ -69,7 +69,9 @@ def test_a_wrong_token_is_refused_and_the_run_waits_on() -> None:
     refused, left = sorted(_meet((TOKEN, MINE), (TOKEN[::-1], MINE), timeout_s=2), key=lambda end: str(type(end)))
     with pytest.raises(JobError, match=r"--rendezvous 127.0.0.1:\d+: it has another token; the token file of the host"):
         raise refused
-    with pytest.raises(WorkerError, match=r"1 of 2 hosts came to 127.0.0.1:\d+ within 2 s; besides this one none"):
+    with pytest.raises(
+        WorkerError, match=r"1 of 2 hosts came to 127.0.0.1:\d+ within 2 s; hosts apart from this one: none"
+    ):
         raise left
 
 

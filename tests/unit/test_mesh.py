@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from samestep.datasets import batches
 from samestep.runtime.processes.join import RankInfo, leave
-from samestep.runtime.processes.process_groups import group_among
+from samestep.runtime.processes.mesh import group_among
 from samestep.runtime.processes.workers import run_workers
 from tests.laboratory import clipped, make_run
 from tests.models import Tokens

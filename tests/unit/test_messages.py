@@ -45,7 +45,7 @@ class Points(torch.utils.data.Dataset[Any]):
 def run_of(build: Any, layout: str = "dp=1", rank: int = 0, world: int = 1) -> Run:
     optimizer = optimizer_source(lambda params: torch.optim.SGD(params, lr=1e-3), None)
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return Run(Source(build, samestep.building.loss.mse, optimizer), Layout.parse(layout), JOB, place)
+    return Run(Source(build, samestep.building.loss.mse, optimizer), Layout(layout), JOB, place)
 
 
 def _stopped(rank: int, world: int, layout: str, bad: tuple[int, ...]) -> str:
@@ -64,7 +64,7 @@ def test_the_samples_that_are_not_finite_are_named_on_every_rank(layout: str) ->
     step = 1 if 0 not in stream[1] else 2
     for bad, said in ((stream[step][5:6], "sample {0}"), (stream[step][:5], "samples {0}, {1}, {2} and 2 more")):
         text = f"its input is not finite: {said.format(*sorted(bad))} (rank "
-        ranks = Layout.parse(layout).world_size
+        ranks = Layout(layout).world_size
         given = (layout, tuple(bad))
         for found in pool(ranks).run(_stopped, *given) if ranks > 1 else [_stopped(0, 1, *given)]:
             assert found.startswith(f"{step} ")
@@ -105,7 +105,7 @@ def test_a_module_whose_name_reads_as_a_number_is_in_quotes() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
 
-    with pytest.raises(LayoutError, match=r"and '0\.1' takes the statistics of 8 samples at once"):
+    with pytest.raises(LayoutError, match=r"batch norm '0\.1' takes the statistics of 8 samples at once"):
         run_of(build, "dp=1 microbatch=2").prepare(read_samples(Points(), [0]))
     failing = run_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)))
     with pytest.raises(ModelError, match=r"the forward at '1' fails"):

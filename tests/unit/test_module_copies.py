@@ -165,22 +165,28 @@ class Trainer:
         self.seen: list[tuple[int, ...]] = []
 
 
-@pytest.mark.parametrize("is_built", [False, True])
-def test_weights_that_a_run_does_not_train_are_refused(is_built: bool) -> None:
-    source = functools.partial(Model, _holding_a_global)
-    with pytest.raises(
-        ModelError, match=r"the forward reads linear.weight of the model instance .* read from self works"
-    ):
-        _trained(source if is_built else source())
+def _through_another_object(model: Model) -> Any:
+    trainer = Trainer()
+    trainer.model = model
+    return lambda x: trainer.model.linear(x)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("hold", [_holding_a_global, _through_another_object])
+def test_an_instance_that_code_outside_of_it_holds_learns_as_in_a_loop_by_hand(hold: Callable[[Model], Any]) -> None:
+    found = _trained(_drawn(hold))
+    assert found == pytest.approx(_by_hand(_drawn(hold)), rel=1e-6)
+
+
+def test_weights_that_a_run_does_not_train_are_refused() -> None:
     trainer = Trainer()
 
-    def through_another_object(model: Model) -> Any:
+    def through_one_object(model: Model) -> Any:
         trainer.model = model
         return lambda x: trainer.model.linear(x)  # type: ignore[union-attr]
 
-    source = functools.partial(Model, through_another_object)
-    with pytest.raises(ModelError, match=r"the forward reads linear.weight of the model instance"):
-        _trained(source if is_built else source())
+    for hold in (_holding_a_global, through_one_object):
+        with pytest.raises(ModelError, match=r"the forward reads linear.weight .* read from self works"):
+            _trained(functools.partial(Model, hold))
 
 
 @pytest.mark.parametrize("is_built", [False, True])

@@ -27,7 +27,7 @@ ALLOWED = {
         "pickle",
     ): "an unpickler that makes records of torch's metadata, and refuses every other name",
     (
-        "explanation/trace_files.py",
+        "wings/explain/trace_files.py",
         "pickle",
     ): "an unpickler of plain data, for NCCL's flight recorder, which refuses every name",
     ("state/fingerprints.py", "pickle"): "writes only: a stream that is hashed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from samestep.diagnosis.report import Report
+from samestep.training.metrics import Screen
 from samestep.training.trained import Evaluation
+from samestep.wings.cluster.diagnosis.report import Report
 
 pytest.importorskip("ipykernel", reason="ipykernel is of the extra `dev`")
 pretty = pytest.importorskip("IPython.lib.pretty", reason="IPython comes with ipykernel")
@@ -128,3 +130,30 @@ def test_a_failure_on_a_rank_names_the_line_of_the_cell(shown: dict[str, Shown])
     assert "of 2 failed: ValueError: of mine" in error
     assert "line 2, in broken" in error
     assert "samestep/runtime" not in error
+
+
+@pytest.mark.nightly
+def test_the_notebook_of_the_quickstart_runs() -> None:
+    cells = json.loads((Path(__file__).parents[2] / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))[
+        "cells"
+    ]
+    codes = [
+        f"import sys; sys.path[:] = {sys.path}",
+        *("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"),
+    ]
+    command = [sys.executable, "-c", CLIENT]
+    ended = subprocess.run(command, input=json.dumps(codes), capture_output=True, text=True, timeout=550, check=False)
+    shown = [_shown(json.loads(line)) for line in ended.stdout.splitlines()]
+    assert [one.error for one in shown if one.error] == [], ended.stderr
+    assert len(shown) == len(codes), ended.stderr
+    assert shown[3].printed.count("loss of the last step") == 4
+
+
+@pytest.mark.parametrize(("module", "in_cell"), [("_io", False), ("ipykernel.iostream", True)])
+def test_a_worker_of_a_notebook_writes_its_progress_as_text(
+    module: str, in_cell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork has the kernel of its parent in memory, but not its standard output."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr(sys, "stdout", type("Stream", (io.StringIO,), {"__module__": module})())
+    assert Screen(0, 4)._console.is_jupyter is in_cell

@@ -41,10 +41,10 @@ def _odd(read: object, twin: object = None) -> Odd:
         (_odd(1), "", True),
         (_odd(2), "read '2' for '1'", True),
         (_odd(KeyError("x")), "KeyError", True),
-        (_odd(InputError("a.toml: steps = 0")), "", True),
-        (_odd(InputError("a.toml: something")), "", False),
-        (_odd(InputError("a.toml: steps\nand more")), "not one line", True),
-        (_odd(1, InputError("a.toml: it is refused")), "the unharmed twin fails", True),
+        (_odd(InputError("some-code", "a.toml: steps = 0")), "", True),
+        (_odd(InputError("some-code", "a.toml: something")), "", False),
+        (_odd(InputError("some-code", "a.toml: steps\nand more")), "not one line", True),
+        (_odd(1, InputError("some-code", "a.toml: it is refused")), "the unharmed twin fails", True),
     ],
 )
 def test_what_is_wrong_is_found(odd: Odd, fault: str, is_named: bool) -> None:

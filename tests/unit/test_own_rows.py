@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.runtime.axes.context.own_rows import SharedRows
+from samestep.runtime.axes.context.whole_parts import SharedRows
 
 RUNS = {"one run": (range(2, 6),), "head and tail": (range(2), range(6, 8))}
 

@@ -17,15 +17,14 @@ from samestep.errors import JobError, LayoutError
 from samestep.job import Job
 from samestep.job_files import load
 from samestep.layout import Layout
-from samestep.program.state_blocks import block_of
-from samestep.program.update_rules import states_per_param
+from samestep.memory.memory_use import at_rest
+from samestep.program.update_rules import block_of, states_per_param
 from samestep.proof import held_tensors, observation
 from samestep.proof.held_tensors import HeldTensor
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.packed_states import _codes, _numbers, quantise, random_bits, round_stochastically
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest
 from samestep.training.out_of_memory import held_bytes
 from samestep.training.workload import Workload
 from tests.pool import pool
@@ -177,7 +176,7 @@ def job_with(kind: str, *more: str) -> Job:
 def opened(rank: int, world: int, layout: str, job: Job) -> Run:
     with families_once():
         workload = Workload(job)
-    run = Run(workload.source, Layout.parse(layout), job, RankInfo(rank, rank, world, world, CPU))
+    run = Run(workload.source, Layout(layout), job, RankInfo(rank, rank, world, world, CPU))
     run.prepare(workload.example)
     return run
 
@@ -206,7 +205,7 @@ def fed(rank: int, world: int, layout: str, job: Job, folder: str, reads: bool =
 
 def of_ranks(layout: str, job: Job, folder: Path, reads: bool = False) -> dict[str, Tensor]:
     """Return weights and states of all ranks of a layout, in coordinates of the whole."""
-    ranks, found = Layout.parse(layout).world_size, {}
+    ranks, found = Layout(layout).world_size, {}
     opened(0, 1, "dp=1", job)  # which the ranks inherit
     seen = (
         pool(ranks).run(fed, layout, job, str(folder), reads)

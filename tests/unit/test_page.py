@@ -15,27 +15,25 @@ from typing import Any
 
 import pytest
 
-from samestep.explanation import differences_page, explained_page, foreign_page
-from samestep.explanation.differences import Differences, differences
-from samestep.explanation.explain import explain
-from samestep.explanation.foreign_traces import ForeignSteps, explain_traces
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
-from samestep.output.page.quantities import SECONDS, digits, duration, share, tick_labels, ticks
-from samestep.output.page.timeline_figure import MOST_BOXES, Box, Lane, TimelineFigure, some_of
-from samestep.planning import plan, plan_page
-from samestep.program.recorded import path_of
-from samestep.program.recorded_kernels import Kernel, StepKernels, head_line, path_beside, step_line
+from samestep.output.text import SECONDS, digits, duration, share, tick_labels, ticks
+from samestep.program.recorded import Kernel, StepKernels, kernel_head, kernel_line, kernel_path, path_of
 from samestep.proof.verdict import Cause, Check, Verdict
-from samestep.simulation import cases, prediction_page
-from samestep.simulation.memory_curve import memory_over_step
-from samestep.simulation.partition import ROWS, WAIT
-from samestep.simulation.prediction import Prediction, predict
-from samestep.simulation.spans import Span
-from samestep.simulation.timeline import Timeline
-from samestep.training.summary import Summary
+from samestep.training.run_folder import Summary
+from samestep.wings.explain.differences import Differences, differences
+from samestep.wings.explain.explain import explain
+from samestep.wings.explain.foreign_traces import ForeignSteps, explain_traces
+from samestep.wings.pages import differences_page, explained_page, foreign_page, plan_page, prediction_page
+from samestep.wings.pages.charts import MOST_BOXES, Bar, Box, Lane, TimelineFigure, bars, some_of
+from samestep.wings.pages.prediction_page import memory_over_step
+from samestep.wings.plan import plan
+from samestep.wings.plan.simulation import cases
+from samestep.wings.plan.simulation.partition import ROWS, WAIT, Span
+from samestep.wings.plan.simulation.simulate import Prediction, predict
+from samestep.wings.plan.simulation.timeline import Timeline
 from tests.unit import pages
 from tests.unit.pages import assert_whole
 from tests.unit.test_explain import records, write
@@ -61,7 +59,7 @@ def gpt2(layout: str) -> Prediction:
         data={"sequence_length": 1024},
         numerics={"precision": "bf16"},
     )
-    return predict(preset("gpt2"), job, Layout.parse(layout), load("a100-80x8"))
+    return predict(preset("gpt2"), job, Layout(layout), load("a100-80x8"))
 
 
 def foreign(folder: Path) -> ForeignSteps:
@@ -82,8 +80,8 @@ def explained(folder: Path) -> str:
     )
     kernels = [Kernel(index % 2, 10**6 * index, 10**6 * index, 10**6 * index + 900_000, 900_000) for index in range(60)]
     seen = [StepKernels(step=step, names=[name, "aten::mm"], kernels=kernels) for step in (2, 3)]
-    path = path_beside(path_of(folder / "record", range(1, 4), 0))
-    path.write_text(head_line(0, "") + "".join(map(step_line, seen)))
+    path = kernel_path(path_of(folder / "record", range(1, 4), 0))
+    path.write_text(kernel_head(0, "") + "".join(map(kernel_line, seen)))
     lines = [f'{{"step": {step}, "loss": {5 / step}, "tokens_per_s": {1000 + step}}}\n' for step in range(1, 9)]
     (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
     return explained_page.page_of(explain(folder, hardware="cpu-laptop")).to_html()
@@ -103,10 +101,10 @@ def test_a_prediction_is_a_whole_page(layout: str) -> None:
 
 
 def test_each_op_has_the_colour_of_its_row_or_its_own() -> None:
-    css = files("samestep.output.page").joinpath("page.css").read_text()
+    css = files("samestep.wings.pages").joinpath("page.css").read_text()
     kinds = ("forward", "backward", "weight", "recompute", "update", "outer", "copy", *ROWS)
     spans = [Span(0, "compute", f"{kind}:a", "F0", at, at + 1) for at, kind in enumerate(kinds)]
-    (lane,) = prediction_page.lanes_of(Timeline(tuple(spans)), [0])
+    (lane,) = prediction_page.lanes_of(Timeline(tuple(spans)), [0], {})
     drawn = [box.kind for box in lane.boxes]
     assert drawn[:7] == ["forward", "backward", "weight", "recompute", "optimizer", "optimizer", "transfer"]
     for kind in {*drawn, *(prediction_page.row_kind(row, None) for row in ROWS)} - {WAIT}:
@@ -144,13 +142,73 @@ def test_the_most_memory_over_a_step_is_the_peak(layout: str) -> None:
         assert 0 <= times[0] <= times[-1] <= found.timeline.step_s
 
 
+def _luminance(colour: str) -> float:
+    """Return the relative luminance of WCAG 2 of #rgb or #rrggbb."""
+    digits = "".join(2 * one for one in colour[1:]) if len(colour) == 4 else colour[1:]
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (one / 12.92 if one <= 0.03928 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_a_contrast_of_four_and_a_half(scheme: str) -> None:
+    css, script = (files("samestep.wings.pages").joinpath(name).read_text() for name in ("page.css", "page.js"))
+    light, dark = (dict(re.findall(r"--(\w+):(#\w+)", block)) for block in re.findall(r":root\{([^}]*)\}", css)[:2])
+    colours = light if scheme == "light" else light | dark
+    on = {"ink": ("paper", "card", "track"), "soft": ("paper", "card", "track"), "paper": ("ink",)}
+    on |= dict.fromkeys(("good", "unsure", "bad"), ("card",))
+    pairs = {
+        (text, ground): contrast(colours[text], colours[ground]) for text, grounds in on.items() for ground in grounds
+    }
+    assert {pair: found for pair, found in pairs.items() if found < 4.5} == {}
+    (least,) = re.findall(r"return LIGHT\[kind\] = .* > (\.\d+);", script)
+    kinds = set(colours) - {"paper", "card", "ink", "soft", "line", "track", "link", "good", "unsure", "bad"}
+    labels = {
+        kind: contrast(colours[kind], "#000" if _luminance(colours[kind]) > float(least) else "#fff") for kind in kinds
+    }
+    assert len(labels) > 15
+    assert {kind: found for kind, found in labels.items() if found < 4.5} == {}
+
+
+def test_a_box_has_the_bytes_or_flops_of_its_op() -> None:
+    found = gpt2("dp=2 zero=1 microbatch=2")
+    data = pages.read(prediction_page.page_of(found).to_html()).boxes
+    known = {(op.kind, op.owner): op.size_bytes or op.flops for _, op in found.programs[0].ops()}
+    assert {(name, amount) for name, _, amount in data["names"]} == {
+        (f"{kind}:{owner}", amount) for (kind, owner), amount in known.items()
+    }
+
+
+def test_each_recorded_step_has_a_timeline_and_the_last_one_is_shown(tmp_path: Path) -> None:
+    write(records(), tmp_path)
+    found = explain(tmp_path, hardware="cpu-laptop")
+    text = explained_page.page_of(found).to_html()
+    steps = re.findall(r'<div class="of-step" data-step="(\d+)" data-seconds="([\d.]+)"( hidden)?>', text)
+    assert [int(step) for step, _, _ in steps] == [*found.found.steps]
+    assert [float(seconds) for _, seconds, _ in steps] == pytest.approx(found.steps_s, rel=1e-5)
+    assert len(steps) > 1
+    assert [step for step, _, hidden in steps if not hidden] == [steps[-1][0]]
+    assert text.count('class="boxes"') == len(steps)
+
+
+def test_the_parts_of_a_step_stand_by_size_in_one_unit() -> None:
+    text = bars([Bar("b", "dp", 2e-4, None), Bar("none", "tp", 0.0, None), Bar("a", "compute", 0.05, 0.04)], 0.06)
+    assert re.findall(r"<li><span>(\w+)</span>", text) == ["a", "b"]
+    assert re.findall(r">([\d.]+ \w+)</data>", text) == ["50.00 ms", "40.00 ms", "0.20 ms"]
+
+
 def test_a_plan_compares_layouts_and_says_why_the_others_fell_out() -> None:
     job = Job(model={"source": "preset:gpt2"}, train={"global_batch": 64})
     found = plan.plan(job, 8, "a100-80x8", top=3)
     page = assert_whole(plan_page.page_of(found).to_html())
-    assert [one for one in page.headings if "others" in one or "compared" in one] == [
+    assert [one for one in page.headings if one.startswith("Rejected") or "compared" in one] == [
         "Layouts compared",
-        "Why the others fell out",
+        "Rejected layouts",
     ]
     assert sum(page.record["rejections"]["counts"].values()) == found.considered - len(found.best)
     assert [one["layout"] for one in page.record["best"]] == [str(one.layout) for one in found.best]
@@ -170,7 +228,7 @@ def test_an_explained_run_shows_predicted_above_measured(tmp_path: Path) -> None
     assert [heading for heading in page.headings if heading in wanted] == wanted
     labels = [svg.label for svg in page.svgs if svg.label.startswith("rank 0")]
     assert labels[0] == "rank 0, compute, predicted" if "predicted" in page.classes else "rank 0, compute"
-    assert {svg.label for svg in page.svgs} >= {"loss", "tokens a second", *(f"rank {rank}" for rank in range(4))}
+    assert {svg.label for svg in page.svgs} >= {"loss", "tokens/s", *(f"rank {rank}" for rank in range(4))}
     assert page.record["verdict"] == page.record["page"]["verdict"]
 
 
@@ -271,9 +329,9 @@ def test_a_notebook_shows_every_result_in_a_frame_of_its_own(tmp_path: Path) -> 
     )
     planned = plan.plan(Job(model={"source": "preset:gpt2"}, train={"global_batch": 64}), 2, "a100-80x8", top=1)
     shown: list[tuple[Any, str]] = [
-        (gpt2("dp=2"), "a step on 2 devices"),
+        (gpt2("dp=2"), "per step on 2 devices"),
         (planned, "Layouts compared"),
-        (explain(tmp_path), "a step on 4 ranks"),
+        (explain(tmp_path), "per step on 4 ranks"),
         (proof, "The same result as one device"),
         (differs, "Differs: different data"),
         (foreign(tmp_path / "traces"), "a step on 2 ranks"),
@@ -304,6 +362,6 @@ def test_in_a_browser_nothing_overlaps_scrolls_or_fails(tmp_path: Path) -> None:
     found = pages.looked_at(texts, tmp_path)
     assert {*found} == {f"{name} {width}" for name in texts for width in (390, 1200, "printed")}
     for name, one in found.items():
-        assert one["problems"] == [], name
+        assert one["problems"] == [], (name, one["problems"])
         assert one["texts"] > 30
         assert " from " in one["zoomed"] or name.startswith("compared")

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from samestep import Job, Layout, cli, hardware
-from samestep.models import presets
-from samestep.planning import other_numerics, search
-from samestep.simulation.prediction import intervals, predict
+from samestep.models import catalog, presets
+from samestep.output.text import digits
+from samestep.wings.plan import other_numerics, ranking, search
+from samestep.wings.plan.simulation.simulate import class_of, intervals, predict
 from tests import small
 
 GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
@@ -38,18 +39,53 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.Capt
     assert len(record["best"]) == 2
     assert record["best"][0]["step_s"] <= record["best"][1]["step_s"]
     first = record["best"][0]
-    assert said.splitlines()[1].startswith(first["layout"] + " ")
-    assert f"{first['step_s']:.4g}" in said.splitlines()[1]
+    assert said.splitlines()[2].endswith(" " + first["layout"])
+    assert f"{first['step_s']:.4g}" in said.splitlines()[2]
     counts, reasons = record["rejections"]["counts"], record["rejections"]["reasons"]
     assert record["considered"] == len(record["best"]) + sum(counts.values()) > len(reasons)
     assert all(one["layout"] and one["rule"] and one["reason"] for one in reasons)
     for rule, number in counts.items():
         assert sum(one["count"] for one in reasons if one["rule"] == rule) == number
     assert len(reasons) < 50
-    assert first["step_s_interval"] == pytest.approx(intervals()["time"].of(first["step_s"]))
-    assert f"times their predicted time, and 8 in 10 of {intervals()['memory'].rows:,} runs" in said
-    days = 1e9 / (first["tokens_per_s_per_device"] * 2) / 86400
-    assert f"1e+09 tokens take {days:,.2f} days on 2 devices" in said
+    assert first["step_s_interval"] == pytest.approx(intervals("few")["time"].of(first["step_s"]))
+    assert f"times their predicted time, and 8 in 10 of {intervals('few')['memory'].rows:,} runs" in said
+    hours = 1e9 / (first["tokens_per_s_per_device"] * 2) / 3600
+    assert f"1 billion tokens in {digits(hours)} hours (" in said
+    assert f"), {digits(2 * hours)} device hours" in said
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices", "kind"),
+    [
+        ("rtx4090x8", 1, "cards"),
+        ("rtx4090x8", 8, "cards"),
+        ("l40sx8", 4, "cards"),
+        ("h100x8", 1, "few"),
+        ("a100-80x8", 7, "few"),
+        ("a100-80x8", 8, "nodes"),
+        ("gb200-nvl72", 512, "nodes"),
+    ],
+)
+def test_an_interval_is_that_of_the_class_of_machine(machine: str, devices: int, kind: str) -> None:
+    where = hardware.load(machine)
+    assert class_of(where, devices) == kind
+    said = ranking.describe_accuracy(where, devices)
+    assert f"{intervals(kind)['time'].rows:,} published steps" in said[0]
+    is_poor = intervals(kind)["time"].high / intervals(kind)["time"].low >= ranking.POOR
+    assert len(said) == 1 + is_poor
+    assert all("is poor" in line for line in said[1:])
+
+
+@pytest.mark.parametrize(("rank", "least", "most"), [(8, 1.9, 2.1), (64, 1.9, 2.3)])
+def test_flops_of_adapters_are_no_gradients_of_frozen_weights(rank: int, least: float, most: float) -> None:
+    """With all weights frozen a step is one forward and one gradient of each input: two forwards, and not three."""
+    plain = Job(model={"source": "preset:llama2-7b"})
+    frozen = Job(model={"source": "preset:llama2-7b", "lora": {"targets": ("all-linear",), "r": rank}})
+    model, adapted = (catalog.model_spec(job) for job in (plain, frozen))
+    masked = sum(product.flops // 2 for layer in model.layers for product in layer.products if product.is_attention)
+    forward = model.forward_flops - masked
+    assert model.sample_flops == pytest.approx(3 * forward, rel=1e-6)
+    assert least < adapted.sample_flops / forward < most
 
 
 def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +149,7 @@ def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -
     slow = replace(machine.inter, bytes_per_s=6e8)
     machine = replace(machine, flops_per_s={**machine.flops_per_s, "bfloat16": 1e14}, inter=slow)
     for text in ("dp=16", "dp=16 zero=1", "dp=16 zero=2", "dp=1", "tp=4", "dp=1 pp=2 microbatch=8"):
-        said = predict(model, job, Layout.parse(text), machine)
+        said = predict(model, job, Layout(text), machine)
         found = other_numerics.savings(said, model, job, machine)
         # A ring of all ranks passes from node to node once; what each rank sends to each other passes eight times.
         is_sent = text == "dp=16"
@@ -134,7 +170,7 @@ def test_gradients_of_a_byte_save_time_where_each_node_has_one_device(words: str
         inter=replace(machine.inter, bytes_per_s=6e8),
     )
     model = presets.preset("gpt2", job.data.sequence_length)
-    said = predict(model, job, Layout.parse(f"dp=16 {words}"), machine)
+    said = predict(model, job, Layout(f"dp=16 {words}"), machine)
     (found,) = other_numerics.savings(said, model, job, machine)
     assert found.change == "numerics.compression=int8 with numerics.replicas=16"
     assert found.peak_bytes is not None
@@ -148,10 +184,10 @@ def test_a_codec_that_costs_more_than_it_saves_is_named(bytes_per_s: float, cost
     machine = hardware.load("h100x8")
     machine = replace(machine, devices_per_node=1, inter=replace(machine.inter, bytes_per_s=bytes_per_s))
     model = presets.preset("gpt2", job.data.sequence_length)
-    said = predict(model, job, Layout.parse("dp=16"), machine)
+    said = predict(model, job, Layout("dp=16"), machine)
     found = [one for one in other_numerics.savings(said, model, job, machine) if "compression=none" in one.change]
     plain = job.model_copy(update={"numerics": job.numerics.model_copy(update={"compression": "none", "replicas": 1})})
-    assert (predict(model, plain, Layout.parse("dp=16"), machine).step_s < 0.97 * said.step_s) == costs
+    assert (predict(model, plain, Layout("dp=16"), machine).step_s < 0.97 * said.step_s) == costs
     assert [one.change for one in found] == [
         "numerics.compression=none in place of int8, which costs more than it saves"
     ] * costs
@@ -161,7 +197,8 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
     words = ("--set", "model.source=preset:gpt3-175b", "--set", "train.global_batch=4")
     assert run("plan", *words, *A100, "--devices", 2) == 1
     said = capsys.readouterr().out
-    assert said.startswith('nothing fits; "')
+    assert said.splitlines()[0].startswith("job: built-in default, changed by --set: model.source=preset:gpt3-175b, ")
+    assert '\nnothing fits; "' in said
     assert "needs" in said
 
 
@@ -173,11 +210,15 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "0"], "argument --devices: 0 is not a whole number of at least 1"),
         (["--devices", "2", "--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
         (["--devices", "2", "--hardware", "H100"], "no hardware 'H100' (did you mean 'h100x8'?)"),
+        (["--devices", "2", "--hardware", "a100x8"], "no hardware 'a100x8' (did you mean 'a100-40x8' or 'a100-80x8'?)"),
+        (["--devices", "2", "--hardware", "gb200"], "no hardware 'gb200' (did you mean 'gb200-nvl72' or 'gb200x4'?)"),
+        (["--devices", "2", "--set", "model.source=hf:meta-llama/Meta-Llama-3-8B"], "To plan, use preset:llama3-8b."),
+        (["--devices", "2", "--lr", "3"], "unknown argument --lr: use --set optimizer.lr=VALUE"),
         (["--devices", "2", "--hardware", "nope.toml"], "there is no file nope.toml: the profiles are a100-40x8, "),
         (["--devices", "2", "--hardware", "/proc"], "/proc is a folder; a hardware profile is a TOML file"),
         (["--devices", "2", "--why", "dp=two"], "dp=two is not a whole number"),
-        (["--devices", "2", "--why", "dp=0"], "dp_replicate=0: a degree is at least 1"),
-        (["--devices", "2", "--why", "dp=1,tp=2"], "words are separated by blanks, as in 'dp=1 tp=2'"),
+        (["--devices", "2", "--why", "dp=0"], "dp=0: a degree is at least 1"),
+        (["--devices", "2", "--why", "dp=1,tp=two"], "tp=two is not a whole number"),
         (["--devices", "2", "--cost-per-hour", "-3"], "-3 is not a price; 2.5 is one"),
         (["--devices", "2", "--days-for-tokens", "many"], "many is not a number of tokens; 2T, 300B and 1e12 work"),
         (["--devices", "2", "--set", "model.source=preset:gpt5"], "no preset 'gpt5' (did you mean 'gpt2'?)"),
@@ -187,8 +228,8 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
             ["--devices", "2", "--json", "/nope/plan.json"],
             "/nope/plan.json cannot be written: there is no folder /nope",
         ),
-        (["--devices", "2", "--set", "optimizer.name=adamq"], "'adamq' is none of adadelta, "),
-        (["--devices", "2", "--set", "optimizer.name=adamq"], "sgd (did you mean 'adam'?), nor module:function"),
+        (["--devices", "2", "--set", "optimizer.name=adamq"], "'adamq' must be one of adadelta, "),
+        (["--devices", "2", "--set", "optimizer.name=adamq"], "sgd (did you mean 'adam'?), or module:function"),
         (["--devices", "2", "--fastest", "--fewest-devices"], "not allowed with argument --fastest"),
         (["--devices", "2", "--top", "300"], "300 rows are too many to play; 50 works"),
         (["nope.toml", "--devices", "2"], "no job file at nope.toml"),
@@ -211,7 +252,7 @@ def test_mistakes_are_told_before_anything_is_searched(
 def test_a_dtype_the_hardware_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--hardware", "V100x8", "--devices", 2, "--set", "numerics.precision=bf16")
     assert run("plan", *GPT2, *words) == 2
-    assert small.without_slug(capsys.readouterr().err) == (
+    assert small.without_code(capsys.readouterr().err) == (
         "samestep: hardware v100x8 has no flops_per_s for bfloat16; it has float64, float32, float16: "
         "numerics.precision=fp16 or float32 or float64 works\n"
     )

@@ -11,7 +11,7 @@ from tests import laboratory, pool, traced
 
 
 def refuse(rank: int, world: int, words: str) -> None:
-    raise LayoutError(words.format(rank=rank))
+    raise LayoutError("some-code", words.format(rank=rank))
 
 
 def fail(rank: int, world: int) -> None:

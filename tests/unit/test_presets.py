@@ -15,13 +15,12 @@ from samestep.independence import tensor_plan
 from samestep.job import Job
 from samestep.job_tables import LoraTable
 from samestep.models import catalog, presets
-from samestep.models.adapted_spec import add_adapters
+from samestep.models.catalog import add_adapters
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.presets import preset
-from samestep.models.spec import ModelSpec
-from samestep.models.spec_json import from_json, to_json
+from samestep.models.spec import ModelSpec, from_json, to_json
 from samestep.tracing.experts import experts_of
 from samestep.tracing.trace import trace
 
@@ -163,9 +162,9 @@ def test_norms_of_heads_are_whole_and_a_norm_of_all_heads_is_cut() -> None:
 @pytest.mark.parametrize("family", PAIRS)
 def test_eager_code_moves_and_keeps_at_least_what_fused_kernels_do(family: str) -> None:
     found, counted = traced(family).layers[1], spec(PAIRS[family][1], family).layers[1]
-    assert counted.moved_elements <= found.moved_elements <= 8 * counted.moved_elements
+    assert counted.moved.elements <= found.moved.elements <= 8 * counted.moved.elements
     assert 0.5 * counted.saved_elements <= found.saved_elements <= 2.5 * counted.saved_elements
-    assert counted.kernels <= found.kernels
+    assert counted.moved.kernels <= found.moved.kernels
 
 
 SIZES_OF = {
@@ -289,7 +288,7 @@ def test_every_preset_may_be_named() -> None:
         ("llama2-7b", {"intermediate": -1}, "intermediate=-1 is not a whole number of at least 0"),
         ("llama2-7b", {"experts": -1}, "experts=-1 is not a whole number of at least 0"),
         ("llama2-7b", {"tied": "maybe"}, "tied='maybe' is neither true nor false"),
-        ("llama2-7b", {"attention": "foo"}, "attention='foo' is none of 'causal', 'attention', 'plain'"),
+        ("llama2-7b", {"attention": "foo"}, "attention='foo' must be one of 'causal', 'attention', 'plain'"),
         ("llama2-7b", {"kv_heads": 7}, "kv_heads=7 does not divide heads=32; 1, 2, 4, 8, 16, 32 do"),
         ("llama2-7b", {"heads": 31}, "heads=31 does not divide hidden=4096; 1, 2, 4, 8, 16, 32 do"),
         ("llama2-7b", {"experts": 8}, "top_k=0 of experts=8; 1 to 8 work"),
@@ -353,7 +352,7 @@ def work_added(found: ModelSpec, before: ModelSpec) -> list[tuple[int, ...]]:
     """What one spec has more of than another, of operations, moved elements and FLOPs of each layer, whole and under tp=2."""
 
     def counts(layer: LayerSpec) -> tuple[int, ...]:
-        return layer.kernels, layer.moved_elements, layer.moved_cut_elements, layer.forward_flops
+        return layer.moved.kernels, layer.moved.elements, layer.moved.cut_elements, layer.forward_flops
 
     pairs = [(f.cut_by(d), b.cut_by(d)) for d in (1, 2) for f, b in zip(found.layers, before.layers, strict=True)]
     return [tuple(map(operator.sub, counts(f), counts(b))) for f, b in pairs]
@@ -367,8 +366,8 @@ def test_adapters_of_a_preset_start_and_move_what_those_of_peft_do(targets: list
     assert work_added(ours, plain) == work_added(theirs, traced("llama"))
     assert [p.cut for p in ours.layers[1].products] == [p.cut for p in theirs.layers[1].products]
     dropping = add_adapters(plain, table.model_copy(update={"dropout": 0.1})).layers[1]
-    assert dropping.kernels == ours.layers[1].kernels + len(targets)
-    assert dropping.moved_elements > ours.layers[1].moved_elements
+    assert dropping.moved.kernels == ours.layers[1].moved.kernels + len(targets)
+    assert dropping.moved.elements > ours.layers[1].moved.elements
 
 
 def test_adapters_of_a_decoder_start_and_move_what_those_of_peft_do() -> None:

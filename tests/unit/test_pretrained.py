@@ -21,9 +21,9 @@ from samestep.building.pretrained_form import _beside, unread_tokenizer
 from samestep.building.stored_weights import StoredWeights
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
-from samestep.job_paths import model_folder
+from samestep.job_files import model_folder
 from samestep.models.weight_files import configuration, digest_of
-from samestep.training.export import export
+from samestep.training.trained import export
 from tests import small
 from tests.folders import FAMILIES, saved
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_resized_is_refused_with_what_works(tmp_path: Path) -> No
             3,
         )
     with pytest.raises(ModelError, match=r"hf:llama has no folder: a size in model.config works"):
-        model_source(Job(model={"resize_embeddings": 64}))
+        model_source(Job(model={"source": "hf:llama", "resize_embeddings": 64}))
     with pytest.raises(ModelError, match="is read without a tokenizer; a number works"):
         resized(folder, "tokenizer", data={"source": "tokens:a.bin"})
     with pytest.raises(JobError, match="resize_embeddings"):
@@ -172,7 +172,7 @@ def test_a_refusal_of_added_tokens_names_what_works(tmp_path: Path, capsys: pyte
         str(tmp_path / "run"),
     ]
     assert small.main("train", *words) == 2
-    works = small.without_slug(capsys.readouterr().err).rpartition("; ")[2].removesuffix(" works\n").replace(" ", "")
+    works = small.without_code(capsys.readouterr().err).rpartition("; ")[2].removesuffix(" works\n").replace(" ", "")
     assert works == "model.resize_embeddings=256"
     assert small.main("train", *words, f"--set={works}") == 0
     assert "256" in (export(tmp_path / "run", tmp_path / "out").folder / "config.json").read_text()
@@ -298,7 +298,7 @@ def test_a_run_trains_resumes_and_notices_another_folder(tmp_path: Path, capsys:
     _config(folder, rope_parameters={"rope_type": "default", "rope_theta": 7.0})
     assert digest_of(folder) != before
     assert small.main("train", "--resume", "--out", run) == 2
-    assert "are others since" in capsys.readouterr().err
+    assert "have changed since" in capsys.readouterr().err
 
 
 def test_numbers_without_a_word_in_json_are_read_from_a_configuration(tmp_path: Path) -> None:

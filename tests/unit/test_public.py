@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import pkgutil
@@ -38,10 +39,12 @@ def _modules_after(code: str, home: Path) -> set[str]:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(samestep.__all__) == [
+        "Batch",
         "CheckpointError",
         "DataError",
         "DriftError",
-        "HeldOut",
+        "EarlyStopping",
+        "Hardware",
         "InputError",
         "Job",
         "JobError",
@@ -50,19 +53,26 @@ def test_the_public_names_are_these() -> None:
         "ModelError",
         "NonFiniteError",
         "OutOfMemoryError",
+        "Plan",
+        "Prediction",
         "RecordError",
         "RepeatError",
+        "Run",
         "RunError",
         "SamestepError",
         "SaveError",
         "SpikeError",
+        "StepReport",
         "UnprovenError",
+        "Verdict",
         "WorkerError",
         "after_step",
         "batch_cat",
         "batch_mean",
         "batch_sum",
         "batches",
+        "benchmark_hardware",
+        "benchmark_layouts",
         "calibrate",
         "doctor",
         "evaluate",
@@ -74,7 +84,7 @@ def test_the_public_names_are_these() -> None:
         "launch",
         "layouts",
         "load",
-        "measure",
+        "mean_over",
         "model_loss",
         "parallelize",
         "plan",
@@ -85,6 +95,7 @@ def test_the_public_names_are_these() -> None:
         "train",
         "verify",
         "whole_batch",
+        "write_submission",
     ]
     assert all(getattr(samestep, name).__doc__ for name in samestep.__all__)
 
@@ -93,7 +104,7 @@ def test_the_lazy_names_are_functions_and_no_submodule_shadows_them() -> None:
     import samestep.runtime.processes.workers
     import samestep.training.train
 
-    verbs = ("layouts", "measure", "plan", "simulate", "train", "verify")
+    verbs = ("layouts", "plan", "simulate", "train", "verify")
     for name in ("batches", "launch", "parallelize", *verbs):
         assert inspect.isfunction(getattr(samestep, name)), name
     modules = {module.name for module in pkgutil.iter_modules(samestep.__path__)}
@@ -174,3 +185,20 @@ def test_the_lock_holds_what_the_tests_install() -> None:
             continue
         marks = [{"extra": extra, "python_version": of} for extra in its or {""} for of in lines[0].split()[4:]]
         wanted += [need for need in needs if not need.marker or any(need.marker.evaluate(mark) for mark in marks)]
+
+
+@pytest.mark.parametrize("name", ["HeldOut", "measure"])
+def test_an_earlier_name_is_answered_by_its_new_one(name: str) -> None:
+    with pytest.raises(AttributeError, match="has a new name: use samestep"):
+        getattr(samestep, name)
+
+
+def test_a_typed_file_uses_every_public_name() -> None:
+    """`make check` holds its types."""
+    tree = ast.parse((Path(__file__).parents[2] / "examples" / "typed" / "every_name.py").read_text(encoding="utf-8"))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "samestep"
+    }
+    assert used >= set(samestep.__all__)

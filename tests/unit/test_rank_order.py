@@ -56,7 +56,7 @@ def test_ranks_of_one_host_are_neighbours(given_seats: list[Seat]) -> None:
 def test_a_group_in_any_order_is_refused_only_where_ours_keeps_tp_within_hosts(given_seats: list[Seat]) -> None:
     hosts, world = Numbering.of(given_seats).hosts, len(given_seats)
     for tp in (n for n in range(1, world + 1) if world % n == 0):
-        layout = Layout.parse(f"dp={world // tp} tp={tp}")
+        layout = Layout(f"dp={world // tp} tp={tp}")
 
         def leaves(order: Sequence[int], layout: Layout = layout) -> bool:
             groups = Ranks.of(layout).groups("tp") if layout.tp > 1 else ()
@@ -165,7 +165,7 @@ def _use_a_group(rank: int, world: int, hosts: str, may_renew: bool, has_more: b
     more = dist.new_group([*range(world)]) if has_more else None
     place = join("cpu", timeout_s=60, may_renew=may_renew)
     try:
-        rank_order.check(Layout.parse("dp=2 tp=2"), place.hosts)
+        rank_order.check(Layout("dp=2 tp=2"), place.hosts)
         refused = ""
     except LayoutError as error:
         refused = str(error)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +60,7 @@ def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken(dataset: Squares, workers: int, first_step: int = 0) -> Iterator[tuple[Batch, np.ndarray, dict[str, Tensor]]]:
     """Yield the micro-batches of rank 1 as its steps take them."""
-    for batch in batches(dataset, job_with(workers), first_step):
+    for batch in batches(dataset, job_with(workers), first_step=first_step):
         batch.read_ahead(1, RANKS, MICROBATCHES)
         for indices in batch.shares(1, RANKS, MICROBATCHES):
             yield batch, indices, batch.samples(indices)
@@ -206,11 +211,11 @@ def test_workers_leave_the_generators_of_the_process_alone_and_end_with_the_stre
 
 
 def losses(job: Job, first: int = 0, run: Run | None = None, until: int = 4) -> tuple[list[float], list[float], Run]:
-    layout = Layout.parse("microbatch=3")
+    layout = Layout("microbatch=3")
     source: Source = source_of("plain", layout, job)
     run = run or Run(source, layout, job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
     reports = []
-    for batch in batches(Tokens(), job, first):
+    for batch in batches(Tokens(), job, first_step=first):
         if batch.step >= until:
             break
         reports.append(run.step(batch))
@@ -225,3 +230,63 @@ def test_a_run_is_the_same_to_the_bit_with_any_number_of_workers() -> None:
     half, _, run = losses(job_of(steps=4, run={"data_workers": 1}), until=2)
     rest, _, _ = losses(job_of(steps=4), first=2, run=run)
     assert half + rest == plain
+
+
+class Opened:
+    """A data set that opens its file once."""
+
+    def __init__(self, file: Any) -> None:
+        self.files = [file]
+
+
+class Numbered:
+    """A reader that holds the number of its file alone."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def fileno(self) -> int:
+        return self._number
+
+
+class Reading:
+    """A data set that reads by a function around a file."""
+
+    def __init__(self, file: Any) -> None:
+        self.read = lambda: file.read(1)
+
+
+class Nested(Reading):
+    """One whose function calls that function."""
+
+    def __init__(self, file: Any) -> None:
+        def byte() -> Any:
+            return file.read(1)
+
+        self.read = lambda: byte()
+
+
+def _has_inherited(dataset: Opened) -> None:
+    sys.exit(int(read_ahead._is_inherited(dataset.files[0])))
+
+
+def test_a_file_that_processes_would_share_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(b"rows")
+    with (tmp_path / "rows").open("rb") as file:
+        child = multiprocessing.get_context("fork").Process(target=_has_inherited, args=(Opened(file),))
+        child.start()
+        child.join()
+        assert child.exitcode == 1
+        assert not read_ahead._is_inherited(file)
+        for dataset in (Opened(file), torch.utils.data.Subset(Opened(file), [0])):  # type: ignore[arg-type]
+            with pytest.raises(DataError, match=r"files of .* is a file that was opened before processes were forked"):
+                read_ahead.refuse_shared_files(dataset, 1)
+            read_ahead.refuse_shared_files(dataset, 0)
+        with pytest.raises(DataError, match="files of Opened is a file"):
+            read_ahead.refuse_shared_files(Opened(Numbered(file.fileno())), 1)
+        for kind in (Reading, Nested):
+            with pytest.raises(DataError, match=f"file of {kind.__name__} is a file that was opened"):
+                read_ahead.refuse_shared_files(kind(file), 1)
+            read_ahead.refuse_shared_files(kind(io.BytesIO()), 1)
+        read_ahead.refuse_shared_files(Opened(io.BytesIO()), 1)
+    read_ahead.refuse_shared_files(Opened(file), 1)

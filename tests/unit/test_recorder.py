@@ -24,24 +24,23 @@ from torch import Tensor, nn
 
 from samestep.datasets import batches
 from samestep.errors import InputError, RecordError
-from samestep.explanation import explained_page
-from samestep.explanation.explain import Explained, explain
-from samestep.explanation.measured_step import segments
-from samestep.explanation.step_kernels import RankKernels, seconds_of
 from samestep.job import Job
-from samestep.program import recorded_kernels
+from samestep.program import recorded
 from samestep.program.ops import UPDATE_BODY, Task
-from samestep.program.recorded import RankRecord, RecordedStep, parse_steps, path_of, read_record
-from samestep.program.recorded_kernels import Kernel, StepKernels
+from samestep.program.recorded import Kernel, RankRecord, RecordedStep, StepKernels, parse_steps, path_of, read_record
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes import join
 from samestep.runtime.recording import marks
-from samestep.runtime.recording.kernel_profile import ANOTHER
+from samestep.runtime.recording.device_readings import ProcessorTime
+from samestep.runtime.recording.record_window import ANOTHER
 from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.recording.sums import sums_of
-from samestep.runtime.recording.system_files import ProcessorTime
 from samestep.runtime.step_observer import StepObserver
 from samestep.trees import tree_leaves
+from samestep.wings.explain.explain import Explained, explain
+from samestep.wings.explain.measured_step import segments
+from samestep.wings.explain.step_kernels import RankKernels, seconds_of
+from samestep.wings.pages import explained_page
 from tests.laboratory import job_of, make_run, on_ranks
 
 STEPS = 4
@@ -434,9 +433,9 @@ def test_another_profiler_is_named_and_the_window_recorded(tmp_path: Path) -> No
 
 def test_damaged_kernels_are_one_line(tmp_path: Path) -> None:
     record = recorded_file(tmp_path)
-    path = recorded_kernels.path_beside(record)
-    head = recorded_kernels.head_line(0, "")
-    step = recorded_kernels.step_line(StepKernels(step=2, names=["a"], kernels=[Kernel(0, 1, 1, 2, 1)]))
+    path = recorded.kernel_path(record)
+    head = recorded.kernel_head(0, "")
+    step = recorded.kernel_line(StepKernels(step=2, names=["a"], kernels=[Kernel(0, 1, 1, 2, 1)]))
     path.write_text(head + step)
     assert explain(tmp_path, step=2).kernels[0].rows[0].kernel == "a"
     harmed = {

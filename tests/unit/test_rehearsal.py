@@ -11,14 +11,14 @@ import pytest
 from samestep import hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.measurement import refit as refits
-from samestep.measurement.refit import StepTime, StepTimes, as_toml, refit, slower, why_not
 from samestep.models import presets
-from samestep.simulation.clock import play
 from samestep.strategies import programs_of
+from samestep.wings.plan.measurement import refit as refits
+from samestep.wings.plan.measurement.refit import StepTime, StepTimes, as_toml, refit, slower, why_not
+from samestep.wings.plan.simulation.clock import play
 from tests import small
 
-LAYOUTS = [Layout.parse(text) for text in ("dp=1", "dp=2", "dp=2 zero=3")]
+LAYOUTS = [Layout(text) for text in ("dp=1", "dp=2", "dp=2 zero=3")]
 
 
 @pytest.mark.parametrize(("compute", "links"), [(1.0, 1.0), (2.0, 0.5), (0.5, 4.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import importlib.machinery
 import importlib.util
@@ -24,11 +25,11 @@ from samestep.job import Job
 from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
-from samestep.output import output_file
+from samestep.output import durable_files
 from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.step_report import StepReport
 from samestep.training import trackers
-from samestep.training.metrics import Metrics, Screen, Speed, flops_of_sample, scalars_of
+from samestep.training.metrics import Metrics, Screen, Speed, scalars_of
 from tests import small
 
 
@@ -129,13 +130,13 @@ def test_a_run_without_tensorboard_has_a_log(tmp_path: Path, monkeypatch: pytest
 
 def test_a_whole_file_replaces_the_old_one_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "job.toml"
-    output_file.write_whole(path, "old")
+    durable_files.write_whole(path, "old")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", _raise)
         with pytest.raises(OSError, match="full"):
-            output_file.write_whole(path, "new")
+            durable_files.write_whole(path, "new")
     assert path.read_text() == "old"
-    output_file.write_whole(path, "new")
+    durable_files.write_whole(path, "new")
     assert path.read_text() == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["job.toml"]
 
@@ -234,7 +235,7 @@ def test_masked_positions_of_a_causal_attention_are_no_flops() -> None:
     products = (linear, causal, frozen)
     layer = LayerSpec(name="a", modules=("a",), products=products, forward_flops=sum(one.flops for one in products))
     spec = ModelSpec(name="one", layers=(layer,), params=())
-    assert flops_of_sample(spec) == 3 * linear.flops + 3 * causal.flops // 2 + 2 * frozen.flops
+    assert spec.sample_flops == 3 * linear.flops + 3 * causal.flops // 2 + 2 * frozen.flops
 
 
 def test_a_gpu_is_known_by_the_name_of_its_driver() -> None:
@@ -328,6 +329,20 @@ def test_the_time_of_a_step_reaches_trackers_axis_by_axis(
     assert all(events.read_bytes().count(name.encode()) == 1 for name in expected)
 
 
+def test_a_disk_that_is_full_at_the_start_costs_the_numbers_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trackers, "_STARTS", {"tensorboard": full})
+    with contextlib.closing(Metrics(tmp_path, 0, trackers.open_trackers(Job(), tmp_path, 0))) as metrics:
+        with pytest.warns(UserWarning, match="tensorboard.* does not take .* No space left .*, and the run goes on"):
+            metrics.write(_report(1))
+        metrics.write(_report(2))
+    assert len(_rows(tmp_path)) == 2
+
+
 def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,3 +411,50 @@ def test_a_profile_has_the_names_of_the_program(tmp_path: Path) -> None:
 def test_wrong_words_are_refused(key: str, value: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--set", f"{key}={value}", "--dry-run") == 2
     assert text in capsys.readouterr().err
+
+
+class _FullDisk(io.BytesIO):
+    """A file whose disk is full after its first bytes."""
+
+    is_full = False
+
+    def write(self, data: Any) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+    def fileno(self) -> int:
+        return 2
+
+
+def test_a_full_disk_costs_tensorboard_its_numbers_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More steps than the queue of tensorboardX's own thread holds."""
+    file = _FullDisk()
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda _: file)
+    tracker = trackers.open_receiver("tensorboard", Job(), tmp_path, 0, "a run")
+    file.is_full = True
+    with pytest.warns(UserWarning, match=r"a run does not take the numbers of step 1 .*No space left.* goes on"):
+        tracker.add(_report(1), {"train/loss": 1.0})
+    for step in range(2, 40):
+        tracker.add(_report(step), {"train/loss": 1.0})
+    tracker.flush()
+    tracker.close()
+
+
+@pytest.mark.parametrize("kind", ["full", "closed pipe"])
+def test_what_a_log_cannot_print_is_lost(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "full":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    with os.fdopen(descriptor, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        screen = Screen(0, 50, log_every=1)
+        with screen.live():
+            for step in range(1, 40):
+                screen.show(_report(step))
+        print("lost", file=durable_files.LastingStream(stream), flush=True)
+        monkeypatch.undo()

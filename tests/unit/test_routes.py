@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from samestep.randomness.dropout_state import recompute_contexts
 from samestep.randomness.mode import Draw
-from samestep.randomness.recomputed_draws import recompute_contexts
 from samestep.runtime.axes.expert import RouteMode, Routes, tokens_of_first
 
 EXPERTS, TOKENS = 8, 6

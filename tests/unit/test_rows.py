@@ -184,7 +184,7 @@ def test_a_pattern_a_link_and_a_doubled_column_are_named(tmp_path: Path) -> None
 
     (tmp_path / "lost.jsonl").symlink_to(tmp_path / "nowhere")
     for source, text in (
-        ("lost.jsonl", "lost.jsonl is a link to what is not there"),
+        ("lost.jsonl", "lost.jsonl is a broken link"),
         ("*.jsonl", "no pattern of names is read; of the folder .* all files are"),
     ):
         with pytest.raises(DataError, match=text):

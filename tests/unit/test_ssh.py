@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import InputError
-from samestep.training import ssh
+from samestep.wings.cluster.hosts import ssh
 from tests import small
 
 _SSH = """#!/bin/sh

@@ -6,7 +6,7 @@ import collections
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -84,7 +84,7 @@ WHOLE: dict[str, Moves] = {
     "shares of each row": lambda g: stacked(g, lambda x: x.softmax(-1)),
     "running sums of each": lambda g: stacked(g, lambda x: x.cumsum(1)),
     "means of rows": lambda g: stacked(g, lambda x: x - x.mean(dim=2, keepdim=True)),
-    "a matrix beside its transposed one": lambda g: stacked(g, lambda x: x + 0 * x.mT.reshape(x.shape)),
+    "a matrix beside its transposed one": lambda g: stacked(g, lambda x: x + 0.1 * x.mT.reshape(x.shape)),
 }
 TOGETHER: dict[str, Moves] = {
     "running sums of all": lambda g: stacked(g, lambda x: x.cumsum(0)),
@@ -103,7 +103,7 @@ TOGETHER: dict[str, Moves] = {
 def whole_of(moves: Moves, least: int = 2) -> list[str]:
     """Return what is updated whole, where weights of fewer dimensions descend along their gradients."""
     source = optimizer_source(lambda params: Stacking(params, moves, least))
-    return [p.name for p in check_optimizer(source, MODEL, Layout.parse("dp=2 zero=1")).params if p.is_updated_whole]
+    return [p.name for p in check_optimizer(source, MODEL, Layout("dp=2 zero=1")).params if p.is_updated_whole]
 
 
 @pytest.mark.parametrize("name", BY_ELEMENTS)
@@ -168,7 +168,7 @@ PLACES: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Any], None]]] = {
 def test_an_optimizer_is_followed_wherever_another_one_holds_it(place: str) -> None:
     source = optimizer_source(lambda params: Holding(params, *PLACES[place]))
     for text in ("dp=2 zero=1", "dp=2 zero=3"):
-        checked = check_optimizer(source, MODEL, Layout.parse(text))
+        checked = check_optimizer(source, MODEL, Layout(text))
         assert [p.name for p in checked.params if p.is_updated_whole] == ["first", "second", "third"]
 
 
@@ -192,4 +192,46 @@ def asking(params: list[Tensor]) -> Optimizer:
 @pytest.mark.parametrize("function", [Sending, asking])
 def test_an_optimizer_that_needs_a_process_group_is_refused_in_one_line(function: Any) -> None:
     with pytest.raises(ModelError, match=r"asks torch.distributed for ranks or sends.*its form for one process works"):
-        check_optimizer(optimizer_source(function), MODEL, Layout.parse("dp=2"))
+        check_optimizer(optimizer_source(function), MODEL, Layout("dp=2"))
+
+
+# -- sparse gradients ------------------------------------------------------------------------------
+
+
+class Lazy(Optimizer):
+    """Moves the rows alone that a sparse gradient has, if `of_rows`, or else adds the gradient."""
+
+    def __init__(self, params: Any, of_rows: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.of_rows = of_rows
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+            if self.of_rows and param.grad.is_sparse:
+                rows, values = param.grad.coalesce().indices()[0], param.grad.coalesce().values()
+                momentum[rows] = 0.9 * momentum[rows] + values
+                param[rows] -= 0.1 * momentum[rows]
+            else:
+                momentum.mul_(0.9).add_(param.grad)
+                param.sub_(momentum, alpha=0.1)
+
+
+SPARSE = replace(MODEL, params=tuple(replace(param, sparse_gradient=param.name == "first") for param in MODEL.params))
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_an_optimizer_that_needs_sparse_gradients_is_refused_in_every_layout(layout: str, of_rows: bool) -> None:
+    source = optimizer_source(functools.partial(Lazy, of_rows=of_rows))
+    if not of_rows:
+        check_optimizer(source, SPARSE, Layout(layout))
+        return
+    with pytest.raises(ModelError, match=r"only the rows that are in a sparse gradient, as the gradient of first is"):
+        check_optimizer(source, SPARSE, Layout(layout))
+
+
+def test_adam_of_sparse_gradients_is_refused_by_that_reason() -> None:
+    with pytest.raises(ModelError, match=r"SparseAdam updates only the rows.*SGD and Adagrad"):
+        check_optimizer(optimizer_source(torch.optim.SparseAdam), SPARSE, Layout())

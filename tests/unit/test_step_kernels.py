@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from samestep.explanation.step_kernels import kernels_of
-from samestep.program.recorded import RankRecord, RecordedStep, RecordHead
-from samestep.program.recorded_kernels import Kernel, StepKernels, head_line, path_beside, step_line
+from samestep.program.recorded import (
+    Kernel,
+    RankRecord,
+    RecordedStep,
+    RecordHead,
+    StepKernels,
+    kernel_head,
+    kernel_line,
+    kernel_path,
+)
 from samestep.runtime.recording.sums import sums_of
+from samestep.wings.explain.step_kernels import kernels_of
 
 
 def recorded_on_a_gpu() -> RecordHead:
@@ -25,7 +33,7 @@ def test_kernels_of_a_gpu_belong_to_the_op_of_the_host_that_issued_them(tmp_path
     kernels = [Kernel(0, 150, 5100, 5400, 300), Kernel(1, 320, 5400, 5900, 500), Kernel(0, 330, 5900, 6000, 100)]
     seen = StepKernels(step=1, names=["gemm", "add"], kernels=kernels, events=host)
     path = tmp_path / "steps-1-1.rank0.jsonl"
-    path_beside(path).write_text(head_line(0, "") + step_line(seen))
+    kernel_path(path).write_text(kernel_head(0, "") + kernel_line(seen))
     head = recorded_on_a_gpu()
     found, missing = kernels_of({0: RankRecord(path, head, {1: step})}, [1])
     assert not missing

@@ -20,8 +20,7 @@ from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.runtime.device_decides import decide
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_batch import Indices
-from samestep.runtime.step_observer import StepObserver, StepScalars
+from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
 from samestep.runtime.step_scalars import SummedScalars, flag_slots
 from samestep.schedules import TaskKind
 from tests.laboratory import job_of, perturbed
@@ -50,7 +49,7 @@ class Recorder(StepObserver):
 def run_of(rank: int, world: int, model: str, layout: str, job: Job, *observers: StepObserver) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
-    return Run(source, Layout.parse(layout), job, place, *observers)
+    return Run(source, Layout(layout), job, place, *observers)
 
 
 def tasks_told(rank: int, world: int, model: str, layout: str) -> tuple[bool, list[TaskKind], list[int]]:

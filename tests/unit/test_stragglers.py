@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.runtime.recording.stragglers import WINDOW, StragglerWatch, describe, straggler_among
-from samestep.runtime.recording.sums import StepSums
+from samestep.runtime.recording.sums import WINDOW, StepSums, StragglerWatch, describe_stragglers, straggler_among
 
 
 class _Store(dict[str, Any]):
@@ -84,7 +83,7 @@ def test_the_watch_names_it_once_and_never_waits(is_gpu: bool) -> None:
             heard += [found] if found else []
     assert len(heard) == 1
     assert (heard[0]["rank"], heard[0]["more_s"], heard[0]["of_step"]) == (1, 1.0, 0.25)
-    assert "rank 1 on " in describe(heard[0])
+    assert "rank 1 on " in describe_stragglers(heard[0])
     assert StragglerWatch(0, [0, 0], _Store(), is_gpu=is_gpu).step(StepSums(1, {name: 1.0}), 1.0) == {}
 
 

@@ -51,15 +51,14 @@ SEAMS = {
     "runtime/weights/": r"torch\.distributed\.fsdp\..*",
 }
 """The file, or the folder, that alone may name a private part of torch."""
-WALKERS = ("trees.py", "runtime/processes/plain_data.py", "datasets/values.py")
+WALKERS = ("trees.py", "runtime/processes/messages.py", "datasets/values.py")
 """The files that may look for tensors in nested containers: the walker, the form in which values are written, and the values of a
 batch, in which a list may hold one item for each sample."""
 
 
 NEEDING = {
-    "samestep.engines.ray_job": "ray",
+    "samestep.wings.cluster.engines.ray_job": "ray",
     "samestep.kernels.flash_dropout": "triton",
-    "samestep.kernels.hashed_bits": "triton",
     "samestep.kernels.hashed_dropout": "triton",
     "samestep.kernels.remainder_bits": "triton",
 }
@@ -79,7 +78,7 @@ def test_the_compiler_has_what_compiled_blocks_need():
     assert hasattr(torch._dynamo, "OptimizedModule")
     assert callable(torch._dynamo.lookup_backend)
     assert callable(torch._dynamo.eval_frame.skip_code)
-    assert torch._inductor.list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
+    assert "max_autotune" in torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
     assert torch._dynamo.config.recompile_limit > 0
     assert torch._dynamo.config.accumulated_recompile_limit > 0
     assert "frame_id" in inspect.signature(torch._guards.CompileId).parameters
@@ -89,12 +88,17 @@ def test_the_compiler_has_what_compiled_blocks_need():
     assert torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
 
 
+def _source(root: Path) -> list[tuple[Path, str]]:
+    return [(path, path.read_text(encoding="utf-8")) for path in root.rglob("*.py")]
+
+
 def test_private_parts_of_torch_are_named_in_one_place_each():
     root = Path(samestep.__file__).parent
     elsewhere = [
         f"{path.relative_to(root)}:{node.lineno} {name}"
-        for path in root.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, text in _source(root)
+        if re.search(r"torch[\w.]*\._|torch\.overrides", text)  # before it is parsed, which takes the most time
+        for node in ast.walk(ast.parse(text))
         for name in _private_parts(node)
         if not any(str(path.relative_to(root)).startswith(home) and re.match(of, name) for home, of in SEAMS.items())
     ]
@@ -105,8 +109,9 @@ def test_nested_tensors_are_walked_in_one_file():
     root = Path(samestep.__file__).parent
     elsewhere = [
         f"{path.relative_to(root)}:{node.lineno} {node.name}"
-        for path in root.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, text in _source(root)
+        if "Tensor" in text or "is_tensor" in text
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef) and _walks_tensors(node) and str(path.relative_to(root)) not in WALKERS
     ]
     assert not elsewhere, "; ".join(elsewhere)

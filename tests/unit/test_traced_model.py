@@ -16,11 +16,11 @@ from samestep.examination import traced_forward
 from samestep.examination.examine import Source, build_blueprint, examine, with_new_blueprint
 from samestep.independence import sequence_boundaries, tensor_plan, token_slices
 from samestep.layout import Layout
+from samestep.memory.memory_use import at_rest, during_step
 from samestep.randomness import masks
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest, during_step
 from samestep.strategies import programs_of
 from samestep.tracing import experts
 from tests.laboratory import clipped
@@ -42,7 +42,7 @@ EXAMINATIONS = [
 def source_of(model: str, layout: str) -> Source:
     source = Source(MODELS[model], loss_of(clipped()), optimizer_of(clipped()), model)
     example = next(batches(Tokens(), clipped())).samples([0])
-    traced = examine(source, clipped(), example, Layout.parse(layout))
+    traced = examine(source, clipped(), example, Layout(layout))
     return dataclasses.replace(source, prepared=traced)
 
 
@@ -65,7 +65,7 @@ def step_of_a_traced_model(rank: int, world: int, model: str, layout: str) -> tu
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, before)
         source = source_of(model, layout)
-    run = Run(source, Layout.parse(layout), clipped(), RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run = Run(source, Layout(layout), clipped(), RankInfo(rank, rank, world, world, torch.device("cpu")))
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, after)
         run.step(next(batches(Tokens(), clipped())))
@@ -97,8 +97,8 @@ def test_a_model_without_sequences_is_tried_once(monkeypatch: pytest.MonkeyPatch
     source = Source(MODELS["mixtral"], loss_of(clipped()), optimizer_of(clipped()))
     example = next(batches(Tokens(), clipped())).samples([0])
     short = {name: tensor[:, :1] for name, tensor in example.items()}
-    once = dataclasses.replace(source, prepared=examine(source, clipped(), short, Layout.parse("cp=2")))
-    assert examine(once, clipped(), short, Layout.parse("cp=2")) is once.prepared
+    once = dataclasses.replace(source, prepared=examine(source, clipped(), short, Layout("cp=2")))
+    assert examine(once, clipped(), short, Layout("cp=2")) is once.prepared
     assert called.count("prove") == 1
 
 
@@ -115,7 +115,7 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
     example = next(batches(Tokens(), clipped())).samples([0])
     whole = dataclasses.replace(source, prepared=examine(source, clipped(), example))
     lean = dataclasses.replace(source, prepared=examine(source, clipped(), example, Layout()))
-    for where in map(Layout.parse, layouts):
+    for where in map(Layout, layouts):
         specs = [trace_for_layout(one, where, clipped(), example).spec for one in (whole, lean)]
         ours, theirs = (
             [(program.bodies, program.tasks, program.buckets, program.units, program.step.holdings, at_rest(program), during_step(program))
@@ -123,10 +123,10 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
             for spec in specs
         )  # fmt: skip
         assert ours == theirs
-    cut = Layout.parse("tp=2")
+    cut = Layout("tp=2")
     with pytest.raises(LayoutError, match="its plan of tensor parallelism was not examined"):
         programs_of(lean.prepared.spec, clipped(), cut)  # type: ignore[union-attr]
-    chunked = Layout.parse("tp=2 loss_chunk=8")  # and whether the loss works on chunks is found out only then
+    chunked = Layout("tp=2 loss_chunk=8")  # and whether the loss works on chunks is found out only then
     assert (
         trace_for_layout(lean, chunked, clipped(), example).spec
         == trace_for_layout(whole, chunked, clipped(), example).spec
@@ -136,24 +136,23 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
 @pytest.mark.parametrize(
     ("examined_for", "lacking"),
     [
-        ("dp=1", {"dp=4 zero=3": [], "dp=2 loss_chunk=8": ["chunks"], "pp=2": [], "ep=2": [], "cp=2": ["slices"], "tp=2": ["plan"], "tp=2 cp=2": ["plan", "slices"]}),
-        ("cp=2", {"dp=2": [], "dp=2 cp=2": [], "cp=4": ["slices"], "tp=2": ["plan"]}),
-        ("", {"dp=2": [], "dp=2 loss_chunk=8": [], "tp=2": [], "tp=4": ["counts"], "tp=2 sequence_parallel": ["tokens"], "cp=2": ["slices"]}),
-        ("tp=2 sequence_parallel", {"dp=2 tp=2": [], "tp=4 sequence_parallel": ["counts", "tokens"], "tp=2 cp=2": ["slices"]}),
+        ("dp=1", {"dp=4 zero=3": False, "dp=2 loss_chunk=8": True, "pp=2": False, "ep=2": False, "cp=2": True, "tp=2": True, "tp=2 cp=2": True}),
+        ("cp=2", {"dp=2": False, "dp=2 cp=2": False, "cp=4": True, "tp=2": True}),
+        ("", {"dp=2": False, "dp=2 loss_chunk=8": False, "tp=2": False, "tp=4": True, "tp=2 sequence_parallel": True, "cp=2": True}),
+        ("tp=2 sequence_parallel", {"dp=2 tp=2": False, "tp=4 sequence_parallel": True, "tp=2 cp=2": True}),
     ],
 )  # fmt: skip
-def test_a_traced_model_covers_the_layouts_that_lack_nothing(examined_for: str, lacking: dict[str, list[str]]) -> None:
-    """What it covers is returned as it is, and what a layout lacks is found out and covered from then on."""
+def test_a_traced_model_is_examined_further_only_if_a_finding_is_missing(
+    examined_for: str, lacking: dict[str, bool]
+) -> None:
+    """A model with all findings that a layout needs is returned as it is; missing ones are examined, and known from then on."""
     source = Source(MODELS["llama_even"], loss_of(clipped()), optimizer_of(clipped()), "llama_even")
     example = next(batches(Tokens(), clipped())).samples([0])
-    known = examine(source, clipped(), example, Layout.parse(examined_for) if examined_for else None)
+    known = examine(source, clipped(), example, Layout(examined_for) if examined_for else None)
     source = dataclasses.replace(source, prepared=known)
-    for layout, lacks in ((Layout.parse(words), lacks) for words, lacks in lacking.items()):
-        assert sorted(known.lacks(layout)) == lacks
-        assert known.covers(layout) == (not lacks)
+    for layout, lacks in ((Layout(words), lacks) for words, lacks in lacking.items()):
         found = examine(source, clipped(), example, layout)
-        assert (found is known) == (not lacks)
-        assert found.covers(layout)
+        assert (found is not known) == lacks
         assert examine(dataclasses.replace(source, prepared=found), clipped(), example, layout) is found
 
 

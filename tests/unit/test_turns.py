@@ -94,7 +94,7 @@ def test_what_products_are_for_holds_in_every_turn() -> None:
 
     function: Any = test_products.test_features_compose
     assert {mark.name for mark in function.pytestmark} >= {"every_row", "every_turn"}
-    layouts = [Layout.parse(layout) for layout, _, _ in covering.rows(2, 4, alone=("model",))]
+    layouts = [Layout(layout) for layout, _, _ in covering.rows(2, 4, alone=("model",))]
     for name in ("zero", "recompute", "schedule", "tp", "pp", "cp", "ep"):
         held = {getattr(layout, name) for layout in layouts}
         assert held >= set(covering.FEATURES[name]), f"the products lack a value of {name}"

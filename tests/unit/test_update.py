@@ -152,7 +152,7 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
 
 
 def under(zero: int) -> Layout:
-    return Layout.parse(f"dp=2 zero={zero}")
+    return Layout(f"dp=2 zero={zero}")
 
 
 def elementwise_job(name: str) -> Job:
@@ -199,7 +199,7 @@ def test_rules_that_couple_elements_are_updated_whole(source: OptimizerSource, e
         assert updated_whole(source, MODEL, under(zero)) == names
     assert updated_whole(source, MODEL, Layout(pp=2)) == []
     assert updated_whole(source, MODEL, Layout(zero=3)) == []  # over a single rank nothing is cut
-    assert updated_whole(source, CUT_MODEL, Layout.parse("tp=2 dp=2 zero=0")) == names[:4]  # one row is not cut
+    assert updated_whole(source, CUT_MODEL, Layout("tp=2 dp=2 zero=0")) == names[:4]  # one row is not cut
 
 
 def test_rules_that_couple_weights_are_refused_where_these_are_spread() -> None:
@@ -238,9 +238,9 @@ def test_experts_that_tp_cuts_too_come_to_no_one_owner() -> None:
     )
     job = Job(optimizer={"groups": [{"match": ["experts"], "name": "adafactor"}]})
     for text, is_refused in {"dp=2 tp=2 ep=2": True, "dp=2 tp=2": False, "dp=2 ep=2": False}.items():
-        reason = whole_update.refusal(StepSpec.of(experts, job, Layout.parse(text)))
+        reason = whole_update.refusal(StepSpec.of(experts, job, Layout(text)))
         assert bool(reason) == is_refused
-        assert not reason or reason.endswith("tp=2 and ep=2 both cut it: tp=1 works, and so does ep=1")
+        assert not reason or str(reason).endswith("tp=2 and ep=2 both cut it: tp=1 works, or ep=1")
 
 
 def test_what_is_changed_in_an_optimizer_of_torch_is_tried() -> None:
@@ -331,6 +331,87 @@ def test_a_rule_that_changes_later_is_seen_wherever_its_threshold_stands(kind: s
     assert updated_whole(source, model_of((12, 10)), under(1)) == ["weight0"]
     assert TICKS == 0
     assert KEPT_OUTSIDE.__closure__[0].cell_contents == 0  # type: ignore[index]  # the trial's steps leave nothing behind
+
+
+def in_blocks(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    """As with 8-bit states: blocks of 256 elements share a scale, from 4,096 elements on."""
+    if gradient.numel() < 4096:
+        return gradient
+    flat = nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 256)).view(-1, 256)
+    scale = flat.abs().amax(1, keepdim=True) / 127
+    return ((flat / scale).round() * scale).flatten()[: gradient.numel()].view_as(gradient)
+
+
+def by_columns_if_large(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    return gradient / gradient.norm(dim=0) if gradient.ndim == 2 and min(gradient.shape) > 300 else gradient
+
+
+def in_some_steps(every: int) -> Update:
+    def update(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        return gradient.cumsum(0) if state["step"] % every == 0 else gradient
+
+    return update
+
+
+def only_when(beyond: float) -> Update:
+    """Divides by the norm once it is beyond what a trial meets."""
+    return lambda _, gradient, state: torch.where(gradient.norm() > beyond, gradient / gradient.norm(), gradient)
+
+
+def of_tensor_counts(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    """Reads numbers, of counts alone."""
+    state["step"] = state.get("step", torch.zeros(())) + 1
+    return gradient / float(1 - 0.9 ** state["step"]) if state["step"] > 3 else gradient
+
+
+def of_float32(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    return state.setdefault("mean", torch.zeros(gradient.shape)).lerp_(gradient, 0.5)
+
+
+LARGE = model_of((2048, 640), (2048, 640), (100_000,))
+TRIALS: dict[str, tuple[Update, list[int]]] = {
+    "blocks of elements": (in_blocks, [0, 1, 2]),
+    "columns of what is large": (by_columns_if_large, [0, 1]),
+    "every 64th step": (in_some_steps(64), [0, 1, 2]),
+    "every 48th step": (in_some_steps(48), [0, 1, 2]),
+    "a norm that does not act yet": (only_when(1e12), [0, 1, 2]),
+    "counts that are tensors": (of_tensor_counts, []),
+    "states in float32": (of_float32, []),
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_trial_shows_which_weights_are_updated_whole(name: str) -> None:
+    update, expected = TRIALS[name]
+    for zero in (1, 3):
+        assert updated_whole(custom(update), LARGE, under(zero)) == [f"weight{index}" for index in expected]
+
+
+def test_a_rule_whose_rate_is_still_zero_is_tried() -> None:
+    source = optimizer_source(lambda params: Custom(params, lars, lr=0.0))
+    assert updated_whole(source, MATRICES, under(1)) == ["weight0", "weight1", "weight2"]
+
+
+class ByDistance(Custom):
+    """As D-Adaptation and Prodigy: a rate from how far all weights have come."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        group = self.param_groups[0]
+        for param in group["params"]:
+            first = self.state[param].setdefault("first", param.clone())
+            group["far"] = max(group.get("far", 1e-6), float((first - param).norm()))
+        for param in group["params"]:
+            param.sub_(param.grad.sign(), alpha=group["far"])
+
+
+def test_a_rate_from_all_weights_is_refused_where_these_are_spread() -> None:
+    source = custom(lambda _, gradient, state: gradient, ByDistance)
+    check_optimizer(source, MATRICES, under(0))
+    for layout in (under(1), Layout(pp=2)):
+        with pytest.raises(LayoutError, match=r"updated otherwise without the others.*=[01] works$"):
+            check_optimizer(source, MATRICES, layout)
 
 
 def test_a_rule_that_never_changes_stays_one_by_elements() -> None:
@@ -506,7 +587,7 @@ def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, 
     """Feed equal gradients into each optimizer over the pieces of a layout, three steps; return weights and states."""
     job = job_of("float64")
     place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    run = Run(Source(perturbed(MODELS["plain"]), loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
+    run = Run(Source(perturbed(MODELS["plain"]), loss_of(job), optimizer_of(job)), Layout(layout), job, place)
     run.prepare(next(batches(Tokens(), job)).samples([0]))
     store = run.assembly.weights.store
     store.begin_step()

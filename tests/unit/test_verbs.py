@@ -13,7 +13,7 @@ import samestep
 from samestep import cli, hardware
 from samestep.job import Job
 from samestep.job_files import default
-from samestep.planning import plan, ranking
+from samestep.wings.plan import plan, ranking
 
 GPT2 = Job(model={"source": "preset:gpt2"}, train={"global_batch": 8}, numerics={"precision": "bf16"})
 WORDS = ("model.source=preset:gpt2", "train.global_batch=8", "numerics.precision=bf16")
@@ -111,16 +111,16 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: samestep.plan(Job(model={"source": "preset:gpt5"}), 2, A100),
         "no preset 'gpt5' (did you mean 'gpt2'?)",
     ),
-    "simulate where": (lambda: samestep.simulate(GPT2, "dp=2 tq=1", A100), "unknown layout word 'tq'"),
+    "simulate where": (lambda: samestep.simulate(GPT2, "dp=2 tq=1", A100), "unknown layout option 'tq'"),
     "simulate on how many": (lambda: samestep.simulate(GPT2, "dp=2", A100, devices=3), "layout 'dp=2' has 2 ranks"),
     "simulate a refusal": (lambda: samestep.simulate(GPT2, "tp=5", A100), "tp=5 does not divide"),
     "layouts of nothing": (lambda: samestep.layouts(GPT2, 0), "devices=0: a layout needs at least 1"),
-    "measure a job nowhere": (lambda: samestep.measure(Job(), layouts=[]), "measure runs the layouts of a job: give both"),
-    "measure what has no values": (lambda: samestep.measure(GPT2, layouts=["dp=1"]), "preset:gpt2 is a model's shape"),
-    "measure on nothing": (lambda: samestep.measure(out="here.toml", ranks=0), "ranks=0: a run needs at least 1"),
-    "measure on what": (lambda: samestep.measure(out="here.toml", device="gpu"), "device='gpu' is not a device"),
-    "measure into nowhere": (lambda: samestep.measure(out="nope/here.toml"), "there is no folder nope"),
-    "train where": (lambda: samestep.train(Job(), layout="dp=0"), "dp_replicate=0: a degree is at least 1"),
+    "measure a job nowhere": (lambda: samestep.benchmark_layouts(Job(), layouts=[]), "benchmark_layouts needs a layout to run"),
+    "measure what has no values": (lambda: samestep.benchmark_layouts(GPT2, layouts=["dp=1"]), "preset:gpt2 is a model's shape"),
+    "measure on nothing": (lambda: samestep.benchmark_hardware(out="here.toml", ranks=0), "ranks=0: a run needs at least 1"),
+    "measure on what": (lambda: samestep.benchmark_hardware(out="here.toml", device="gpu"), "device='gpu' is not a device"),
+    "measure into nowhere": (lambda: samestep.benchmark_hardware(out="nope/here.toml"), "there is no folder nope"),
+    "train where": (lambda: samestep.train(Job(), layout="dp=0"), "dp=0: a degree is at least 1"),
     "train too long": (lambda: samestep.train(Job(), steps=101, ranks=1), "--steps 101 is beyond train.steps = 100"),
     "train on": (lambda: samestep.train(Job(), ranks=1, resume=True), "there is no run below runs/ to resume"),
     "verify where": (lambda: samestep.verify(Job(), layout="dp=two"), "dp=two is not a whole number"),

@@ -58,7 +58,7 @@ def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         said = opened.read(metadata).decode()
     kept = {name.removeprefix("src/") for name in _files_of_git("src")}
-    assert {"samestep/py.typed", "samestep/error_kinds.json", "samestep/profiles/h100x8.toml"} <= kept
+    assert {"samestep/py.typed", "samestep/profiles/h100x8.toml"} <= kept
     assert {name for name in names if ".dist-info/" not in name} == kept
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "Requires-Python: >=3.11" in said

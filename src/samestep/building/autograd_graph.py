@@ -12,15 +12,15 @@ from torch.autograd.graph import Node
 
 def nodes_from(begin: Iterable[Node | None], known: Container[Node] = ()) -> dict[Node, None]:
     """Return the nodes that are reached from some, in the order of the search, which stops at known ones; None is no node."""
-    found: dict[Node, None] = {}
+    nodes: dict[Node, None] = {}
     rest = [node for node in begin if node is not None]
     while rest:
         node = rest.pop()
-        if node in found or node in known:
+        if node in nodes or node in known:
             continue
-        found[node] = None
+        nodes[node] = None
         rest += [after for after, _ in node.next_functions if after is not None]
-    return found
+    return nodes
 
 
 def reaches_all(begin: Node | None, wanted: Iterable[Node]) -> bool:

@@ -114,7 +114,7 @@ class Head:
     @property
     def only_casts(self) -> bool:
         """Whether the logits are the product in another dtype, at most."""
-        return all(one.function in _CASTS for one in self.functions)
+        return all(call.function in _CASTS for call in self.functions)
 
     def given(
         self, product: Tensor, others: Sequence[Tensor], run: RunFunction
@@ -207,9 +207,9 @@ class _RowLosses(torch.autograd.Function):
         of_losses, of_log_sums = (zeros if one is None else one for one in of_results[:2])
         of_means = of_results[2]
         needs = ctx.needs_input_grad
-        found = _Gradients(hidden, weight, bias, others, (needs[0], *needs[5:]), head)
+        gradients = _Gradients(hidden, weight, bias, others, (needs[0], *needs[5:]), head)
         for rows in head.chunking.chunks(hidden.shape[0]):
-            product, logits, casts = found.logits(rows, ctx.run)
+            product, logits, casts = gradients.logits(rows, ctx.run)
             # Where the gradient of the product is that of the logits, in another dtype, nothing else reads them.
             given = logits if product is None else logits.detach().clone()
             of_means_here = None if of_means is None else (of_means[rows], means[rows])
@@ -217,9 +217,9 @@ class _RowLosses(torch.autograd.Function):
                 _gradient_of_rows, given, casts, _at(ctx.columns, rows),
                 (of_losses[rows], of_log_sums[rows], log_sums[rows], of_means_here), (ctx.smoothing, ctx.num_classes),
             )  # fmt: skip
-            found.add(rows, product, logits, powers)
+            gradients.add(rows, product, logits, powers)
             del product, logits, given, powers
-        of_hidden, of_weight, of_bias, *of_others = found.results()
+        of_hidden, of_weight, of_bias, *of_others = gradients.results()
         return of_hidden, None, None, None, None, of_weight, of_bias, *of_others
 
 

@@ -43,6 +43,8 @@ class FamilyFacts:
     """An attention's attribute for the number of queries that share a head of keys and values."""
     hidden_argument: str = "hidden_states"
     """The keyword by which a block, or a part of one, is given hidden states."""
+    cache_argument: str = "use_cache"
+    """The argument by which a forward keeps keys and values of earlier tokens."""
     positional_words: tuple[str, ...] = ("rotary", "position", "wpe", "pos_emb")
     """Words in the last name of modules that depend on positions alone."""
 
@@ -296,7 +298,9 @@ def build_model(source: str, config: Any, task: Task, **settings: Any) -> nn.Mod
             model: nn.Module = auto_class(task).from_config(config, trust_remote_code=False, **settings)
         except (*_REFUSALS, ImportError, OSError) as error:
             # Some families check in their modules what others check in their configuration; others need a library, or a hub.
-            raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
+            raise ModelError(
+                "model-config", f"model.config does not fit {source}: {' '.join(str(error).split())}"
+            ) from None
     return model.train()
 
 
@@ -333,7 +337,9 @@ def check_installed(source: str) -> None:
         importlib.import_module("transformers")
     except ImportError as error:
         cause = "" if error.name == "transformers" else f", whose import fails here ({error})"
-        raise ModelError(f"{source} needs transformers{cause}: pip install 'samestep[hf]'") from error
+        raise ModelError(
+            "package-missing", f"{source} needs transformers{cause}: pip install 'samestep[hf]'"
+        ) from error
 
 
 def check_family(family: str, task: Task) -> None:
@@ -347,13 +353,18 @@ def check_family(family: str, task: Task) -> None:
     if not is_family(family):
         without = f"; the folder {family} has no config.json" if os.path.isdir(family) else ""  # of any length
         word = short_repr(family)
-        raise ModelError(f"hf:{family[:80]}: transformers has no family {word}{did_you_mean(family, able)}{without}")
+        raise ModelError(
+            "family-unknown",
+            f"hf:{family[:80]}: transformers has no family {word}{did_you_mean(family, able)}{without}",
+        )
     if family not in able:
         others = [repr(name) for name in get_args(Task) if family in _families_of(name)]
         works = (
             f"model.task = {' or '.join(others)} works" if others else "a module:function that builds the model works"
         )
-        raise ModelError(f"hf:{family}: this family of transformers has no {_TASKS[task][2]}; {works}")
+        raise ModelError(
+            "family-unknown", f"hf:{family}: this family of transformers has no {_TASKS[task][2]}; {works}"
+        )
 
 
 def family_config(family: str, fields: Mapping[str, Any], task: Task = "causal") -> Any:
@@ -381,9 +392,14 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
         if isinstance(value, int | float) and not -most <= value <= most:
-            raise ModelError(f"model.config.{name} = {short_repr(value)} is not a number up to {most}")
+            raise ModelError(
+                "value-out-of-range", f"model.config.{name} = {short_repr(value)} is not a number up to {most}"
+            )
         if name not in known and not _is_read(kind, name):
-            raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
+            raise ModelError(
+                "model-config",
+                f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}",
+            )
 
 
 def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapping[str, Any], task: Task) -> Any:
@@ -396,17 +412,22 @@ def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapp
     for name in (*facts_named(family).depth_fields, *(name for name, value in values.items() if type(value) is int)):
         most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
         if isinstance(value := values.get(name), int | float) and not value <= most:
-            raise ModelError(f"{source}: {name} = {short_repr(value)} is not a number up to {most}")
+            raise ModelError(
+                "value-out-of-range", f"{source}: {name} = {short_repr(value)} is not a number up to {most}"
+            )
     if named := _find_hub_implementation(values):
         raise ModelError(
-            f"{source}: {named} names what is on a hub, and samestep downloads nothing: 'sdpa' or 'eager' works"
+            "model-folder-unsupported",
+            f"{source}: {named} names a file of a hub, and samestep downloads nothing: 'sdpa' or 'eager' works",
         )
     with quiet():
         try:
             config = transformers.CONFIG_MAPPING[family](**values)
         except Exception as error:
             # The classes of these errors differ between versions of transformers and of huggingface_hub.
-            raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
+            raise ModelError(
+                "model-config", f"model.config does not fit {source}: {' '.join(str(error).split())}"
+            ) from None
     _prepare(config, given, task)
     return config
 
@@ -473,8 +494,9 @@ def _prepare(config: Any, fields: Mapping[str, Any], task: Task) -> None:
                 part.pad_token_id = None  # a token of the family's full vocabulary, outside this smaller one
             except Exception:  # raised by the configuration's validation; its class differs between versions
                 raise ModelError(
+                    "model-config",
                     f"hf:{config.model_type}: pad_token_id {pad} is outside the vocabulary of {size} tokens, and this family "
-                    "needs one; model.config.pad_token_id = a token that the data does not have works"
+                    "needs one; model.config.pad_token_id = a token that the data does not have works",
                 ) from None
 
 

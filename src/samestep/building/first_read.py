@@ -23,10 +23,10 @@ class FirstRead(TorchFunctionMode):
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
-        held = [(name, weight) for name, weight in weights if not is_traceable_wrapper_subclass(weight)]
-        self._alive = [weight for _, weight in held]
+        named = [*weights]
+        self._alive = [weight for _, weight in named]
         """Until the end no other tensor has one of their storages."""
-        self._names = {address(weight): name for name, weight in held}
+        self._names = {_key_of(weight): name for name, weight in named}
         self._running = 1
         self.name = ""
         """The name of the weight; empty if there is none."""
@@ -55,6 +55,10 @@ class FirstRead(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._running and not self.name:
             given = operands(*args, *(kwargs or {}).values())
-            plain = (one for one in given if not is_traceable_wrapper_subclass(one))
-            self.name = next((name for one in plain if (name := self._names.get(address(one)))), "")
+            self.name = next((name for one in given if (name := self._names.get(_key_of(one)))), "")
         return func(*args, **(kwargs or {}))
+
+
+def _key_of(tensor: Tensor) -> tuple[str, int]:
+    """Return what identifies the memory of a tensor; of one that wraps others, the tensor itself."""
+    return ("tensor", id(tensor)) if is_traceable_wrapper_subclass(tensor) else ("storage", address(tensor))

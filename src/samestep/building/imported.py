@@ -26,26 +26,32 @@ def import_function(source: str, key: str, error: type[InputError], folder: str 
     """
     module_name, colon, name = source.partition(":")
     if not colon or not module_name or not name:
-        raise error(f"{key} = {source!r} is not of the form module:function")
+        raise error("not-module-function", f"{key} = {source!r} is not of the form module:function")
     make_importable(module_name, folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
-            raise error(f"{key}: {module_name} needs the module {missing.name}, which is not installed") from missing
+            raise error(
+                "module-missing",
+                f"{key}: {module_name} needs the module {missing.name}, which is not installed",
+            ) from missing
         stem = module_name.removesuffix(".py").replace("/", ".")
         works = f": {stem}:{name} works" if stem != module_name and Path(module_name).exists() else ""
         raise error(
-            f"{key}: there is no module {module_name!r}, neither in {looked_in(folder)} nor among the installed ones{works}"
+            "module-missing",
+            f"{key}: module not found: {module_name!r}, neither in {looked_in(folder)} nor among the installed ones{works}",
         ) from None
     except Exception as failed:
-        raise error(f"{key}: importing {module_name} failed: {type(failed).__name__}: {failed}") from failed
+        raise error(
+            "module-missing", f"{key}: importing {module_name} failed: {type(failed).__name__}: {failed}"
+        ) from failed
     function = getattr(module, name, None)
     if function is None:
         public = [word for word in vars(module) if not word.startswith("_")]
-        raise error(f"{key}: {module_name} has no function {name!r}{did_you_mean(name, public)}")
+        raise error("function-missing", f"{key}: {module_name} has no function {name!r}{did_you_mean(name, public)}")
     if not callable(function):
-        raise error(f"{key}: {source} is a {type(function).__name__}, not a function")
+        raise error("function-missing", f"{key}: {source} is a {type(function).__name__}, not a function")
     return cast(Callable[..., Any], function)
 
 

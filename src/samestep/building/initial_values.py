@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from samestep.building import drawn_rows, nf4
+from samestep.building import drawn_rows
+from samestep.building.model_changes import format_of, packed_weights
 from samestep.building.module_copies import deep_copy, tensors_in_functions
 from samestep.building.named_tensors import (
     NamedTensor,
@@ -36,7 +37,9 @@ from samestep.building.named_tensors import (
     unwrapped_name,
     unwrapped_prefixes,
 )
-from samestep.building.parameter_marks import ParameterMarks, take_marks, tensors_of_hooks
+from samestep.building.owned_model import OwnedModel
+from samestep.building.parameter_marks import TAKEN, ParameterMarks, take_marks, tensors_of_hooks
+from samestep.building.plain_form import PlainForm
 from samestep.building.pretrained import PretrainedModel
 from samestep.building.replay import Ref, Slice, replay
 from samestep.building.stale_weights import stale
@@ -64,17 +67,21 @@ class Blueprint:
     _slices: dict[int, Slice] = field(repr=False)
     _keys: dict[int, int] = field(repr=False)
     _parameters: tuple[str, ...] = field(repr=False)
+    plain: PlainForm = field(repr=False)
+    """The form of the module before a layout changes it."""
     marks: Mapping[str, ParameterMarks] = field(default_factory=dict, repr=False)
     """Attributes and hooks of parameters, by name."""
     constants: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """Values from a plain call, by first name, of constants that the tape does not make."""
     waived: tuple[str, ...] = ()
     """Refusals of values that the job waives."""
-    rounded: frozenset[str] = frozenset()
-    """Names of the weights whose values are rounded to 4 bits (`building/nf4.py`)."""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """The format of each weight whose values are rounded to it (`building/model_changes.py`), by name."""
     given: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict, repr=False)
     """The parameters that existed before the build: all of an instance's, and those that a build function took from
     elsewhere."""
+    is_taken: bool = False
+    """Whether the module is the instance itself, and not a copy of it."""
     others: tuple[tuple[str, weakref.ref[Tensor]], ...] = field(default=(), repr=False)
     """The parameters of other modules that the build function has returned, by name."""
     stored: StoredWeights | None = field(default=None, repr=False)
@@ -127,10 +134,10 @@ class Blueprint:
         """
         ref = self._refs.get(name)
         if ref is None:
-            raise ModelError(f"the model has no tensor {name!r}{did_you_mean(name, self._refs)}")
+            raise ModelError("weight-unknown", f"the model has no tensor {name!r}{did_you_mean(name, self._refs)}")
         if name in self.rounded:
-            whole = replace(self, rounded=frozenset()).materialize(name, device, torch.float32)
-            return parts_of(nf4.round_weight(whole), rows, dim).to(dtype or ref.dtype)
+            whole = replace(self, rounded={}).materialize(name, device, torch.float32)
+            return parts_of(format_of(self.rounded[name]).round_weight(whole), rows, dim).to(dtype or ref.dtype)
         constant = self.constants.get(self.canonical[name])
         part = self._slices[ref.memory]
         where = torch.device(device)
@@ -162,14 +169,17 @@ Waived = Callable[[str], str]
 
 
 def _refuse(reason: str) -> str:
-    raise ModelError(reason)
+    raise ModelError("build-not-repeatable", reason)
 
 
-def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Waived = _refuse) -> Blueprint:
+def blueprint(
+    source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Waived = _refuse, owner: OwnedModel | None = None
+) -> Blueprint:
     """Build a model on the meta device, and return it with the tape that makes its tensors.
 
     A build function is taped, and called plainly too where that fits (`building/drawn_rows.py`); of an instance the values are
-    kept (not copied: do not train it meanwhile). Values that a build function looks at (`.item()`, `if`, `.numpy()`) are
+    kept (not copied: do not train it meanwhile). An `owner` takes the instance itself, which has no values until they are given back;
+    otherwise a copy is on the meta device. Values that a build function looks at (`.item()`, `if`, `.numpy()`) are
     computed at once, unless they are random. `waived` takes a refusal of values that are made in no known way.
 
     Raises:
@@ -178,7 +188,7 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
         UnprovenError: a value is made in no known way.
     """
     if isinstance(source, nn.Module):
-        return _of(source, Tape(), seed, from_instance=True)
+        return _of(source, Tape(), seed, from_instance=True, plain=owner.take(source) if owner is not None else None)
     made, failure, build = None, None, source.build if isinstance(source, PretrainedModel) else source
     try:
         made = _build_on_tape(build, seed)
@@ -198,7 +208,10 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
             hindrance = f"the build function cannot be called plainly: {error}"
     if made is None or (calls and drawn_rows.other_form(made.module, calls.module)):
         if isinstance(source, PretrainedModel):
-            raise ModelError(f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}")
+            raise ModelError(
+                "build-not-repeatable",
+                f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}",
+            )
         return _from_calls(calls, failure, seed)
     return _fill_in_constants(made, calls, hindrance, waived)
 
@@ -224,12 +237,16 @@ def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
     with process_randomness(seed), whole_truncated_normal(tape), tape, surface, torch.device("cpu"):
         module = _call(source)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"the build function returned a {type(module).__name__}; it must return an nn.Module")
+        raise ModelError(
+            "build-function",
+            f"the build function returned a {type(module).__name__}; it must return an nn.Module",
+        )
     return _of(module, tape, seed, from_instance=False)
 
 
-def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blueprint:
-    """Return the blueprint of a module that was built on a tape, or of an instance, whose present values are kept.
+def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool, plain: PlainForm | None = None) -> Blueprint:
+    """Return the blueprint of a module that was built on a tape, or of an instance, whose present values are kept: of itself if its `plain` form is known,
+    otherwise of a copy.
 
     Raises:
         ModelError: a function holds a parameter, or a tensor that has no values on a rank, or the module cannot be copied.
@@ -237,19 +254,21 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blu
     held, tensor = tensors_in_functions(source)
     if held:
         raise ModelError(
+            "build-not-repeatable",
             f"a function that the model holds has {held} itself in a variable around it, and each rank has a parameter of its own: "
-            "a function that reads the parameter from its module (self.…) works"
+            "a function that reads the parameter from its module (self.…) works",
         )
     if tensor is not None:
         raise ModelError(
+            "build-not-repeatable",
             f"a function that the model holds has a tensor of shape {[*tensor.shape]} in a variable around it, which the build function "
-            "makes and no module holds, so a rank has no values of it: a buffer that the function reads from its module (self.…) works"
+            "makes and no module holds, so a rank has no values of it: a buffer that the function reads from its module (self.…) works",
         )
-    marks = take_marks(source)
+    marks = take_marks(source, takes=plain is not None)
     given: dict[str, weakref.ref[Tensor]] = {
         name: weakref.ref(param) for name, param in source.named_parameters() if not param.is_meta
     }
-    module = _on_meta(source, tape, from_instance)
+    module = _on_meta(source, tape, from_instance, plain)
     attributes = list(tensors_of(module))
     attributes += [
         NamedTensor(key, "hook", tensor)
@@ -279,15 +298,17 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blu
         slices,
         keys,
         names,
+        plain or PlainForm(module),
         marks,
         given=given,
-        rounded=nf4.marked_weights(module),
+        rounded=packed_weights(module),
+        is_taken=plain is not None,
     )
 
 
 def _distinct(module: nn.Module) -> list[Tensor]:
     """Return the tensors of a module, each once."""
-    return list({id(one.tensor): one.tensor for one in tensors_of(module)}.values())
+    return list({id(entry.tensor): entry.tensor for entry in tensors_of(module)}.values())
 
 
 def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
@@ -302,8 +323,9 @@ def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, 
         raise failure
     if drawn:
         raise ModelError(
+            "build-not-repeatable",
             f"the build function makes another model on the meta device, where {drawn} would be a function of seed and "
-            f"name: {WAY_OUT}"
+            f"name: {WAY_OUT}",
         )
     return _of(calls.module, Tape(), seed, from_instance=True)
 
@@ -369,7 +391,8 @@ def _call(source: Callable[[], nn.Module]) -> nn.Module:
     except RuntimeError as error:
         if "meta tensor" in str(error):
             raise ModelError(
-                f"the build function looks at values that do not exist yet ({error}): {WAY_OUT}"
+                "build-function",
+                f"the build function looks at values that do not exist yet ({error}): {WAY_OUT}",
             ) from error
         raise
 
@@ -378,13 +401,13 @@ def fill(
     blueprint: Blueprint, value: Callable[[str], Tensor], device: torch.device, float_dtype: torch.dtype | None = None
 ) -> None:
     """Set every parameter of the module to `value` of its first name, and all other tensors as `fill_rest` does."""
-    made: dict[str, nn.Parameter] = {}
+    params: dict[str, nn.Parameter] = {}
     for name, param in list(blueprint.module.named_parameters(remove_duplicate=False)):
         first = blueprint.canonical.get(name, name)
-        if first not in made:
-            made[first] = nn.Parameter(value(first), param.requires_grad)
+        if first not in params:
+            params[first] = nn.Parameter(value(first), param.requires_grad)
         path, _, leaf = name.rpartition(".")
-        setattr(blueprint.module.get_submodule(path), leaf, made[first])
+        setattr(blueprint.module.get_submodule(path), leaf, params[first])
     fill_rest(blueprint, device, float_dtype)
 
 
@@ -403,7 +426,7 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
     owned: dict[int, list[str]] = {}
     for name in blueprint._parameters:
         owned.setdefault(refs[name].memory, []).append(name)
-    made: dict[Ref, Tensor] = {}
+    tensors: dict[Ref, Tensor] = {}
     present = {id(param) for param in blueprint.module.parameters()}  # those of other stages too, which stay on meta
     first_names = {refs[name]: name for name in reversed(blueprint._parameters)}
 
@@ -416,11 +439,14 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
         for parameter in owned.get(ref.memory, ()):
             if refs[parameter].overlaps(ref):
                 if is_buffer:
-                    raise ModelError(f"buffer {name} is a view of parameter {parameter}; register a clone of it")
+                    raise ModelError(
+                        "parameters-share-memory",
+                        f"buffer {name} is a view of parameter {parameter}; register a clone of it",
+                    )
                 return stale(name, parameter, tensor)
-        if ref not in made:
-            made[ref] = blueprint.materialize(name, device, dtype if ref.dtype.is_floating_point else None)
-        value = made[ref]
+        if ref not in tensors:
+            tensors[ref] = blueprint.materialize(name, device, dtype if ref.dtype.is_floating_point else None)
+        value = tensors[ref]
         return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
     for prefix, module in blueprint.module.named_modules():
@@ -431,8 +457,9 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
         map_attributes(prefix, module, functools.partial(fill, is_buffer=False))
 
 
-def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
-    """Return the module with all tensors on meta: itself if they are, else a copy that keeps its ties and attributes.
+def _on_meta(module: nn.Module, tape: Tape, from_instance: bool, plain: PlainForm | None) -> nn.Module:
+    """Return the module with all tensors on meta: itself if they are, or if it is taken from its `plain` form, else a copy that keeps
+    its ties and attributes.
 
     Raises:
         ModelError: a tensor has no shape or no values, or the module cannot be copied.
@@ -442,11 +469,13 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
         tensor = attribute.tensor
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ModelError(
-                f"{attribute.name} has no shape yet (a lazy module): run one forward and pass the instance"
+                "model-on-meta",
+                f"{attribute.name} has no shape yet (a lazy module): run one forward and pass the instance",
             )
         if tensor.is_meta and from_instance:
             raise ModelError(
-                f"{attribute.name} is on the meta device, so it has no values: pass a build function instead"
+                "model-on-meta",
+                f"{attribute.name} is on the meta device, so it has no values: pass a build function instead",
             )
         twin = tensor
         if not tensor.is_meta:
@@ -454,13 +483,20 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 twin = nn.Parameter(twin, tensor.requires_grad)
             twin.__dict__.update(tensor.__dict__)
+            if plain is not None and isinstance(tensor, nn.Parameter):
+                twin.__dict__[TAKEN] = tensor
         memo.setdefault(id(tensor), twin)
     if not from_instance and all(attribute.tensor.is_meta for attribute in tensors_of(module)):
+        return module
+    if plain is not None:
+        plain.take(memo)
         return module
     try:
         return deep_copy(module, memo)
     except (TypeError, RuntimeError) as error:
-        raise ModelError(f"the {type(module).__name__} cannot be copied ({error}): pass a build function") from error
+        raise ModelError(
+            "build-not-repeatable", f"the {type(module).__name__} cannot be copied ({error}): pass a build function"
+        ) from error
 
 
 def _check_parameters(attributes: list[NamedTensor], refs: dict[str, Ref]) -> None:
@@ -476,8 +512,9 @@ def _check_parameters(attributes: list[NamedTensor], refs: dict[str, Ref]) -> No
             may_share = other.tensor is attribute.tensor or ref.stride != contiguous(ref.size)
             if not may_share and refs[other.name].overlaps(ref):
                 raise ModelError(
+                    "parameters-share-memory",
                     f"{other.name} and {attribute.name} are two parameters in one memory; to tie them, assign one "
-                    "nn.Parameter to both names"
+                    "nn.Parameter to both names",
                 )
         owners[ref.memory].append(attribute)
 

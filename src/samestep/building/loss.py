@@ -12,10 +12,12 @@ from torch import Tensor
 
 from samestep.building.imported import import_function
 from samestep.building.loss_result import IGNORED_LABEL as IGNORED_LABEL
-from samestep.building.loss_result import Amount, Loss, LossResult, loss_result, measured
+from samestep.building.loss_result import Amount, Loss, LossResult, describe_form, loss_result, measured
 from samestep.building.loss_scope import scoped
 from samestep.building.model_loss import model_loss
-from samestep.errors import JobError, ModelError, did_you_mean, failures_of
+from samestep.building.predictions import at_least_float32, prediction_of, target_of
+from samestep.building.torch_losses import TorchLoss, torch_loss
+from samestep.errors import DataError, JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.trees import tree_leaves
 
@@ -26,32 +28,39 @@ def loss_of(job: Job) -> Loss:
     """Return the job's loss: (outputs, batch) -> (sum, count), or another form of `loss_result`, never a mean.
 
     Raises:
-        JobError: there is no loss of this name.
+        JobError: there is no loss of this name, or torch's loss of this name has no known count.
     """
-    return named_loss(job.train.loss, job.run.folder, functools.partial(scoped, job=job))
+    return loss_from(job.train.loss, job.run.folder, functools.partial(scoped, job=job))
 
 
-def named_loss(name: str, folder: str | None = None, scope: Callable[[Loss], Loss] = lambda loss: loss) -> Loss:
-    """Return the loss that a word of the key `train.loss` names; a module is looked for in `folder` too.
+def loss_from(loss: Loss | str, folder: str | None = None, scope: Callable[[Loss], Loss] = lambda loss: loss) -> Loss:
+    """Return a loss as a function (outputs, batch) -> (sum, count): of a function, of a loss of torch, or of a word of `train.loss`.
 
-    `scope` marks a loss that is one of the whole batch.
+    A module is also looked for in `folder`. `scope` marks a loss over the whole batch.
 
     Raises:
-        JobError: there is no loss of this name.
+        JobError: there is no loss of this name, or torch's loss has no known count.
     """
-    if name == "model":
+    if not isinstance(loss, str):
+        return scope(torch_loss(loss))
+    if loss == "model":
         return model_loss()
-    losses = {loss.__name__: loss for loss in OWN_SUMS}
-    if name in losses:
-        return scope(losses[name])
-    if ":" not in name:
+    if loss in _BY_NAME:
+        return scope(_BY_NAME[loss])
+    if ":" not in loss:
+        words = (*_BY_NAME, "model")
         raise JobError(
-            f"train.loss = {name!r} is none of {', '.join((*losses, 'model'))}{did_you_mean(name, (*losses, 'model'))}, nor module:function"
+            "none-nor-module-function",
+            f"train.loss = {loss!r} must be one of {', '.join(words)}{did_you_mean(loss, words)}, or module:function",
         )
-    return check_results_of(scope(import_function(name, "train.loss", JobError, folder)))
+    return check_results_of(scope(torch_loss(import_function(loss, "train.loss", JobError, folder))))
 
 
-def check_results_of(loss: Loss) -> Callable[[Any, Any], LossResult]:
+CallOf = Callable[[Loss, Callable[[], Any], str], LossResult]
+"""Makes a call of a loss, which it is given too, and returns its result; the last is what names the loss in errors."""
+
+
+def check_results_of(loss: Loss, call_of: CallOf | None = None) -> Callable[[Any, Any], LossResult]:
     """Return the loss, whose results are in one form.
 
     Raises:
@@ -62,7 +71,9 @@ def check_results_of(loss: Loss) -> Callable[[Any, Any], LossResult]:
 
     @functools.wraps(loss)
     def called(outputs: Any, batch: Any) -> LossResult:
-        return loss_result(_result_of(loss, "loss", outputs, batch), what)
+        if call_of is None:
+            return loss_result(_result_of(loss, "loss", outputs, batch), what)
+        return call_of(loss, lambda: _result_of(loss, "loss", outputs, batch), what)
 
     return called
 
@@ -95,8 +106,11 @@ def _result_of(function: Loss, word: str, outputs: Any, batch: Any) -> Any:
         raise
     except Exception as error:
         if any(words in str(error) for words in _TWICE):
-            raise JobError(OF_GRAPHS) from error
-        with failures_of(f"the {word} {_name_of(function)}, a function (outputs, batch) -> (sum, count),", JobError):
+            raise JobError("loss-differentiates-graph", OF_GRAPHS) from error
+        name, form = _name_of(function), describe_form(batch)
+        with failures_of(
+            f"the {word} {name}, a function (outputs, batch) -> (sum, count) with batch = {form},", JobError
+        ):
             raise
 
 
@@ -125,13 +139,15 @@ def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
     roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not roots:
         raise ModelError(
+            "nothing-to-train",
             "no output of the model depends on a parameter that takes a gradient, so nothing is trained: "
-            "requires_grad_(True) on one that the forward uses works"
+            "requires_grad_(True) on one that the forward uses works",
         )
     if float(count):
         raise JobError(
+            "nothing-to-train",
             "the sum that the loss returned has no gradient, so nothing is trained: a loss without .detach(), .item(), "
-            "argmax and torch.no_grad() works"
+            "argmax and torch.no_grad() works",
         )
     return total + sum(root.flatten()[:0].sum().to(total.dtype) for root in roots)
 
@@ -151,19 +167,42 @@ def cross_entropy(outputs: Any, batch: Any, run: RunFunction = run_uncompiled) -
     `run` calls what a step computes of logits and labels. Classes are the last dimension of the logits, [B, T, V] for labels [B, T], or else the second, [B, V, ...].
 
     Raises:
-        JobError: the shapes do not fit, or outputs or batch lack logits or labels.
+        JobError: the shapes do not fit, or fit in two ways, or outputs or batch lack logits or labels.
+        DataError: a label is no class.
     """
     logits, labels = prediction_of(outputs), class_numbers(target_of(batch), prediction_of(outputs))
-    if logits.shape[:-1] == labels.shape:
-        logits, labels = logits.flatten(0, -2), labels.flatten()
-    elif logits.shape[:1] + logits.shape[2:] != labels.shape:
+    shape, second = logits.shape, logits.shape[:1] + logits.shape[2:]
+    if shape[:-1] == labels.shape == second and len(shape) > 2 and not hasattr(outputs, "logits"):
         raise JobError(
+            "cross-entropy-shapes",
+            f"train.loss = 'cross_entropy': classes may be the last or the second dimension of logits {list(shape)}, with labels "
+            f"{list(labels.shape)}: a loss of your own that says which works, as F.cross_entropy(outputs, labels, reduction='sum') with the "
+            "number of labels, or an output with .logits, with the classes in its last dimension",
+        )
+    if shape[:-1] == labels.shape:
+        logits, labels = logits.flatten(0, -2), labels.flatten()
+    elif second != labels.shape:
+        raise JobError(
+            "cross-entropy-shapes",
             f"train.loss = 'cross_entropy': logits {list(logits.shape)} do not fit labels {list(labels.shape)}; "
-            "[B, T, V] with [B, T], or [B, C] with [B], works"
+            "[B, T, V] with [B, T], or [B, C] with [B], works",
         )
     run = run if torch.is_grad_enabled() else run_uncompiled
-    total, count = run(_summed, logits, labels)
+    try:
+        total, count = run(_summed, logits, labels)
+    except IndexError:  # of a CPU; on a GPU the host would have to wait for it
+        raise _outside(target_of(batch), shape[-1] if shape[:-1] == target_of(batch).shape else shape[1]) from None
     return total, count
+
+
+def _outside(labels: Tensor, num_classes: int) -> DataError:
+    """Return the refusal of the first label that is no class."""
+    place = ((labels != IGNORED_LABEL) & ((labels < 0) | (labels >= num_classes))).nonzero()[0].tolist()
+    return DataError(
+        "label-out-of-range",
+        f"train.loss = 'cross_entropy': sample {place[0]} of its micro-batch has the label {int(labels[tuple(place)])}, and the classes are 0 to "
+        f"{num_classes - 1}: labels among them work, and {IGNORED_LABEL} for labels that do not count",
+    )
 
 
 def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,8 +219,9 @@ def class_numbers(labels: Tensor, logits: Tensor) -> Tensor:
     """
     if labels.is_floating_point() or labels.is_complex():
         raise JobError(
+            "cross-entropy-shapes",
             f"train.loss = 'cross_entropy': labels {list(labels.shape)} are {str(labels.dtype).removeprefix('torch.')}, and numbers of classes "
-            f"are whole: labels.long() works, and of probabilities, as logits {list(logits.shape)} are, a loss of your own"
+            f"are whole: labels.long() works, and of probabilities, as logits {list(logits.shape)} are, a loss of your own",
         )
     return labels.long()
 
@@ -196,73 +236,11 @@ def right_answers(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return ((logits.argmax(-1) == labels) & is_counted).sum(), is_counted.sum()
 
 
-def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the sum of squared errors, in float32 at least, and the number of elements; both tensors have one shape.
-
-    Raises:
-        JobError: the shapes differ, or outputs or batch lack prediction or target.
-    """
-    prediction, target = at_least_float32(prediction_of(outputs)), target_of(batch)
-    if prediction.shape != target.shape:
-        raise JobError(
-            f"train.loss = 'mse': the model gives {list(prediction.shape)}, the target is {list(target.shape)}; "
-            "equal shapes work"
-        )
-    total = F.mse_loss(prediction, target.to(prediction.dtype), reduction="sum")
-    return total, torch.full((), target.numel(), device=total.device)
+mse = torch_loss(F.mse_loss)
+"""The mean squared error of a job."""
+_BY_NAME = {"cross_entropy": cross_entropy, "mse": mse}
 
 
-OWN_SUMS: tuple[Loss, ...] = (cross_entropy, mse)
-"""The losses of samestep, which are sums over the samples and tokens that they are given, and read nothing else."""
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return a half-precision tensor in float32, others unchanged."""
-    return tensor if tensor.dtype is torch.float64 else tensor.float()
-
-
-def prediction_of(outputs: Any) -> Tensor:
-    """Return the model's prediction: a tensor itself, its `logits`, or the first of a tuple.
-
-    Raises:
-        JobError: the outputs have another form.
-    """
-    found = getattr(outputs, "logits", outputs)
-    if isinstance(found, Mapping):
-        found = found.get("logits")
-    elif isinstance(found, (tuple, list)) and found:
-        found = found[0]
-    if isinstance(found, Tensor):
-        return found
-    raise JobError(
-        f"the model gives a {type(outputs).__name__} without logits; train.loss = 'module:function' can read it"
-    )
-
-
-def with_prediction(outputs: Any, prediction: Tensor) -> Any:
-    """Return outputs with another prediction in the place of `prediction_of(outputs)`."""
-    if isinstance(outputs, Tensor):
-        return prediction
-    if isinstance(getattr(outputs, "logits", None), Tensor):
-        outputs.logits = prediction
-        return outputs
-    inner = getattr(outputs, "logits", outputs)
-    if isinstance(inner, Mapping):
-        return {**inner, "logits": prediction}
-    return prediction, *inner[1:]
-
-
-def target_of(batch: Any) -> Tensor:
-    """Return the target of a batch: `labels` of a dict, the second of a tuple.
-
-    Raises:
-        JobError: the batch has none.
-    """
-    found = None
-    if isinstance(batch, Mapping):
-        found = batch.get("labels")
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        found = batch[1]
-    if isinstance(found, Tensor):
-        return found
-    raise JobError("the batch has no labels: a dict with `labels`, or a tuple (inputs, labels), works")
+def is_known_sum(loss: Loss) -> bool:
+    """Return whether a loss is a sum over the samples and tokens that it is given, and reads nothing else."""
+    return loss is cross_entropy or (isinstance(loss, TorchLoss) and loss.is_known)

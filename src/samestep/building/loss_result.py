@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from samestep.errors import JobError
-from samestep.models.loss_names import LossNames
+from samestep.models.spec import VALUES as VALUES
+from samestep.models.spec import LossNames
 from samestep.trees import fold
 
 Amount = tuple[Tensor, Tensor]
@@ -32,12 +33,12 @@ Amount = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Any]
 """A function of (outputs, batch) that returns one of the forms above."""
 
-VALUES = "values."
-"""What stands in front of the name of a value in errors."""
 IGNORED_LABEL = -100
 """The label value that losses do not count."""
 UNNAMED = ""
 """The name of the only term of a loss that gives it none."""
+LEAST, NUMBER = "samestep_least", "samestep_number"
+"""Attributes of a count: what it was before it was guarded, with the least that it may be; the number of Python that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class LossResult:
 
     terms: Mapping[str, Amount]
     values: Mapping[str, Amount] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
+    """The least that the count of a whole step may be, by name, where the loss guards it against zero (`loss_watch.py`)."""
 
     @property
     def names(self) -> LossNames:
@@ -89,10 +92,16 @@ class LossResult:
         """
         for expected, given, what in ((names.terms, self.terms, "term"), (names.values, self.values, "value")):
             if unknown := [name for name in given if name not in expected and name != UNNAMED]:
+                if names.failure:
+                    raise JobError(
+                        "loss-names-change",
+                        f"the loss failed when the model was traced ({names.failure}), so that ranks have agreed on no place for its {what} "
+                        f"{unknown[0]!r}: one works that reads only outputs and batch, and a forward can return values of the weights",
+                    )
                 raise JobError(
+                    "loss-names-change",
                     f"the loss returned the {what} {unknown[0]!r}, and {', '.join(map(repr, expected)) or 'none'} when the model was "
-                    "traced, so ranks have agreed on no place for it: a loss that returns all its names in every step works, with "
-                    "(0, 0) for what it leaves out"
+                    "traced, so ranks have agreed on no place for it: a loss that returns all its names in every step works, with (0, 0) for a name without a value. It reads only outputs and batch: a forward can return values of the weights",
                 )
         return self
 
@@ -133,13 +142,25 @@ def loss_result(returned: Any, what: str = "the loss") -> LossResult:
     are_names = all(
         isinstance(name, str) and name for name in (*values, *(terms if isinstance(terms, Mapping) else ()))
     )
+    if isinstance(returned, Tensor | float) and _is_number(returned, may_be_negative=True):
+        raise JobError(
+            "loss-not-a-pair",
+            f'{what} returned one number: if it is a mean, use samestep.mean_over("samples", loss) or samestep.mean_over("tokens", loss), '
+            "which weight the means of the parts of a batch by their counts. Otherwise return (sum, count)",
+        )
     if not read or not are_names or len(read) + len(logged) < len(named) + len(reported):
         raise JobError(
-            f"{what} returned {_describe_form(returned)}; (sum, count) works: a tensor of one number, and the number of tokens or "
-            'samples that it sums over; so do terms, {"name": (sum, count), ...}, and values to report behind either, as (sum, count, '
-            '{"accuracy": (correct, seen)})'
+            "loss-not-a-pair",
+            f"{what} returned {describe_form(returned)}; (sum, count) works: a tensor of one number, and the number of tokens or "
+            'samples that it sums over, or terms, {"name": (sum, count), ...}, and values to report after either, as (sum, count, '
+            '{"accuracy": (correct, seen)})',
         )
     return LossResult(read, logged)
+
+
+def is_plain_sum(loss: Loss) -> bool:
+    """Return whether a step divides the sum of a loss by nothing, since the loss of the full batch is a sum."""
+    return bool(getattr(loss, "is_plain_sum", False))
 
 
 def whole_loss(parts: Sequence[LossResult], num_samples: int) -> tuple[Tensor, float]:
@@ -168,10 +189,10 @@ def measured(named: Mapping[Any, Any], what: str) -> dict[str, Amount]:
     """
     found = {str(name): amount for name, pair in named.items() if (amount := _amount(pair, is_term=False)) is not None}
     if len(found) < len(named):
-        form = _describe_form(named if len(named) > 1 else next(iter(named.values())))
+        form = describe_form(named if len(named) > 1 else next(iter(named.values())))
         raise JobError(
-            f"{what} returned {form}; (sum, count) works: two numbers, the second that of the tokens or samples that the first "
-            "sums over, and so does a dict of names and pairs of these"
+            "loss-not-a-pair",
+            f"{what} returned {form}; (sum, count) works: two numbers, the second is the number of the tokens or samples in the sum, or a dict of names and pairs of these",
         )
     return found
 
@@ -198,9 +219,12 @@ def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
         device = count.device if isinstance(count, Tensor) else None
         total = torch.full((), total, dtype=torch.float64, device=device)
     if not isinstance(count, Tensor):
-        count = total.new_full((), count, dtype=torch.float64)
-    total = _scalar(total)
-    return (total if is_term else total.detach()), _scalar(count.detach() if count.requires_grad else count)
+        number, count = float(count), total.new_full((), count, dtype=torch.float64)
+        setattr(count, NUMBER, number)
+    total, plain = _scalar(total), _scalar(count.detach() if count.requires_grad else count)
+    if plain is not count:
+        vars(plain).update({name: value for name, value in vars(count).items() if name in (LEAST, NUMBER)})
+    return (total if is_term else total.detach()), plain
 
 
 def _scalar(value: Tensor) -> Tensor:
@@ -215,7 +239,7 @@ def _is_number(value: Any, *, may_be_negative: bool = False) -> bool:
     return isinstance(value, int | float | np.number) and bool(may_be_negative or value >= 0)
 
 
-def _describe_form(value: Any) -> str:
+def describe_form(value: Any) -> str:
     """Return a text that describes the form of a value."""
     return str(fold(value, _describe_leaf, lambda items: f"({', '.join(items)})"))
 
@@ -224,7 +248,7 @@ def _describe_leaf(one: Any) -> str:
     if isinstance(one, Tensor):
         return f"a tensor {list(one.shape)}{' of complex numbers' * one.is_complex()}"
     if isinstance(one, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_describe_form(item)}' for key, item in one.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {describe_form(item)}' for key, item in one.items())}}}"
     return "None" if one is None else f"a {type(one).__name__}"
 
 

@@ -59,28 +59,29 @@ def whole_batch(
 
 
 def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = None, rows: bool = False) -> Any:
-    """Mark a loss that sees the outputs and the batch of all samples of a step, in the order of the global batch.
+    """Mark a loss over the outputs and the batch of all samples of a step, in the order of the global batch.
 
-    It is a function of (outputs, batch) that returns the step's loss, a tensor of one number, which nothing divides; or (sum, count),
-    or terms; each may be followed by values to report. Each rank computes it on what all ranks have gathered, and goes back through its own samples alone. Where
-    ranks run several micro-batches, each of them runs forward twice: once for its outputs, and once more to go back. An output
-    without a dimension of samples, such as a temperature, must be the same on all ranks.
+    The loss is a function of (outputs, batch). It returns the loss of the step as a scalar tensor, which is not divided; or (sum, count), or
+    terms. Each may be followed by metrics. Each rank computes it on the gathered outputs of all ranks, and runs the backward pass through its
+    own samples. If ranks run several micro-batches, each one runs its forward pass twice: once for its outputs, and once for the backward
+    pass. An output without a dimension of samples, such as a temperature, must be the same on all ranks.
 
     Args:
         loss: the loss; without it the call returns a decorator.
-        pad: the value with which outputs and labels of other sizes on other ranks are padded; by default they are refused.
+        pad: the padding value for outputs and labels of different sizes on different ranks; by default these are rejected.
         rows: whether the loss is a sum over samples, each compared with all. It is then a function of (outputs, batch, rows), with the
-            places of some samples, and returns (sum over these, their number): each rank computes its own, so that a matrix of pairs
-            has rows for them alone.
+            indices of some samples, and returns (sum over these, their number). Each rank computes its own rows, so a matrix of pairs
+            has only these rows.
 
     Raises:
-        JobError: the loss is no function.
+        JobError: the loss is not a function.
     """
     if loss is None:
         return functools.partial(whole_batch, pad=pad, rows=rows)
     if not callable(loss):
         raise JobError(
-            f"samestep.whole_batch marks a function of (outputs, batch), and was given a {type(loss).__name__}"
+            "argument-type",
+            f"samestep.whole_batch marks a function of (outputs, batch), and was given a {type(loss).__name__}",
         )
 
     @functools.wraps(loss)
@@ -89,7 +90,8 @@ def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = N
         number, values = (found[0], found[1:]) if _has_values(found) else (found, ())
         if isinstance(number, Tensor) and rows:
             raise JobError(
-                "samestep.whole_batch(rows=True) marks a sum over rows, and the loss returned a number: (sum over the rows, their number) works"
+                "loss-not-a-sum",
+                "samestep.whole_batch(rows=True) marks a sum over rows, and the loss returned a number: (sum over the rows, their number) works",
             )
         if isinstance(number, Tensor):
             size = num_samples(batch)
@@ -105,7 +107,7 @@ def _own_rows(outputs: Any, batch: Any) -> Tensor:
     given = _OWN_ROWS.get()
     if given is not None:
         return given
-    devices = sorted({one.device for one in tensors_in(outputs)}, key=lambda one: one.type == "meta")
+    devices = sorted({tensor.device for tensor in tensors_in(outputs)}, key=lambda one: one.type == "meta")
     return torch.arange(num_samples(batch), device=devices[0] if devices else None)
 
 
@@ -120,8 +122,8 @@ def mark_of(loss: Loss) -> OverBatch | None:
     function: Any = loss
     while function is not None and not hasattr(function, _MARK):
         function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
-    found: OverBatch | None = getattr(function, _MARK, None)
-    return found
+    mark: OverBatch | None = getattr(function, _MARK, None)
+    return mark
 
 
 def scoped(loss: Loss, job: Job) -> Loss:

@@ -4,7 +4,7 @@
                        hf:PATH          a folder with a configuration and weights (`building/pretrained.py`)
                        module:function  called with model.config as keyword arguments
 
-What is built is then changed as the job says (`building/adapters.py`): adapters are put in, and weights are frozen.
+What is built is then changed as the job says (`building/model_changes.py`): adapters are put in, and weights are frozen.
 
 A module is looked for in the working directory too. What transformers would accept silently, such as a field that no
 configuration has, is an error here. The loss is in `building/loss.py`, the optimizer in `building/optimizer.py`.
@@ -20,23 +20,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from samestep.building.adapters import UNCHANGED, Adaptation
-from samestep.building.families import check_installed, family_config, family_source, is_family, near_family
+from samestep.building.families import DEFAULT, check_installed, family_config, family_source, is_family, near_family
 from samestep.building.imported import import_function
 from samestep.building.initial_values import Blueprint, blueprint
+from samestep.building.model_changes import UNCHANGED, Adaptation
 from samestep.building.named_tensors import unwrap
-from samestep.building.packed_positions import packed_documents
+from samestep.building.packed_positions import check_documents, packed_documents
 from samestep.building.pretrained import folder_config, pretrained_source
 from samestep.building.resnet import resnet
 from samestep.datasets.tokenizers import open_tokenizer
 from samestep.datasets.values import is_of_samples
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.job_paths import model_folder
+from samestep.job_files import model_folder
 
 # -- the model -------------------------------------------------------------------------------------
 
@@ -61,13 +61,14 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     Raises:
         ModelError: transformers, the family, a field, the module or the function does not exist.
     """
-    source, config, adaptation = job.model.source, job.model.config, Adaptation(job.model.freeze, job.model.lora)
+    source, config, adaptation = job.model.named(), job.model.config, Adaptation(job.model.freeze, job.model.lora)
     if model_folder(job) is not None:
         tokens = functools.partial(_num_tokens, job) if job.model.resize_embeddings is not None else None
         return pretrained_source(_folder_of(job), config, job.model.task, adaptation, tokens)
     if job.model.resize_embeddings is not None:
         raise ModelError(
-            f"model.resize_embeddings changes the embedding of a folder's model, and {source} has no folder: a size in model.config works"
+            "resize-embeddings",
+            f"model.resize_embeddings changes the embedding of a folder's model, and {source} has no folder: a size in model.config works",
         )
     if source.startswith("hf:"):
         family = family_source(source.removeprefix("hf:"), config, job.model.task)
@@ -75,16 +76,20 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     if job.model.preset == "resnet50":
         return JobModel(resnet, source, config, adaptation)
     if job.model.preset is not None:
-        raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
+        raise ModelError(
+            "model-only-a-shape",
+            f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function",
+        )
     if ":" not in source:
         raise ModelError(
-            f"model.source = {source!r} is not of the form module:function, hf:FAMILY or hf:PATH{near_family(source)}"
+            "not-module-function",
+            f"model.source = {source!r} is not of the form module:function, hf:FAMILY or hf:PATH{near_family(source)}",
         )
     function = import_function(source, "model.source", ModelError, job.run.folder)
     try:
         inspect.signature(function).bind(**config)
     except TypeError as error:
-        raise ModelError(f"model.config does not fit {source}: {error}") from None
+        raise ModelError("model-config", f"model.config does not fit {source}: {error}") from None
     return JobModel(function, source, config, adaptation)
 
 
@@ -99,7 +104,8 @@ def _num_tokens(job: Job, stored: int) -> int:
         return asked or stored
     if not job.data.is_text:
         raise ModelError(
-            f"model.resize_embeddings = {asked!r}: data.source = {job.data.source!r} is read without a tokenizer; a number works"
+            "resize-embeddings",
+            f"model.resize_embeddings = {asked!r}: data.source = {job.data.source!r} is read without a tokenizer; a number works",
         )
     multiple = int(asked.partition(":")[2] or 1)
     return max(stored, math.ceil(open_tokenizer(job).vocab_size / multiple) * multiple)
@@ -129,8 +135,9 @@ def _folder_of(job: Job) -> Path:
     check_installed(job.model.source)
     if "/" not in name and is_family(name):
         raise ModelError(
+            "model-folder-missing",
             f"model.source: hf:{name} is a family of transformers, and a folder here: hf:./{name} is the folder, and for the "
-            "family another name of the folder works"
+            "family another name of the folder works",
         )
     return folder
 
@@ -153,14 +160,16 @@ class JobModel:
         """
         model = self.function(**self.config)
         if not isinstance(model, nn.Module):
-            raise ModelError(f"{self.source} returned a {type(model).__name__}; it must return an nn.Module")
+            raise ModelError(
+                "build-function", f"{self.source} returned a {type(model).__name__}; it must return an nn.Module"
+            )
         return self.adaptation.of(model)
 
 
 # -- calling the model -----------------------------------------------------------------------------
 
 
-def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
+def call_model(model: nn.Module, batch: Any, *, plainly: bool = False, is_watched: bool = False) -> Any:
     """Call the model on a batch: a dict by the forward's argument names, without labels; a tuple by position, without
     its target. A forward of the user's own around models (`several_models.py`) is given the batch as it is.
 
@@ -174,6 +183,11 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
     """
     inner = unwrap(model)
+    watch = vars(inner).get(_LOSS_WITHIN, _OUTSIDE).watch
+    if watch is not None and not is_watched:
+        with watch:
+            outputs = call_model(model, batch, plainly=plainly, is_watched=True)
+        return watch.marked(outputs)
     if _takes_batch(model):
         with nullcontext() if plainly or not isinstance(batch, Mapping) else packed_documents(inner):
             return model(batch)
@@ -185,11 +199,18 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
             if accepted.takes(name) and (own.is_given_labels or name != "labels")
         }
         if not given or ("position_ids" in batch and "position_ids" not in given):
-            raise ModelError(_unfit(model, batch, accepted.names))
+            raise _unfit(model, batch, accepted.names)
         if own.items:
             given["num_items_in_batch"] = own.items
-        with nullcontext() if plainly else packed_documents(inner, are_given="position_ids" in given):
-            return model(**given)
+        if "position_ids" in given and _is_of_transformers(inner) and accepted.takes(DEFAULT.cache_argument):
+            given.setdefault(
+                DEFAULT.cache_argument, False
+            )  # beside a cache transformers asks no positions where documents begin
+        with nullcontext() if plainly else packed_documents(inner, are_given="position_ids" in given) as finder:
+            outputs = model(**given)
+        if not plainly:
+            check_documents(inner, given, finder)
+        return outputs
     if isinstance(batch, (tuple, list)) and not is_of_samples(batch):
         inputs = tuple(batch) if own.is_given_labels else (batch[0], *batch[2:])
         return model(*inputs[: max(1, accepted.num_positional)])
@@ -201,6 +222,17 @@ def _takes_batch(model: nn.Module) -> bool:
     return any(getattr(type(one), "takes_batch", False) for one in (model, unwrap(model)))
 
 
+class ForwardWatch(Protocol):
+    """A context in which a forward runs (`runtime/loss_watch.py`)."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def marked(self, outputs: Any) -> Any:
+        """Return outputs whose count knows how it is guarded."""
+
+
 @dataclass(slots=True)
 class LossWithin:
     """The call of a forward that computes the loss itself."""
@@ -210,6 +242,8 @@ class LossWithin:
     """Whether it takes `num_items_in_batch`, by which it divides its sum."""
     items: int = 0
     """What it is given for that; 0 for nothing."""
+    watch: ForwardWatch | None = None
+    """What sees how it guards the count that it returns against zero; None where it does not."""
 
     @contextmanager
     def given(self, items: int) -> Iterator[None]:
@@ -231,14 +265,17 @@ def loss_within(module: nn.Module) -> LossWithin:
     return found
 
 
+def _is_of_transformers(model: nn.Module) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
 def give_labels(module: nn.Module) -> None:
     """Let calls of a model give its forward the labels, of which it computes the loss."""
     inner = unwrap(module)
     accepted = _accepted_arguments(type(inner).forward)
-    modeling = sys.modules.get("transformers.modeling_utils")
-    is_transformers = modeling is not None and isinstance(inner, modeling.PreTrainedModel)
     takes = "num_items_in_batch" in accepted.names or (
-        is_transformers and accepted.takes_any and getattr(inner, "accepts_loss_kwargs", True) is not False
+        _is_of_transformers(inner) and accepted.takes_any and getattr(inner, "accepts_loss_kwargs", True) is not False
     )
     vars(inner)[_LOSS_WITHIN] = LossWithin(takes_items=takes, items=int(takes))
 
@@ -260,23 +297,30 @@ def why_unfit(model: nn.Module, batch: Any) -> str:
         )
     if not isinstance(batch, Mapping) or not names or not (batch.keys() - {"labels"}).isdisjoint(names):
         return ""
-    return _unfit(model, batch, names)
+    return str(_unfit(model, batch, names))
 
 
-def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) -> str:
+def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) -> ModelError:
     """Return why a batch cannot be given to the model."""
     name, takes = type(model).__name__, ", ".join(accepted) or "no named argument"
     if "position_ids" in batch and "position_ids" not in accepted:
-        return (
+        return ModelError(
+            "batch-arguments",
             f"the batch has position_ids, without which packed documents see each other, and the forward of {name} "
-            f"takes {takes}; a model that takes position_ids works"
+            f"takes {takes}; a model that takes position_ids works",
         )
     given = [key for key in batch if key != "labels"]
     if len(given) == 1 and len(accepted) == 1:
         works = f"{accepted[0]!r} renamed to {given[0]!r} in the forward works"
+    elif len(given) == 1 and len(accepted) == 2 and "labels" in batch:
+        works = (
+            f"{accepted[0]!r} renamed to {given[0]!r} and {accepted[1]!r} to 'labels' in the forward works, with train.loss = 'model' if "
+            "the forward returns its loss"
+        )
     else:
         works = "a name that both have works"
-    return f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}: {works}"
+    text = f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}: {works}"
+    return ModelError("batch-arguments", text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ the layout must know how parts add up to the whole. With c(p) what the forward c
     L(batch) = sum over p of c(p) L(p) / sum over p of c(p)        a mean: over samples, or labels that are not -100, or a count given
     L(batch) = sum over p of L(p)                                  a sum
 
-Which it is, forwards on parts of a batch show (`runtime/guards/model_loss_trial.py`). A forward that takes `num_items_in_batch`, as those
+Which it is, forwards on parts of a batch show (`runtime/guards/model_loss_trial.py`), among the means that `samestep.mean_over` states. A forward that takes `num_items_in_batch`, as those
 of transformers do, divides its sum by that; it is given 1, so that it returns the sum. The labels are those of the batch's "labels" that are
 not -100, unless the forward gives `cross_entropy` another tensor of the batch or another `ignore_index`; or a mask of the batch has as many ones
 as the forward counts.
@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from samestep.building.loss_result import IGNORED_LABEL, UNNAMED, LossResult
+from samestep.building.loss_result import IGNORED_LABEL, LEAST, UNNAMED, LossResult
 from samestep.errors import JobError
 from samestep.trees import fold, tensors_in
 
@@ -36,6 +36,10 @@ class Rule(StrEnum):
     LABELS = "labels that are not -100"
     SAMPLES = "samples"
     SUM = "nothing"
+
+
+MeanOver = Literal["tokens", "samples"]
+_MEANS = {"tokens": (Rule.LABELS, Rule.NEXT_LABELS), "samples": (Rule.SAMPLES,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,23 @@ class ModelLoss:
 
     count: Callable[[Any], Any] | None = None
     """What the forward divides by, of a batch; None to find it out."""
+    mean_over: MeanOver | None = None
+    """What it is a mean over, as the user states; None to find it out."""
     rule: Rule | None = field(default=None, init=False)
     """What it was found to divide by; None before that."""
     labels: Labels = field(default=Labels(), init=False)
     """Which labels it counts, where it counts labels."""
     returns_sum: bool = field(default=False, init=False)
-    """Whether it returns the sum, since it was given 1 to divide by."""
+    """Whether it returns the sum, since it was given 1 to divide by, or by itself with a count of its own."""
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether a step divides the sum by nothing."""
+        return self.rule is Rule.SUM
+
+    def may_be(self, rule: Rule) -> bool:
+        """Return whether what the user states leaves a rule open."""
+        return self.mean_over is None or rule in _MEANS[self.mean_over]
 
     def __call__(self, outputs: Any, batch: Any) -> LossResult:
         """Return the sum and the count of a part of a batch.
@@ -76,7 +91,8 @@ class ModelLoss:
         )
         count = self.counted(rule, batch, own, loss.device, self.labels)
         if rule is Rule.RETURNED or self.returns_sum or rule is Rule.SUM:
-            return LossResult({UNNAMED: (loss, count)})
+            guard = vars(own).get(LEAST) if isinstance(own, Tensor) else None
+            return LossResult({UNNAMED: (loss, count)}, least={} if guard is None else {UNNAMED: guard[1]})
         if (
             rule in (Rule.LABELS, Rule.NEXT_LABELS, Rule.COUNT) and not count
         ):  # a mean over nothing, whose gradient is none
@@ -89,7 +105,8 @@ class ModelLoss:
             assert self.count is not None
             found = self.count(batch)
         elif rule is Rule.RETURNED:
-            found = 0 if own is None else own
+            guard = vars(own).get(LEAST) if isinstance(own, Tensor) else None
+            found = 0 if own is None else own if guard is None else guard[0]
         elif rule in (Rule.LABELS, Rule.NEXT_LABELS):
             labels = which.of(batch)
             assert labels is not None
@@ -102,8 +119,11 @@ class ModelLoss:
 def model_loss(count: Callable[[Any], Any] | None = None) -> ModelLoss:
     """Return the loss that the forward of the model computes from the labels: the same as `loss="model"`.
 
-    What the forward divides by is found out by forwards on parts of the first batch. `count`, a function of a part of a batch, says it
-    where that finds nothing, such as `lambda batch: batch["mask"].sum()`.
+    Forward passes on parts of the first batch show the divisor of the loss. If they do not, set it here, or with
+    `samestep.mean_over("tokens", "model")`.
+
+    Args:
+        count: a function of a part of a batch that returns the count, such as `lambda batch: batch["mask"].sum()`.
     """
     return ModelLoss(count)
 
@@ -123,7 +143,11 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
         second = outputs[1] if len(outputs) == 2 else None
         is_whole = isinstance(second, Tensor) and second.dim() == 0 and not second.is_floating_point()
         count = second if is_whole or (isinstance(second, int) and not isinstance(second, bool)) else None
-        scalars = [one for one in outputs if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 0]
+        scalars = [
+            output
+            for output in outputs
+            if isinstance(output, Tensor) and output.is_floating_point() and output.dim() == 0
+        ]
         if len(scalars) == 1 and isinstance(found, Tensor) and found.numel() != 1:  # (logits, loss)
             found, count = scalars[0], None
     if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
@@ -134,16 +158,19 @@ def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
         ", ".join,
     )
     raise JobError(
+        "loss-outputs-missing",
         f'loss = "model": the forward returned {form}, and no loss: a scalar, an output with .loss or "loss", a tuple that begins '
-        "with a scalar or has one only, or (loss, count) works, and so does a loss function (outputs, batch) -> (sum, count)"
+        "with a scalar or has one only, or (loss, count) works, or a loss function (outputs, batch) -> (sum, count)",
     )
 
 
 def labels_of(batch: Any) -> Tensor | None:
     """Return the labels of a batch that are numbers of classes: of a dict, or the second of a tuple; None if it has none."""
-    found = target_in(batch)
-    is_class = isinstance(found, Tensor) and found.dim() > 0 and found.dtype in (torch.int64, torch.int32, torch.int16)
-    return found if is_class else None
+    target = target_in(batch)
+    is_class = (
+        isinstance(target, Tensor) and target.dim() > 0 and target.dtype in (torch.int64, torch.int32, torch.int16)
+    )
+    return target if is_class else None
 
 
 def target_in(batch: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samestep.building.module_copies import deep_copy
 from samestep.building.torch_seams import get_unwrapped, is_functorch_wrapped_tensor
-from samestep.trees import map_tensors, replace_tensors
+from samestep.trees import map_tensors, replace_tensors, tensors_in
 
 _RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -124,6 +124,20 @@ def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
         else:
             found.append(_cast_leaf(value, dtype))
     return dict(zip(batch, found, strict=True)) if type(batch) is dict else tuple(found)
+
+
+def cast_batch(batch: Any, dtype: torch.dtype, *, keeps_double: bool) -> Any:
+    """Return a batch with its floating tensors cast to `dtype`, but for float64 ones that would lose something where these are kept."""
+
+    def is_kept(tensor: Tensor) -> bool:
+        return tensor.dtype is torch.float64 and not torch.equal(tensor.to(dtype).nan_to_num(), tensor.nan_to_num())
+
+    if not keeps_double or dtype is torch.float64:
+        return cast_floating(batch, dtype)
+    doubles = [tensor for tensor in tensors_in(batch) if tensor.dtype is torch.float64]
+    if doubles and any(map(is_kept, doubles)):
+        return map_tensors(batch, lambda t: t if is_kept(t) or not t.is_floating_point() else t.to(dtype))
+    return cast_floating(batch, dtype)
 
 
 def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:

@@ -125,9 +125,14 @@ def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
         for name in options:
             if name not in accepted:
                 hint = did_you_mean(name, accepted)
-                raise JobError(f"{key}.options.{name}: {of_group.__name__} takes {', '.join(accepted)}{hint}")
+                raise JobError(
+                    "optimizer-refuses", f"{key}.options.{name}: {of_group.__name__} takes {', '.join(accepted)}{hint}"
+                )
         if decay and "weight_decay" not in arguments:
-            raise JobError(f"{key}.weight_decay: {of_group.__name__} has none; weight_decay = 0.0 works")
+            raise JobError(
+                "optimizer-refuses",
+                f"{key}.weight_decay: {of_group.__name__} has none; weight_decay = 0.0 works",
+            )
 
 
 def _optimizer_class(name: str, key: str) -> type[Optimizer]:
@@ -140,9 +145,11 @@ def _optimizer_class(name: str, key: str) -> type[Optimizer]:
     if kind is None:
         usable = sorted(set(classes) - set(_UNFIT))
         hint = did_you_mean(name.lower(), usable)
-        raise JobError(f"{key} = {name!r} is none of {', '.join(usable)}{hint}, nor module:function")
+        raise JobError(
+            "none-nor-module-function", f"{key} = {name!r} must be one of {', '.join(usable)}{hint}, or module:function"
+        )
     if name.lower() in _UNFIT:
-        raise JobError(f"{key} = {name!r} cannot be used: {_UNFIT[name.lower()]}; adamw works")
+        raise JobError("optimizer-fails", f"{key} = {name!r} cannot be used: {_UNFIT[name.lower()]}; adamw works")
     return kind
 
 
@@ -152,7 +159,10 @@ def _from_function(function: Callable[..., Any], source: str, named: list[tuple[
         optimizer = function([tensor for _, tensor in named] or [{"params": []}])
     if isinstance(optimizer, Optimizer):
         return optimizer
-    raise JobError(f"optimizer: {source} returned a {type(optimizer).__name__}, not a torch optimizer")
+    raise JobError(
+        "optimizer-refuses",
+        f"optimizer: {source} returned a {type(optimizer).__name__}, not a torch optimizer",
+    )
 
 
 def _make_optimizer(table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
@@ -168,7 +178,7 @@ def _make_optimizer(table: OptimizerTable, folder: str | None, named: list[tuple
         number = table.group_number(name)
         own = (number and table.groups[number - 1].name) or ""
         members.setdefault(own if ":" in own else own.lower(), []).append((name, tensor))
-    made = [_member_of(own, table, folder, members.get(own, [])) for own in sorted(members) or [""]]
+    made = [_member_of(member, table, folder, members.get(member, [])) for member in sorted(members) or [""]]
     return made[0] if len(made) == 1 else CombinedOptimizer(made)
 
 
@@ -196,8 +206,10 @@ def _member_of(own: str, table: OptimizerTable, folder: str | None, named: list[
     except _REFUSALS as error:
         if (refused := _refused_parameter(kind, named)) is not None:
             group = f'{{ match = ["{refused}"], name = "adamw" }} as the first of optimizer.groups works'
-            raise JobError(f"optimizer: {kind.__name__} refuses {refused}: {error}; {group}") from None
-        raise JobError(f"optimizer: {kind.__name__} refuses its settings: {error}") from None
+            raise JobError(
+                "optimizer-refuses", f"optimizer: {kind.__name__} refuses {refused}: {error}; {group}"
+            ) from None
+        raise JobError("optimizer-refuses", f"optimizer: {kind.__name__} refuses its settings: {error}") from None
 
 
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError)
@@ -244,7 +256,19 @@ def check_groups(table: OptimizerTable, names: Sequence[str]) -> None:
         for pattern in group.match:
             if not any(matches(name, [pattern]) for name in names):
                 hint = did_you_mean(pattern, names)
-                raise JobError(f"optimizer.groups.{number}.match: {pattern!r} matches no trained parameter{hint}")
+                raise JobError(
+                    "optimizer-groups",
+                    f"optimizer.groups.{number}.match: {pattern!r} matches no trained parameter{hint}",
+                )
+
+
+def unmatched(table: OptimizerTable, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a remark on each pattern of weights without decay that matches none of the names."""
+    return tuple(
+        f"optimizer.no_weight_decay: {pattern!r} matches no trained parameter{did_you_mean(pattern, names)}"
+        for pattern in table.no_weight_decay
+        if not any(matches(name, [pattern]) for name in names)
+    )
 
 
 def _can_fuse(kind: type[Optimizer], tensors: Sequence[Tensor]) -> bool:
@@ -290,7 +314,10 @@ def _own_factor(function: Callable[..., Any], source: str, step: int, num_steps:
         found = float(function(step, num_steps))
     if math.isfinite(found) and found >= 0:
         return found
-    raise JobError(f"schedule.name: {source} returned {found} for step {step}; a finite factor of 0 or more works")
+    raise JobError(
+        "schedule-factor",
+        f"schedule.name: {source} returned {found} for step {step}; a finite factor of 0 or more works",
+    )
 
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]

@@ -8,7 +8,7 @@ forwards runs, an object that does so is the present scope. Function modes see e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from typing import Protocol
 
@@ -127,20 +127,20 @@ def write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def after_step(buffer: Tensor, value: Tensor) -> None:
-    """Let a buffer have a value after the step's update, such as a centre or a codebook that follows the samples of the step.
+    """Set a buffer after the update of the step, such as a center or a codebook that follows the samples of the step.
 
-    It is called in a forward or a loss, and all of this step read the buffer as it was. The value is computed of what is the same on all ranks:
-    of the buffer, and of `batch_sum`, `batch_mean` and `batch_cat`, which here are over all micro-batches too. Of several calls for one
-    buffer the last one counts. Outside of a run the value is written when the next optimizer of torch has stepped.
+    Call it in a forward or a loss. All code of this step reads the old value. Compute the value only from data that is equal on all ranks:
+    the buffer, `batch_sum`, `batch_mean` and `batch_cat`. If a buffer is set several times, the last call counts. Outside of a run, the
+    value is written after the next step of a torch optimizer.
 
     Raises:
-        ModelError: the value is no tensor of the buffer's shape.
+        ModelError: the value is not a tensor of the buffer's shape.
     """
     if not isinstance(buffer, Tensor) or not isinstance(value, Tensor) or value.shape != buffer.shape:
         form = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (buffer, value)]
         raise ModelError(
-            f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}: a tensor of the buffer's shape works, and under tp "
-            "so does a buffer of a module that is not cut"
+            "after-step-value",
+            f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}: a tensor of the buffer's shape works, or, under tp, a buffer of a module that is not cut",
         )
     hold_after_step(buffer, value)
 
@@ -148,25 +148,21 @@ def after_step(buffer: Tensor, value: Tensor) -> None:
 def hold_after_step(buffer: Tensor, value: Tensor) -> Tensor:
     """Let the present keeper hold the next value of a buffer, and return the value: function modes see it as one function."""
     if has_torch_function((buffer, value)):
-        found: Tensor = handle_torch_function(hold_after_step, (buffer, value), buffer, value)
-        return found
+        tensor: Tensor = handle_torch_function(hold_after_step, (buffer, value), buffer, value)
+        return tensor
     (_keepers[-1] if _keepers else _of_any_loop).keep(buffer, value)
     return value
 
 
 def batch_sum(x: Tensor) -> Tensor:
-    """Return x.sum(0) over all samples of the step: those of this micro-batch, and of the other data ranks.
+    """Return x.sum(0) over all samples of the step, including the samples of other data ranks.
 
-    Gradients flow back to the samples of every rank. Outside of a run it is x.sum(0). Every data rank calls it in the same order.
+    Gradients flow back to the samples of every rank. Outside of a run it is x.sum(0). Every data rank must call it in the same order.
 
     Raises:
         ModelError: `x` has no dimension of samples.
     """
-    if has_torch_function((x,)):
-        found: Tensor = handle_torch_function(batch_sum, (x,), x)
-        return found
-    scope = _scope_for(x, "batch_sum")
-    return x.sum(0) if scope is None else scope.sum(x)
+    return _over_samples(batch_sum, x, lambda: x.sum(0), lambda scope: scope.sum(x))
 
 
 def batch_mean(x: Tensor) -> Tensor:
@@ -175,11 +171,7 @@ def batch_mean(x: Tensor) -> Tensor:
     Raises:
         ModelError: `x` has no dimension of samples.
     """
-    if has_torch_function((x,)):
-        found: Tensor = handle_torch_function(batch_mean, (x,), x)
-        return found
-    scope = _scope_for(x, "batch_mean")
-    return x.mean(0) if scope is None else scope.sum(x) / scope.num_rows(x)
+    return _over_samples(batch_mean, x, lambda: x.mean(0), lambda scope: scope.sum(x) / scope.num_rows(x))
 
 
 def batch_cat(x: Tensor) -> Tensor:
@@ -190,17 +182,21 @@ def batch_cat(x: Tensor) -> Tensor:
     Raises:
         ModelError: `x` has no dimension of samples, or not one row for each.
     """
+    return _over_samples(batch_cat, x, lambda: x, lambda scope: scope.cat(x))
+
+
+def _over_samples(
+    function: Callable[[Tensor], Tensor], x: Tensor, alone: Callable[[], Tensor], shared: Callable[[Scope], Tensor]
+) -> Tensor:
+    """Return what a function of rows computes outside of any run, or in the present scope; a function mode is given the function."""
     if has_torch_function((x,)):
-        found: Tensor = handle_torch_function(batch_cat, (x,), x)
-        return found
-    scope = _scope_for(x, "batch_cat")
-    return x if scope is None else scope.cat(x)
-
-
-def _scope_for(x: Tensor, word: str) -> Scope | None:
+        result: Tensor = handle_torch_function(function, (x,), x)
+        return result
     if not isinstance(x, Tensor) or not x.dim():
-        what = f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        form = f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ModelError(
-            f"samestep.{word} takes a tensor with a row for each sample, and was given {what}: x[None] works for one row"
+            "rows-per-sample",
+            f"samestep.{function.__name__} takes a tensor with a row for each sample, and was given {form}: x[None] works for one row",
         )
-    return _present[-1]
+    scope = _present[-1]
+    return alone() if scope is None else shared(scope)

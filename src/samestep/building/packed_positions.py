@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from samestep.building.attention.by_document import lengths_of
 from samestep.building.attention.document_mask import DocumentMask
+from samestep.errors import ModelError
 
 _MODULE, _ATTENTION = "transformers.masking_utils", "transformers.integrations.sdpa_attention"
 _FOUND, _JOINED = "find_packed_sequence_indices", "packed_sequence_compatibility_function"
@@ -36,9 +37,12 @@ _CAUSAL, _WINDOWED = "causal_mask_function", "sliding_window_causal_mask_functio
 _UNPACKED: weakref.WeakKeyDictionary[nn.Module, set[torch.Size]] = weakref.WeakKeyDictionary()
 """The shapes of one row of positions for all samples in which no documents are packed, by model."""
 
+_MIXES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether a model mixes the tokens of packed documents, as its traced forward has shown."""
+
 
 @contextmanager
-def packed_documents(model: nn.Module, *, are_given: bool = True) -> Iterator[None]:
+def packed_documents(model: nn.Module, *, are_given: bool = True) -> Iterator[_FindsDocuments | None]:
     """Attend document by document where `model` packs them, while the body of the `with` statement runs.
 
     Whether documents are packed is asked once for each shape of positions that a model of transformers makes itself. A graph of a
@@ -47,27 +51,47 @@ def packed_documents(model: nn.Module, *, are_given: bool = True) -> Iterator[No
     masking, attention = sys.modules.get(_MODULE), sys.modules.get(_ATTENTION)
     named = ((masking, (_FOUND, _JOINED, _MASKS, _CAUSAL, _WINDOWED)), (attention, (_SHARED,)))
     if not all(hasattr(module, name) for module, names in named for name in names):
-        yield
+        yield None
         return
     shared = getattr(attention, _SHARED)
     if not isinstance(shared, _Sharing):  # never undone, since a recomputed block asks after the model's forward
         setattr(attention, _SHARED, _Sharing(shared))
     found, joined, windowed = (getattr(masking, name) for name in (_FOUND, _JOINED, _WINDOWED))
     masks = getattr(masking, _MASKS)._global_mapping
-    dense = masks["sdpa"]
+    dense, finder = masks["sdpa"], None
     try:
         if type(model).__module__.startswith("transformers.models."):
             unpacked = _UNPACKED.setdefault(model, set())
-            setattr(masking, _FOUND, _FindsDocuments(found, unpacked, are_given))
+            setattr(masking, _FOUND, finder := _FindsDocuments(found, unpacked, are_given))
         setattr(masking, _JOINED, functools.partial(_mask_within_documents, joined, getattr(masking, _CAUSAL)))
         setattr(masking, _WINDOWED, lambda window: _Window(windowed(window), window))
         masks["sdpa"] = functools.partial(_mask, dense)
-        yield
+        yield finder
     finally:
         masks["sdpa"] = dense
         setattr(masking, _WINDOWED, windowed)
         setattr(masking, _JOINED, joined)
         setattr(masking, _FOUND, found)
+
+
+def check_documents(model: nn.Module, given: Mapping[str, Any], finder: _FindsDocuments | None) -> None:
+    """Refuse packed documents in a model of transformers that mixes them, as its traced forward has shown.
+
+    Raises:
+        ModelError: it has recurrent layers, as its class says, or nothing has asked the positions where documents begin.
+    """
+    positions = given.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or given.get("attention_mask") is not None:
+        return
+    if positions.is_meta:
+        stateful = [part for part in model.modules() if getattr(part, "_is_stateful", False)]
+        _MIXES[model] = bool(stateful) or (finder is not None and not finder.traced)
+    elif _MIXES.get(model) and bool((positions.diff(dim=-1) != 1).any()):
+        raise ModelError(
+            "packed-documents",
+            f"position_ids begin again within a sample, and do not keep packed documents apart in {type(model).__name__}, which mixes "
+            "tokens otherwise than by a mask made of them: one document in each sample works, without position_ids",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +104,8 @@ class _FindsDocuments:
     asked: Callable[[Tensor], Tensor | None]
     unpacked: set[torch.Size]
     are_given: bool
+    traced: list[torch.Size] = field(default_factory=list)
+    """The shapes of positions of which a traced forward has asked."""
 
     def __call__(self, positions: Tensor) -> Tensor | None:
         if torch.compiler.is_compiling():
@@ -89,6 +115,8 @@ class _FindsDocuments:
         if is_one_row and positions.shape in self.unpacked:
             return None
         found = self.asked(positions)
+        if positions.is_meta:
+            self.traced.append(positions.shape)
         if is_one_row and found is None:
             self.unpacked.add(positions.shape)
         return found
@@ -152,8 +180,8 @@ def _mask(dense: Callable[..., Any], **asked: Any) -> Tensor | None:
     if isinstance(function, _CausalWithin) and asked.get("attention_mask") is None and not any(map(asked.get, _MORE)):
         documents = function.documents
         return DocumentMask.of(documents, None if documents.is_meta else lengths_of(documents))
-    found: Tensor | None = dense(**asked)
-    return found
+    tensor: Tensor | None = dense(**asked)
+    return tensor
 
 
 _MORE = ("q_offset", "kv_offset", "use_vmap")

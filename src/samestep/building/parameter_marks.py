@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 Hook = Callable[..., Any]
+TAKEN = "_samestep_taken"
+"""The attribute of a parameter without values that is the parameter of an instance in whose place it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,11 @@ def gradient_hooks_of(param: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     return param._backward_hooks or {}, getattr(param, "_post_accumulate_grad_hooks", None) or {}
 
 
-def take_marks(module: nn.Module) -> dict[str, ParameterMarks]:
-    """Return the marks of each parameter that has any, by its first name, and remove the hooks from the parameters."""
+def take_marks(module: nn.Module, *, takes: bool) -> dict[str, ParameterMarks]:
+    """Return the marks of each parameter that has any, by its first name.
+
+    Hooks are removed from parameters without values, and from all if a run `takes` them.
+    """
     found: dict[str, ParameterMarks] = {}
     for name, param in module.named_parameters():
         attributes = {
@@ -51,7 +56,7 @@ def take_marks(module: nn.Module) -> dict[str, ParameterMarks]:
         hooks, late = (tuple(kind.values()) for kind in gradient_hooks_of(param))
         if attributes or hooks or late:
             found[name] = ParameterMarks(attributes, hooks, late)
-        if param.is_meta:
+        if takes or param.is_meta:
             for kept in gradient_hooks_of(param):
                 kept.clear()
     return found
@@ -122,6 +127,16 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
+def filled_parameter(param: nn.Parameter, value: Tensor, *, trains: bool) -> nn.Parameter:
+    """Return the parameter that has a value in place of one without values: that of the instance, if it has the same shape."""
+    given: nn.Parameter | None = vars(param).get(TAKEN)
+    if given is None or given.shape != value.shape:
+        return nn.Parameter(value, requires_grad=trains)
+    given.data, given.grad = value, None
+    given.requires_grad_(trains)
+    return given
+
+
 # -- the function of the gradient ------------------------------------------------------------------
 
 
@@ -135,7 +150,7 @@ def gradient_function(marks: ParameterMarks, value: Tensor) -> Callable[[Tensor]
             result = hook(mine)
             gradient = (mine if result is None else result).to(gradient.dtype)
         if marks.late_hooks:
-            stand_in = nn.Parameter(value.detach().to(gradient.dtype))
+            stand_in = nn.Parameter(value.detach().to(gradient.device, gradient.dtype))
             stand_in.__dict__.update(marks.attributes)
             stand_in.grad = gradient.clone()
             for hook in marks.late_hooks:

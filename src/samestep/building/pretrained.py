@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.building import adapters, families
-from samestep.building.adapters import UNCHANGED, Adaptation
+from samestep.building import families
+from samestep.building.model_changes import UNCHANGED, Adaptation, name_without_adapters
 from samestep.building.stored_weights import StoredWeights, find_stored_weights
 from samestep.errors import ModelError, did_you_mean
 from samestep.job_tables import Task
@@ -54,7 +54,7 @@ class PretrainedModel:
             bare = families.build_model(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
         first: dict[int, str] = {}
         names = {name: first.setdefault(id(tensor), name) for name, tensor in bare.state_dict(keep_vars=True).items()}
-        known = {name: names[base] for name in canonical if (base := adapters.base_name(name)) in names}
+        known = {name: names[base] for name in canonical if (base := name_without_adapters(name)) in names}
         return replace(find_stored_weights(bare, names, files, tokens), canonical=known)
 
     def __call__(self) -> nn.Module:
@@ -93,7 +93,10 @@ def pretrained_source(
         return PretrainedModel(folder, config, task, adaptation)
     if size is None or families.DEFAULT.vocabulary_field in fields:
         both = "model.config says it too: model.resize_embeddings alone works"
-        raise ModelError(f"model.resize_embeddings: {both if size is not None else f'{folder} has no vocabulary'}")
+        raise ModelError(
+            "resize-embeddings",
+            f"model.resize_embeddings: {both if size is not None else f'{folder} has no vocabulary'}",
+        )
     if (wanted := tokens(size)) == size:
         return PretrainedModel(folder, config, task, adaptation)
     resized = folder_config(folder, families.fields_with_tokens(config, fields, wanted), task)
@@ -110,21 +113,32 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
     family = families.family_of(stored)
     code = "; it comes with code of its own, which samestep does not run" if "auto_map" in stored else ""
     if "trust_remote_code" in fields:
-        raise ModelError("model.config.trust_remote_code: samestep runs no code of a folder; a module:function does")
+        raise ModelError(
+            "model-folder-unsupported",
+            "model.config.trust_remote_code: samestep runs no code of a folder; a module:function does",
+        )
     if not family:
-        raise ModelError(f"model.source: {folder / weight_files.CONFIG} names no {families.FAMILY_FIELD}{code}")
+        raise ModelError(
+            "model-folder-damaged",
+            f"model.source: {folder / weight_files.CONFIG} names no {families.FAMILY_FIELD}{code}",
+        )
     try:
         families.check_family(family, task)
     except ModelError as error:
-        raise ModelError(f"model.source: {folder}: {str(error).removeprefix(f'hf:{family}: ')}{code}") from None
+        raise ModelError(
+            "model-folder-damaged", f"model.source: {folder}: {str(error).removeprefix(f'hf:{family}: ')}{code}"
+        ) from None
     if "quantization_config" in stored:
         raise ModelError(
-            f"model.source: the weights in {folder} are quantized, which samestep does not train; those from which they "
-            "were made work"
+            "model-folder-unsupported",
+            f"model.source: the weights in {folder} are quantized, which samestep does not train; the weights before quantization work",
         )
     families.check_fields(family, fields)
     if unknown := [name for name in fields if isinstance(fields[name], dict) and name not in stored]:
-        raise ModelError(f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}")
+        raise ModelError(
+            "model-config",
+            f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}",
+        )
     values = _merge_fields(stored, fields, families.facts_named(family))
     return families.make_config(f"hf:{folder}", family, values, fields, task)
 

@@ -10,6 +10,7 @@ added into them have the form of the model without.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building import adapters, families
-from samestep.building.adapters import Value
+from samestep.building import families
 from samestep.building.initial_values import Blueprint
-from samestep.building.merging import Merged
+from samestep.building.model_changes import lora
 from samestep.building.module_copies import deep_copy
+from samestep.building.named_tensors import unwrap
 from samestep.building.stored_weights import by_kind, convert_tensors, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.job_paths import model_folder, place_of
+from samestep.job_files import model_folder, place_of
 from samestep.models.weight_files import ONE_FILE
 
 _OF_TOKENIZERS = (
@@ -35,6 +36,23 @@ _OF_TOKENIZERS = (
 )  # fmt: skip
 """Files of a folder that belong to a tokenizer or another processor of inputs."""
 GENERATION = "generation_config.json"
+
+
+Value = Callable[[str], Tensor]
+"""The value of a tensor by its name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """A model without adapters, and the model with adapters from which its weights are computed."""
+
+    plan: Blueprint
+    """The model without adapters."""
+    job: Job
+    """Its job."""
+    adapted: Blueprint
+    values: Callable[[Value], Value]
+    """Returns the function from a tensor's name to its merged value; its argument is that function of the model with adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +92,11 @@ class PretrainedForm:
             return cls(plan, deep_copy(plan.module, {}), tuple(_of_adapters(plan)), tuple(_beside(job)), job)
         if not is_of_transformers(plan):
             raise ModelError(
-                f"a folder for transformers holds a model of transformers, and {job.model.source} is a "
+                "export-form",
+                f"a folder for transformers holds a model of transformers, and {job.model.source or 'that of the run'} is a "
                 f"{type(plan.module).__name__}: samestep export RUN --out DIR writes it as one file with its state dict (--format "
-                "safetensors) or for torch.distributed.checkpoint (--format dcp), and run.state_dict() returns it in a loop of your own"
+                "safetensors) or for torch.distributed.checkpoint (--format dcp), and run.state_dict() returns it in a loop of your own, where "
+                "`with run.gathered() as model` has whole weights for a save_pretrained of the model's own, such as peft's",
             )
         module = deep_copy(plan.module, {})
         groups = tuple(_groups(module, _saved_names(module, plan.canonical)))
@@ -85,7 +105,7 @@ class PretrainedForm:
     @property
     def one_file(self) -> str:
         """The name of the file that holds all tensors, if one does."""
-        return ONE_FILE if self.job.model.lora is None else adapters.FILE
+        return ONE_FILE if self.job.model.lora is None else lora().FILE
 
     @property
     def is_divisible(self) -> bool:
@@ -109,9 +129,9 @@ class PretrainedForm:
         """
         if self.job.model.lora is not None:
             model = self.job.model
-            adapters.configuration(
-                self.module, self.job.model.lora, model_folder(self.job), model.task
-            ).save_pretrained(folder)
+            lora().configuration(self.module, self.job.model.lora, model_folder(self.job), model.task).save_pretrained(
+                folder
+            )
             return
         config: Any = copy.deepcopy(self.module.config)
         families.allow_cache(config)
@@ -126,13 +146,15 @@ class PretrainedForm:
                     settings.save_pretrained(folder)
             except (ValueError, TypeError, OSError) as error:
                 raise ModelError(
-                    f"transformers cannot write the configuration: {' '.join(str(error).split())}"
+                    "export-form",
+                    f"transformers cannot write the configuration: {' '.join(str(error).split())}",
                 ) from None
 
 
 def is_of_transformers(plan: Blueprint) -> bool:
-    """Return whether a model is one of transformers, which has a form for files."""
-    return hasattr(plan.module, "_tied_weights_keys") and hasattr(plan.module, "config")
+    """Return whether a model is one of transformers, which has a form for files; a wrapper that hands attributes on is none."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(unwrap(plan.module), modeling.PreTrainedModel)
 
 
 def _of_adapters(plan: Blueprint) -> Iterator[SavedGroup]:
@@ -143,10 +165,10 @@ def _of_adapters(plan: Blueprint) -> Iterator[SavedGroup]:
 
     resized: set[str] = set()
     for name, tensor in plan.module.state_dict().items():
-        saved, first = adapters.saved_name(name), plan.canonical[name]
+        saved, first = lora().saved_name(name), plan.canonical[name]
         if saved is None and first not in resized and plan.stored is not None and plan.stored.resized(name) is not None:
             resized.add(first)
-            saved = adapters.frozen_name(name)
+            saved = lora().frozen_name(name)
         if saved:
             yield SavedGroup((name,), tensor.numel(), maker(saved))
 
@@ -199,7 +221,11 @@ def _conversions(module: nn.Module) -> list[Any]:
     if used is not None:
         return list(used)
     # Whether a prefix stood in files that do not exist is not known; transformers leaves it as it is too.
-    return [one for one in transforms_of(module, add_legacy=False) if not isinstance(one, loading().PrefixChange)]
+    return [
+        transform
+        for transform in transforms_of(module, add_legacy=False)
+        if not isinstance(transform, loading().PrefixChange)
+    ]
 
 
 def unread_tokenizer(job: Job) -> Path | None:

@@ -83,7 +83,7 @@ class StateCall(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """The function and its arguments that are no tensors, as a key of a dictionary."""
-        others = (one for one in tree_leaves((self.args, self.kwargs)) if not isinstance(one, Tensor))
+        others = (tree_leaf for tree_leaf in tree_leaves((self.args, self.kwargs)) if not isinstance(tree_leaf, Tensor))
         return self.original, *(weakref.ref(one) if isinstance(one, nn.Module) else repr(one) for one in others)
 
     @property
@@ -163,7 +163,7 @@ def layer_call(function: Any, args: tuple[Any, ...]) -> StateCall | None:
         return None
     x, initial, weights, has_biases, num_layers, dropout, train, is_both_ways, is_batch_first = args
     states = [*initial] if isinstance(initial, list | tuple) else [initial]
-    if is_both_ways or (train and dropout and num_layers > 1) or any(one.requires_grad for one in states):
+    if is_both_ways or (train and dropout and num_layers > 1) or any(state.requires_grad for state in states):
         return None
     settings = has_biases, num_layers, 0.0, train, False, is_batch_first
     return StateCall(function.__name__, _OF_LAYERS, _run_layer, (function, x, states, [*weights], settings), {})
@@ -179,8 +179,8 @@ def _run_layer(
 ) -> tuple[Tensor, ...]:
     """Return what a recurrent layer computes from a state on, and the states after it."""
     states = initial if state is None else state
-    found: tuple[Tensor, ...] = function(x, states if function is torch.lstm else states[0], weights, *settings)
-    return found
+    tensors: tuple[Tensor, ...] = function(x, states if function is torch.lstm else states[0], weights, *settings)
+    return tensors
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,10 +194,14 @@ def convention_of(function: Any) -> Convention | None:
         names = _signature(function).parameters
     except (TypeError, ValueError):
         return None
-    for one in CONVENTIONS:
-        needed = (*one.states, *([one.asks] if one.asks else []), *(() if one.states else _SCAN[:3]))
+    for convention in CONVENTIONS:
+        needed = (
+            *convention.states,
+            *([convention.asks] if convention.asks else []),
+            *(() if convention.states else _SCAN[:3]),
+        )
         if all(name in names for name in needed) and len(names) > 2:
-            return one
+            return convention
     return None
 
 

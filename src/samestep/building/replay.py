@@ -131,13 +131,13 @@ def _keep(entry: Entry, outcome: Any, storages: dict[int, torch.UntypedStorage],
     """Keep the memory that an entry allocated, in the geometry that the tape recorded: kernels may choose other
     strides."""
     leaves = pytree.tree_leaves(outcome)
-    for ref, made in zip(entry.outputs, leaves if entry.outputs else (), strict=False):
+    for ref, leaf in zip(entry.outputs, leaves if entry.outputs else (), strict=False):
         if ref is None or ref.memory in storages:
             continue
-        storage, size_bytes = made.untyped_storage(), tape.memories[ref.memory].meta.nbytes()
-        if made.stride() != ref.stride or made.storage_offset() != ref.offset or storage.nbytes() != size_bytes:
-            storage = torch.zeros(size_bytes, dtype=torch.uint8, device=made.device).untyped_storage()
-            ref.window(storage).copy_(made)
+        storage, size_bytes = leaf.untyped_storage(), tape.memories[ref.memory].meta.nbytes()
+        if leaf.stride() != ref.stride or leaf.storage_offset() != ref.offset or storage.nbytes() != size_bytes:
+            storage = torch.zeros(size_bytes, dtype=torch.uint8, device=leaf.device).untyped_storage()
+            ref.window(storage).copy_(leaf)
         storages[ref.memory] = storage
 
 

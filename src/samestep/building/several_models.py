@@ -72,23 +72,27 @@ def as_one(
     if not isinstance(model, Mapping):
         if follows:
             raise ModelError(
-                "ema says that a model follows another one, and one is given: a dict of models by name works"
+                "ema-follows",
+                "ema says that a model follows another one, and one is given: a dict of models by name works",
             )
         return model if forward is None else _around_one(model, forward)
     if forward is None:
         raise ModelError(
+            "several-models",
             f"model = {{{', '.join(map(repr, model))}}} has several models, and no forward says how a batch goes through them: "
-            "forward=lambda models, batch: ... works, with models[name] for each"
+            "forward=lambda models, batch: ... works, with models[name] for each",
         )
     for name, one in model.items():
         if not isinstance(name, str) or not name or "." in name or not callable(one):
             raise ModelError(
-                f"model[{name!r}] = {short_repr(one)}: a name without dots works, with a module or a function that builds one"
+                "several-models",
+                f"model[{name!r}] = {short_repr(one)}: a name without dots works, with a module or a function that builds one",
             )
     for name, source in follows.items():
         if source not in model or source == name or source in follows:
             raise ModelError(
-                f"ema: {name!r} follows {source!r}, which is none of the trained models {', '.join(map(repr, model))}"
+                "ema-follows",
+                f"ema: {name!r} follows {source!r}, which is not one of the trained models {', '.join(map(repr, model))}",
             )
     if all(isinstance(one, nn.Module) for one in model.values()):
         found = {name: one for name, one in model.items() if isinstance(one, nn.Module)}
@@ -113,7 +117,10 @@ def _build(models: Mapping[str, Built], forward: Forward, follows: Mapping[str, 
 def _called(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model[{name!r}] returned a {type(model).__name__}; it must return an nn.Module")
+        raise ModelError(
+            "build-function",
+            f"model[{name!r}] returned a {type(model).__name__}; it must return an nn.Module",
+        )
     return model
 
 
@@ -158,30 +165,34 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
 
         def __init__(self, *args: Any) -> None:  # a copy of one of torch.compile is made anew
             super().__init__(*args)
-            _put_aside(self)
+            put_aside(self)
 
     for made in (Inner, Outer):
         made.__name__, made.__qualname__, made.__module__ = given.__name__, given.__qualname__, given.__module__
     outer = copy.copy(model)
     outer.__class__ = Outer
-    _put_aside(outer)
+    put_aside(outer)
     return outer
 
 
 _HELD = "_forward_of_instance"
 
 
-def _put_aside(module: nn.Module) -> None:
-    """Rename the forward that an instance holds in its attributes, if it holds one."""
+def put_aside(module: nn.Module) -> None:
+    """Rename the forward that an instance holds in its attributes, if it holds one and a user's forward is around it."""
     held = vars(module)
-    if "forward" in held:
+    if "forward" in held and _is_around(module):
         held[_HELD] = held.pop("forward")
 
 
 def as_given(module: nn.Module) -> nn.Module:
     """Return a model without the user's forward around it: of the class that `parallelize` was given."""
-    if getattr(type(module), "takes_batch", False) and not isinstance(module, Models):
+    if _is_around(module):
         module.__class__ = type(module).__bases__[0]
         if _HELD in vars(module):
             vars(module)["forward"] = vars(module).pop(_HELD)
     return module
+
+
+def _is_around(module: nn.Module) -> bool:
+    return getattr(type(module), "takes_batch", False) and not isinstance(module, Models)

@@ -27,6 +27,7 @@ from samestep.building.families import facts_of
 from samestep.building.module_copies import deep_copy
 from samestep.errors import ModelError
 from samestep.models.weight_files import StoredTensor
+from samestep.output.text import listed
 
 Sources = Sequence[tuple[str, str]]
 """Names of tensors, each with the pattern of the conversion that it matches."""
@@ -46,8 +47,8 @@ def transforms_of(module: nn.Module, **options: Any) -> list[Any]:
 def by_kind(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """Return the transforms that rename tensors, and those that convert them."""
     transforms, kinds = list(transforms), loading()
-    renamings = [one for one in transforms if isinstance(one, kinds.WeightRenaming)]
-    return renamings, [one for one in transforms if isinstance(one, kinds.WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, kinds.WeightRenaming)]
+    return renamings, [transform for transform in transforms if isinstance(transform, kinds.WeightConverter)]
 
 
 def convert_tensors(
@@ -132,13 +133,13 @@ class StoredWeights:
             name, (dim, _) = next(iter(self._resized.items()))
             stored = self.files[self._origins[name][0].sources[0][0]].shape[dim]
             found.append(
-                f"{_some([*self._resized])} and what is tied to it: {stored} tokens in the folder, "
+                f"{listed([*self._resized], 4)} and what is tied to it: {stored} tokens in the folder, "
                 f"{self.module.state_dict()[name].shape[dim]} in the model, the new ones made as in a new model"
             )
         if self.missing:
-            found.append(f"the folder lacks {_some(self.missing)}, made as in a new model")
+            found.append(f"the folder lacks {listed(self.missing, 4)}, made as in a new model")
         if self.unread:
-            found.append(f"the model has no {_some(self.unread)}, which the folder holds")
+            found.append(f"the model has no {listed(self.unread, 4)}, which the folder holds")
         return tuple(found)
 
     @torch.no_grad()
@@ -170,17 +171,13 @@ class StoredWeights:
         try:
             file = _open_cached(path)
             if intervals is None:
-                whole: Tensor = file.get_tensor(name)
-                return whole
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
             window = file.get_slice(name)
             parts = [window[(slice(None),) * dim + (slice(*ends),)] for ends in intervals]
             return torch.cat(parts, dim) if parts else parts_of(file.get_tensor(name), intervals, dim)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"model.source: {path} cannot be read: {error}") from None
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ModelError("model-folder-damaged", f"model.source: {path} cannot be read: {error}") from None
 
 
 def parts_of(tensor: Tensor, intervals: Intervals | None, dim: int = 0) -> Tensor:
@@ -225,7 +222,10 @@ def find_stored_weights(
         try:
             made = origin.convert(shapes, module)
         except Exception as error:  # transformers' conversions raise any error of torch
-            raise ModelError(f"model.source: {origin.sources[0][0]} does not become {origin.target}: {error}") from None
+            raise ModelError(
+                "model-folder-other-weights",
+                f"model.source: {origin.sources[0][0]} does not become {origin.target}: {error}",
+            ) from None
         for name, tensor in made.items():
             if name not in held:
                 unread.append(name)
@@ -235,18 +235,20 @@ def find_stored_weights(
                 dim = _dim_of_tokens(tensor.shape, held[name].shape, tokens)
                 if dim is None or origin.conversion is not None:
                     source = f"{origin.sources[0][0]} in {files[origin.sources[0][0]].path.name}"
-                    raise ModelError(_other_shape(module, source, name, tensor.shape, held[name].shape))
+                    raise _other_shape(module, source, name, tensor.shape, held[name].shape)
                 resized[first] = (dim, min(tensor.shape[dim], held[name].shape[dim]))
             if first in origins and not _alike(origins[first][0], origin, files):
                 raise ModelError(
+                    "model-folder-other-weights",
                     f"model.source: {name} and {origins[first][1]} are tied, and the folder has two values for them; "
-                    "model.config.tie_word_embeddings = false works where these are embedding and head"
+                    "model.config.tie_word_embeddings = false works where these are embedding and head",
                 )
             origins.setdefault(first, (origin, name))
     if not origins:
         raise ModelError(
+            "model-folder-other-weights",
             f"model.source: none of the {len(files)} tensors of the folder, such as {next(iter(files), 'none')}, belongs to "
-            f"{type(module).__name__}"
+            f"{type(module).__name__}",
         )
     missing = dict.fromkeys(canonical[name] for name in held if canonical[name] not in origins)
     ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
@@ -264,49 +266,50 @@ def _dim_of_tokens(stored: torch.Size, built: torch.Size, tokens: tuple[int, int
     return differs[0] if len(differs) == 1 and (stored[differs[0]], built[differs[0]]) == tokens else None
 
 
-def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, built: torch.Size) -> str:
+def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, built: torch.Size) -> ModelError:
     """Return the error for a tensor of the folder whose shape differs from the model's, with what would work."""
     facts = facts_of(module)
     words, works = facts.setting(module, facts.vocabulary_field), "the folder's own configuration works"
     if _dim_of_tokens(stored, built, (stored[0], words)) == 0:
         works += f", and model.resize_embeddings = {words} in its place adds entries for new tokens"
-    return f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}; {works}"
+    text = f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}; {works}"
+    return ModelError("model-folder-other-weights", text)
 
 
-def _alike(one: _TensorOrigin, other: _TensorOrigin, files: Mapping[str, StoredTensor]) -> bool:
+def _alike(tensor_origin: _TensorOrigin, other: _TensorOrigin, files: Mapping[str, StoredTensor]) -> bool:
     """Return whether two tensors of the files are equal, both stored as they are."""
-    if one.conversion is not None or other.conversion is not None:
+    if tensor_origin.conversion is not None or other.conversion is not None:
         return False
     first, second = (
-        _open_cached(files[each.sources[0][0]].path).get_tensor(each.sources[0][0]) for each in (one, other)
+        _open_cached(files[each.sources[0][0]].path).get_tensor(each.sources[0][0]) for each in (tensor_origin, other)
     )
     return torch.equal(first, second)
 
 
 def _origins(
-    module: nn.Module, held: Mapping[str, Tensor], files: Mapping[str, StoredTensor]
+    module: nn.Module, tensors: Mapping[str, Tensor], files: Mapping[str, StoredTensor]
 ) -> tuple[list[_TensorOrigin], list[str]]:
     """Return the origins of the model's tensors, and the names in the files that belong to none."""
     transforms, rename = transforms_of(module), loading().rename_source_key
     renamings, converters = by_kind(transforms)
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     collected: dict[str, list[tuple[str, str]]] = {}
     unread: list[str] = []
     for name in sorted(files, key=loading().dot_natural_key):
         prefix = getattr(module, facts_of(module).base_prefix)
-        target, pattern = rename(name, renamings, converters, prefix, held)
-        if target not in held and name in held:  # it has its name already
-            target, pattern = rename(name, [], [], prefix, held)
-        if target in held:
+        target, pattern = rename(name, renamings, converters, prefix, tensors)
+        if target not in tensors and name in tensors:  # it has its name already
+            target, pattern = rename(name, [], [], prefix, tensors)
+        if target in tensors:
             collected.setdefault(target, []).append((name, pattern or ""))
         else:
             unread.append(name)
     # Saving in the folder's form needs this attribute, which is named as in transformers.
-    module._weight_conversions = [one for one in transforms if one.was_used()]  # type: ignore[assignment]
+    module._weight_conversions = [transform for transform in transforms if transform.was_used()]  # type: ignore[assignment]
     origins = []
     for target, sources in collected.items():
         conversion = by_pattern.get(sources[0][1])
-        is_stack = conversion is not None and _stacks(conversion, sources, held[target].shape)
+        is_stack = conversion is not None and _stacks(conversion, sources, tensors[target].shape)
         origins.append(_TensorOrigin(tuple(sources), target, conversion, is_stack))
     return origins, unread
 

@@ -140,7 +140,9 @@ class Tape(DispatchMode):
             if not isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
                 raise
             if traits.written or traits.random:
-                raise ModelError(f"{where()} runs {func}, which torch cannot run without values: {WAY_OUT}") from None
+                raise ModelError(
+                    "build-not-repeatable", f"{where()} runs {func}, which torch cannot run without values: {WAY_OUT}"
+                ) from None
             return self._answer(func, args, kwargs)
         written = [args[index] if index < len(args) else kwargs.get(name) for index, name in traits.written]
         self.record(func, args, kwargs, outcome, written, overwrites=traits.overwrites, random=traits.random)
@@ -189,7 +191,8 @@ class Tape(DispatchMode):
         """
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise ModelError(
-                f"{where()} holds a {type(tensor).__name__} of layout {tensor.layout}: only plain ones work"
+                "tensor-form",
+                f"{where()} holds a {type(tensor).__name__} of layout {tensor.layout}: only plain ones work",
             )
         storage = tensor.untyped_storage()
         memory = self._number.get(storage._cdata)
@@ -280,10 +283,14 @@ class Tape(DispatchMode):
         part = self.slice(ref.memory)
         if any(self.entries[entry].random for entry in part.entries):
             raise ModelError(
-                f"{where(ref, self)} looks at random values, which exist only once each tensor has its name: {WAY_OUT}"
+                "build-not-repeatable",
+                f"{where(ref, self)} looks at random values, which exist only once each tensor has its name: {WAY_OUT}",
             )
         if self.is_foreign(part):
-            raise ModelError(f"{where(ref, self)} looks at the values of a tensor that was on meta before: {WAY_OUT}")
+            raise ModelError(
+                "build-not-repeatable",
+                f"{where(ref, self)} looks at the values of a tensor that was on meta before: {WAY_OUT}",
+            )
         with self.paused():
             return replay(self, part, ref, _CPU, {})
 
@@ -335,7 +342,9 @@ class Tape(DispatchMode):
         if not traits.written:
             return self._answer(func, args, kwargs)
         if not traits.overwrites or [index for index, _ in traits.written] != [0]:
-            raise ModelError(f"{where()} runs {func} with a torch.Generator of its own: {WAY_OUT}")
+            raise ModelError(
+                "build-not-repeatable", f"{where()} runs {func} with a torch.Generator of its own: {WAY_OUT}"
+            )
         drawn = torch.empty(args[0].shape, dtype=args[0].dtype)
         func(drawn, *args[1:], **kwargs)
         copy = torch.ops.aten.copy_.default

@@ -18,8 +18,9 @@ def refuse_scripts(model: nn.Module) -> None:
     for path, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(
+                "tensor-form",
                 f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others: the module "
-                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it'
+                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it',
             )
 
 
@@ -38,3 +39,11 @@ def set_training(model: nn.Module) -> None:
         model.train()
     for part, trains in modes.items() if not is_loaded_for_inference else ():
         part.training &= trains
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Put each module of a model into the mode, training or evaluation, of that of an equal model."""
+    modes = {path: part.training for path, part in source.named_modules()}
+    for path, part in target.named_modules():
+        if part.training is not modes.get(path, part.training):  # to set one takes ten times as long as to read it
+            part.training = modes[path]

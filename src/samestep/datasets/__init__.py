@@ -8,14 +8,13 @@ open_dataset(job) ── map-style dataset ──► batches(dataset, job) ─�
 There is no iterator state: to resume, `batches` takes another first step. Nothing here depends on process groups or devices.
 """
 
-from samestep.datasets.batch import Batch, BatchStream, Dataset, blame_samples, shares
-from samestep.datasets.example import example_of
-from samestep.datasets.mixture import kind_of
+from samestep.datasets.batch import Batch, BatchStream, Dataset, blame_samples, example_of, shares
 from samestep.datasets.opening import batches
 from samestep.datasets.order import permute_positions, sample_indices
 from samestep.datasets.reading import read_samples
 from samestep.datasets.source import (
     classes_of,
+    kind_of,
     of_held_out,
     of_words,
     open_dataset,

@@ -5,21 +5,35 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from samestep.datasets.loaders import LoaderParts
 from samestep.datasets.order import Integers, sample_indices
-from samestep.datasets.read_ahead import ReadAhead, Wanted
+from samestep.datasets.read_ahead import ReadAhead, Wanted, refuse_shared_files
 from samestep.datasets.reading import SampleDraw, SampleReader, read_samples
+from samestep.datasets.values import Parted, rows_of
 from samestep.errors import DataError, ModelError
 from samestep.job import Job
 from samestep.shares import Shares
 from samestep.trees import tree_leaves
+
+LOOKED_AT = 64
+"""Samples of packed documents among which the example is found."""
+
+
+class FileSamples:
+    """A dataset that a reader of files has opened, with its remarks for the user."""
+
+    remarks: tuple[str, ...] = ()
+    """Remarks for the user about the files."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of samples, by number; none of text."""
 
 
 class Dataset(Protocol):
@@ -105,7 +119,7 @@ class BatchStream(Steps):
         super().__init__(job, first_step)
         self._dataset, self._loader = dataset, parts
         self.remarks = () if parts is None else (parts.remark,)
-        self._by_microbatch = job.numerics.coupled_samples is not None
+        self._by_microbatch = job.numerics.batch_norm_group is not None
         self._length = len(dataset)
         self._steps_at_once = max(1, INDICES_AT_ONCE // job.train.global_batch)
         self._block: tuple[int, Integers] | None = None
@@ -144,6 +158,7 @@ class BatchStream(Steps):
             )
             threads = self._job.numerics.precision != "float64"
             workers = self._job.run.data_workers if self._loader is None else self._loader.num_workers
+            refuse_shared_files(self._dataset, workers)
             self._ahead = ReadAhead(
                 self._read, coming, num_workers=workers, pin=pin, threads=threads, draws=lambda: self._reader.draws_any
             )
@@ -184,8 +199,9 @@ class LaneSteps(BatchStream):
         self._per_lane = len(dataset) // job.train.global_batch
         if not self._per_lane:
             raise DataError(
+                "data-too-short",
                 f"the data set has {len(dataset)} samples, and train.global_batch = {job.train.global_batch} lanes take one each in a step: "
-                f"train.global_batch = {len(dataset)} works, and fewer"
+                f"train.global_batch = {len(dataset)} works, and fewer",
             )
 
     def begins_lanes(self, step: int) -> bool:
@@ -196,8 +212,24 @@ class LaneSteps(BatchStream):
         return np.arange(self._job.train.global_batch, dtype=np.int64) * self._per_lane + step % self._per_lane
 
 
+class OfStream:
+    """A batch that a stream may have yielded; without one the next step acts in its place."""
+
+    stream: Steps | None
+
+    def end_stream(self) -> None:
+        """End the stream that yielded this batch: it yields no further one, and `StepReport.stop` says so."""
+        if self.stream is not None:
+            self.stream.stop()
+
+    def before_next(self, function: Callable[[], None]) -> None:
+        """Call a function before the stream that yielded this batch yields the next one, or ends."""
+        if self.stream is not None:
+            self.stream.before_next = function
+
+
 @dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(OfStream):
     """The global batch of one step as sample indices; every rank reads only its shares of them."""
 
     step: int
@@ -233,16 +265,6 @@ class Batch:
         """Whether the loop over the stream that yielded this batch has ended."""
         return self.stream is not None and self.stream.is_over
 
-    def end_stream(self) -> None:
-        """End the stream that yielded this batch: it yields no further one."""
-        if self.stream is not None:
-            self.stream.stop()
-
-    def before_next(self, function: Callable[[], None]) -> None:
-        """Call a function before the stream that yielded this batch yields the next one, or ends."""
-        if self.stream is not None:
-            self.stream.before_next = function
-
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return the samples of the given dataset indices as tensors with the batch dimension first.
 
@@ -274,13 +296,17 @@ def check_map_style(dataset: Any, what: str, works: str = ONLY_MAP_STYLE) -> Non
         DataError: it has no length, or no samples by index.
     """
     if isinstance(dataset, type):
-        raise DataError(f"{what} the class {dataset.__name__}: a data set works, such as {dataset.__name__}()")
+        raise DataError(
+            "argument-type",
+            f"{what} the class {dataset.__name__}: a data set works, such as {dataset.__name__}()",
+        )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{what} a {type(dataset).__name__} without __len__ and __getitem__; {works}")
+        raise DataError("data-form", f"{what} a {type(dataset).__name__} without __len__ and __getitem__; {works}")
     if isinstance(dataset, str | bytes) or (isinstance(dataset, dict) and 0 not in dataset):
         raise DataError(
-            f"{what} a {type(dataset).__name__}, whose items by the numbers 0, 1, ... are no samples: a list of samples works, such as "
-            "a dict of tensors for each, and so does torch.utils.data.TensorDataset(x, labels)"
+            "data-form",
+            f"{what} a {type(dataset).__name__} without samples at the numbers 0, 1, ...: a list of samples works, such as "
+            "a dict of tensors for each, or torch.utils.data.TensorDataset(x, labels)",
         )
 
 
@@ -295,7 +321,7 @@ def blame_samples(example: Any) -> Iterator[None]:
         yield
     except ModelError as error:
         if reason := _misshapen(example):
-            raise DataError(f"{reason}; {error}") from None
+            raise DataError(error.code, f"{reason}; {error}") from None
         raise
 
 
@@ -331,3 +357,89 @@ def _places(count: int, rank: int, num_ranks: int, num_microbatches: int, by_mic
     parts = Shares(count, num_ranks, num_microbatches, by_microbatch)
     mine = (parts.positions(rank, microbatch) for microbatch in range(num_microbatches))
     return [slice(where.start, where.stop) for where in mine]
+
+
+@dataclass(frozen=True, eq=False)
+class GivenBatch(OfStream):
+    """A batch of one step whose values this process holds: of all samples, or of those of its data rank."""
+
+    step: int
+    """The step's index, counted from 0."""
+    values: Any
+    count: int
+    """The number of samples whose values are here."""
+    sizes: tuple[int, ...] | None = None
+    """The number of samples that each data rank holds, where they hold different ones."""
+    rank: int = 0
+    """The data rank whose samples are here, where they hold different ones."""
+    by_microbatch: bool = False
+    """Whether micro-batch i of all ranks together is one contiguous range of the batch."""
+    stream: Steps | None = None
+    """The stream that yielded it, if one did."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all ranks."""
+        return self.count if self.sizes is None else sum(self.sizes)
+
+    @property
+    def held(self) -> Any:
+        """The values of a stream's batch, which every rank holds; else None."""
+        return None if self.stream is None else self.values
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.sizes is None else sum(self.sizes[: self.rank])
+
+    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
+        """Return the positions in the batch of the samples of each micro-batch of one data rank.
+
+        Where ranks hold different samples, the share of one rank of one is what is held here. Samples of ranks that lack what those of
+        others have stay separate.
+        """
+        if self.sizes is not None and isinstance(self.values, Parted) and num_ranks == len(self.sizes):
+            return replace(self, rank=rank, count=self.sizes[rank], values=None).shares(0, 1, num_microbatches)
+        here = np.arange(self._first, self._first + self.count, dtype=np.int64)
+        if self.sizes is not None and not isinstance(self.values, Parted):
+            return shares(here, 0, 1, num_microbatches)
+        return shares(here, rank, num_ranks, num_microbatches, by_microbatch=self.by_microbatch)
+
+    def samples(self, indices: Integers | Sequence[int]) -> Any:
+        """Return the values of the samples at these positions of the batch."""
+        return rows_of(self.values, np.asarray(indices) - self._first, self.count)
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Do nothing, since the values are here."""
+
+
+def example_of(dataset: Dataset) -> Any:
+    """Return a batch of one sample: the first, or of packed documents one with about the mean amount of attention.
+
+    A trace shows a mask of documents only where the example has several of them.
+
+    Raises:
+        DataError: the samples cannot be read, or stacked into tensors.
+    """
+    first = read_samples(dataset, np.arange(1))
+    positions = first.get("position_ids") if isinstance(first, dict) else None
+    if positions is None or positions.dim() != 2:
+        return first
+    index = _usual(torch.cat([_positions(dataset, index) for index in range(min(len(dataset), LOOKED_AT))]))
+    return read_samples(dataset, np.array([index]))
+
+
+def _positions(dataset: Dataset, index: int) -> Tensor:
+    samples = read_samples(dataset, np.array([index]))
+    assert isinstance(samples, dict), "as the first one is"
+    return samples["position_ids"]
+
+
+def _usual(positions: Tensor) -> int:
+    """Return the row of positions [samples, T], of those with documents, that is nearest to the mean in pairs of
+    tokens."""
+    pairs = positions.sum(1).double()  # each token of a document sees as many others as its position says
+    far = (pairs - pairs.mean()).abs()
+    has_documents = (positions.diff(dim=1) != 1).any(1)
+    if has_documents.any():
+        far = far.masked_fill(~has_documents, torch.inf)
+    return int(far.argmin())

@@ -78,7 +78,8 @@ def columns(origin: Origin, dtypes: Mapping[str, Any], pieces: Pieces) -> dict[s
                 _write(home, digest, origin, dtypes, pieces)
     except (OSError, RuntimeError) as error:  # there is no home, or it cannot be written to
         raise DataError(
-            f"{origin.name}: its tokens do not fit into memory, and cannot be kept in ~/.cache/samestep: {error}"
+            "data-memory",
+            f"{origin.name}: its tokens do not fit into memory, and cannot be kept in ~/.cache/samestep: {error}",
         ) from None
     return {name: _map_file(home / digest / name, np.dtype(dtype)) for name, dtype in dtypes.items()}
 
@@ -178,8 +179,8 @@ class Shards:
             ]
             return Shards([array for array in kept if len(array)])
         which = np.searchsorted(self._ends, index, side="right")
-        found = np.empty(index.shape, np.result_type(*self.arrays))
+        tensor = np.empty(index.shape, np.result_type(*self.arrays))
         for shard in np.unique(which):
             here = which == shard
-            found[here] = self.arrays[shard][index[here] - (self._ends[shard] - len(self.arrays[shard]))]
-        return found
+            tensor[here] = self.arrays[shard][index[here] - (self._ends[shard] - len(self.arrays[shard]))]
+        return tensor

@@ -1,4 +1,5 @@
-"""Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing.
+"""Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing; and the part of the data
+that is trained on or held out, by the words of `data.split`.
 
 A file that gzip, Zstandard, bzip2 or xz has packed, as its first bytes show, is unpacked while it is read. Text is UTF-8, or UTF-16 or
 UTF-32 where a byte-order mark says so.
@@ -14,9 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
-from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, words_of
 from samestep.errors import DataError, did_you_mean, first_line, short_repr
 
 PART_BYTES = 2**20
@@ -36,7 +36,7 @@ _PACKINGS = (
 """The first bytes of packed files, and the name of the packing."""
 _NO_TEXTS = (
     (re.compile(rb"version https://git-lfs"), "a pointer of Git LFS: `git lfs pull` fetches the file itself"),
-    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive of files: a folder with what is in it works"),
+    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive of files: a folder with the unpacked files works"),
     (re.compile(rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh[1-9]1AY&SY|\xfd7zXZ\x00"), "packed twice: unpacked once it works"),
 )
 """The first bytes of unpacked files that are no texts, and the name of each form."""
@@ -60,17 +60,17 @@ def existing(path: str, source: str) -> Path:
     if path and place.exists():
         return place
     if not path:
-        raise DataError(f"{source} has no path; write {source}PATH")
+        raise DataError("data-source-unknown", f"{source} has no path; write {source}PATH")
     parent = place.parent
     if not parent.is_dir():
-        raise DataError(f"{source}: there is no folder {parent}")
+        raise DataError("data-missing", f"{source}: there is no folder {parent}")
     if place.is_symlink():
-        raise DataError(f"{source}: {place.name} is a link to what is not there")
+        raise DataError("data-missing", f"{source}: {place.name} is a broken link")
     if "*" in place.name:
-        raise DataError(f"{source}: no pattern of names is read; of the folder {parent} all files are")
+        raise DataError("data-missing", f"{source}: no pattern of names is read; of the folder {parent} all files are")
     there = sorted(entry.name for entry in parent.iterdir())
     hint = did_you_mean(place.name, there) or (f"; there are {', '.join(there[:8])}" if there else "; it is empty")
-    raise DataError(f"{source}: there is no {place.name} in {parent.resolve()}{hint}")
+    raise DataError("data-missing", f"{source}: there is no {place.name} in {parent.resolve()}{hint}")
 
 
 def files_at(place: Path, source: str, *endings: str) -> list[Path]:
@@ -88,12 +88,12 @@ def files_at(place: Path, source: str, *endings: str) -> list[Path]:
         for file in sorted_files(place, "*")
         if not any(part.startswith(".") for part in file.relative_to(place).parts)
     ]
-    found = [file for file in below if not endings or _unpacked_name(file).endswith(endings)]
-    if found:
-        return found
+    files = [file for file in below if not endings or _unpacked_name(file).endswith(endings)]
+    if files:
+        return files
     what = f"{' or '.join(endings)} file" if endings else "file"
     there = f"; it has {', '.join(short_repr(file.name) for file in below[:4])}, and a file of another name works by its own path"
-    raise DataError(f"{source}: the folder holds no {what}{there * bool(below)}")
+    raise DataError("data-missing", f"{source}: the folder holds no {what}{there * bool(below)}")
 
 
 def _unpacked_name(file: Path) -> str:
@@ -107,7 +107,7 @@ def without_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
     if list(files) == [folder]:
         return [folder]
     words = {file: words_of(file.relative_to(folder)) for file in files}
-    if not any(TRAINED_WORDS & one for one in words.values()):
+    if not any(TRAINED_WORDS & word for word in words.values()):
         return list(files)
     return [file for file in files if TRAINED_WORDS & words[file] or not HELD_OUT_WORDS & words[file]]
 
@@ -140,9 +140,11 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
                 case "zstd":
                     yield _unzstd(path, file)
                 case _:
-                    raise DataError(f"{path} is {packing} of files: a folder with what is in it works")
+                    raise DataError(
+                        "data-missing", f"{path} is {packing} of files: a folder with the unpacked files works"
+                    )
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None
+        raise DataError("data-unreadable", f"{path} cannot be read: {error.strerror or first_line(error)}") from None
 
 
 def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
@@ -160,7 +162,8 @@ def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
             case _:
                 return io.BufferedReader(library.CompressedInputStream(file, "zstd"))
     raise DataError(
-        f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard"
+        "package-missing",
+        f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard",
     )
 
 
@@ -175,7 +178,7 @@ def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         try:
             line = next(left, None)
         except Exception as error:  # each library that unpacks has different exceptions
-            raise DataError(f"{path}:{number + 1}: damaged, or cut off: {first_line(error)}") from None
+            raise DataError("data-damaged", f"{path}:{number + 1}: damaged, or cut off: {first_line(error)}") from None
         if line is None:
             return
         number += 1
@@ -191,7 +194,7 @@ def head_of(path: Path, file: BinaryIO) -> bytes:
     _, head = next(read_lines(path, (file.peek(_HEAD_BYTES) for _ in range(1))))  # type: ignore[attr-defined]
     head = bytes(head)
     if form := next((form for mark, form in _NO_TEXTS if mark.match(head)), ""):
-        raise DataError(f"{path} is {form}")
+        raise DataError("data-not-text", f"{path} is {form}")
     return head
 
 
@@ -256,6 +259,46 @@ def _decode_utf8(part: bytes, path: Path, line: int, offset: int) -> str:
     except UnicodeDecodeError as error:
         line += part.count(b"\n", 0, error.start)
         raise DataError(
+            "data-not-text",
             f"{path}:{line} is not UTF-8 text (byte {offset + error.start}); to train on its raw bytes, "
-            f"source = 'tokens:{path}' with data.dtype = 'uint8' works"
+            f"source = 'tokens:{path}' with data.dtype = 'uint8' works",
         ) from None
+
+
+Split = Literal["train", "held_out"]
+TRAINED_WORDS = {"train", "training"}
+HELD_OUT_WORDS = {"val", "valid", "validation", "test", "testing", "dev", "eval", "evaluation", "heldout", "holdout"}
+"""Words in the names of files and folders that, by convention, hold a part of a data set."""
+_PART_OF_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+def part_of(length: int, held_out: float, split: Split) -> range:
+    """Return the positions of one part among `length` tokens, documents or samples; the two parts never overlap.
+
+    Raises:
+        DataError: there is no such part, or nothing is held out.
+    """
+    if split not in SPLITS:
+        raise DataError(
+            "argument-type", f"no split {split!r}{did_you_mean(split, SPLITS)}; the splits are {' and '.join(SPLITS)}"
+        )
+    cut = length - round(length * held_out)
+    if split == "train":
+        return range(cut)
+    if not held_out:
+        raise DataError(
+            "held-out-missing",
+            "data.held_out = 0 leaves no samples to evaluate; 0.1 works",
+        )
+    return range(cut, length)
+
+
+def words_of(path: Path) -> set[str]:
+    """Return the words in the names of a path: those that humps, digits and signs divide."""
+    return {word.lower() for word in _PART_OF_WORD.findall(path.with_suffix("").as_posix())}
+
+
+def name_of_part(split: Split, source: str) -> str:
+    """Return the name of a part of the data for the text of an error."""
+    return f"the {split.replace('_', '-')} part of {source}"

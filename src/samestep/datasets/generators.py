@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -123,19 +123,23 @@ def _legacy(state: Any) -> tuple[Any, ...]:
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a generator of numpy's with its arrays as bytes and types, so that two can be compared."""
     return {
-        name: (one.tobytes(), one.dtype.str)
-        if isinstance(one, np.ndarray)
-        else _plain(one)
-        if isinstance(one, dict)
-        else one
-        for name, one in state.items()
+        name: (value.tobytes(), value.dtype.str)
+        if isinstance(value, np.ndarray)
+        else _plain(value)
+        if isinstance(value, dict)
+        else value
+        for name, value in state.items()
     }
 
 
 def _arrays(state: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: np.frombuffer(*one) if isinstance(one, tuple) else _arrays(one) if isinstance(one, dict) else one
-        for name, one in state.items()
+        name: np.frombuffer(*value)
+        if isinstance(value, tuple)
+        else _arrays(value)
+        if isinstance(value, dict)
+        else value
+        for name, value in state.items()
     }
 
 
@@ -156,37 +160,40 @@ class Generators:
     """The generators that the object holds."""
 
     @classmethod
-    def seeded_by(cls, key: int, held_by: Any = None) -> Generators:
-        """Return the states that follow from a key of 64 bits."""
-        held = tuple(_held_by(held_by)) if held_by is not None else ()
-        before = states_of(held)
+    def seeded_by(cls, key: int, held_by: Any = None, own: Sequence[Any] = ()) -> Generators:
+        """Return the states that follow from a key of 64 bits; a `torch.Generator` that is held has its own, or that in `own`."""
+        generators = tuple(generators_in(held_by)) if held_by is not None else ()
+        states = states_of(generators)
         try:
-            _seed(key, held)
-            return cls(states_of(held), held)
+            _seed(key, generators)
+            seeded_states = states_of(generators)
         finally:
-            put_all_back(before, held)
+            put_all_back(states, generators)
+        both = zip(generators, own or states[3:], seeded_states[3:], strict=True)
+        kept = [now if isinstance(generator, torch.Generator) else drawn for generator, now, drawn in both]
+        return cls((*seeded_states[:3], *kept), generators)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Return a context in which the generators have these states, which move as they are drawn from."""
-        before = states_of(self.held)
+        states = states_of(self.held)
         put_all_back(self.state, self.held)
         try:
             yield
         finally:
             self.state = states_of(self.held)
-            put_all_back(before, self.held)
+            put_all_back(states, self.held)
 
 
 @contextmanager
 def drawing_from(key: int) -> Iterator[None]:
     """Return a context in which the generators of the process begin at a seed of 64 bits; afterwards they stand where they stood."""
-    before = states_of()
+    states = states_of()
     _seed(key, ())
     try:
         yield
     finally:
-        put_all_back(before)
+        put_all_back(states)
 
 
 def plain_states(states: State) -> list[Any]:
@@ -199,9 +206,9 @@ def plain_states(states: State) -> list[Any]:
 def states_of_plain(stored: list[Any]) -> State:
     """Return the states that `plain_states` gave."""
     of_torch, of_python, (name, keys, *rest) = stored
-    own = np.random.RandomState()
-    own.set_state((name, np.asarray(keys).astype(np.uint32), *rest))
-    return of_torch.numpy().tobytes(), of_python, _plain(own.get_state(legacy=False))
+    random_state = np.random.RandomState()
+    random_state.set_state((name, np.asarray(keys).astype(np.uint32), *rest))
+    return of_torch.numpy().tobytes(), of_python, _plain(random_state.get_state(legacy=False))
 
 
 def _seed(key: int, held: tuple[Any, ...]) -> None:
@@ -220,10 +227,10 @@ def _seed(key: int, held: tuple[Any, ...]) -> None:
             one.bit_generator.state = type(one.bit_generator)(own).state
 
 
-def _held_by(owner: Any, depth: int = 3) -> Iterator[Any]:
+def generators_in(owner: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the generators that an object holds as attributes, and those of the samplers that it holds."""
     for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
         if isinstance(value, GENERATORS):
             yield value
         elif depth and isinstance(value, torch.utils.data.Sampler):
-            yield from _held_by(value, depth - 1)
+            yield from generators_in(value, depth - 1)

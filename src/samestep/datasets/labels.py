@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from samestep.datasets.batch import Dataset
-from samestep.datasets.mixture import Mixture
 from samestep.datasets.reading import read_samples
+from samestep.datasets.source import Mixture
 from samestep.errors import DataError
 from samestep.job_tables import Convention
 
@@ -53,7 +53,10 @@ def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
     said = getattr(dataset, "label_convention", None)
     if said is not None:
         if word == "aligned":
-            raise DataError('this source gives labels of the next token, and data.labels = "aligned": "next" works')
+            raise DataError(
+                "labels-shift",
+                'this source gives labels of the next token, and data.labels = "aligned": "next" works',
+            )
         return said
     seen = _LabelComparison()
     for count in (LOOKED_AT, MOST_LOOKED_AT):
@@ -75,8 +78,8 @@ def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
     if len(found) == 1:
         return found.pop()
     raise DataError(
-        "the labels of some sources in data.mixture are the inputs at their own place, and those of others the next tokens: "
-        "sources of one kind work, as a dataset of your own whose labels are the next tokens with samestep's own sources"
+        "labels-shift",
+        "the labels of some sources in data.mixture are the inputs at their own place, and the labels of others are the next tokens: sources of one kind work, for example a data set of your own with the next tokens as labels",
     )
 
 
@@ -111,8 +114,9 @@ class _LabelComparison:
             if word is not None:
                 return cls(is_own=word == "aligned", is_next=word == "next", is_previous=False)
             raise DataError(
-                "the samples have no input_ids of the labels' shape, which would show whether they are those of the "
-                'next token: data.labels = "next" works, or "aligned" where labels[t] is the token at t'
+                "labels-shift",
+                "the samples have no input_ids of the labels' shape, which would show whether they are the next tokens: "
+                'data.labels = "next" works, or "aligned" if labels[t] is the token at t',
             )
         inputs, labels = found
         counts, same_document = labels != _NOT_COUNTED, _same_document(samples, labels)
@@ -147,18 +151,19 @@ class _LabelComparison:
         shows_own = self.is_own and self.counted > 0 and not shows_next
         if word == "next" and shows_own:
             raise DataError(
-                'data.labels = "next", and the labels are the input_ids at their own place, so a causal model would learn to '
-                'copy what it sees: data.labels = "aligned" works, which pairs the output at t with labels[t + 1]'
+                "labels-shift",
+                'data.labels = "next", and the labels are the input_ids at their own place, so a causal model would learn to copy its input: data.labels = "aligned" works, which pairs the output at t with labels[t + 1]',
             )
         if word == "aligned" and not self.is_own:
             if shows_next:
                 raise DataError(
-                    'data.labels = "aligned", and the labels are the next tokens already: data.labels = "next" works'
+                    "labels-shift",
+                    'data.labels = "aligned", and the labels are the next tokens already: data.labels = "next" works',
                 )
             if self.is_previous and self.has_previous > 0:
                 raise DataError(
-                    'data.labels = "aligned", and labels[t + 1] is input_ids[t], so a causal model would learn to copy what it '
-                    "sees: labels[t] = input_ids[t] works"
+                    "labels-shift",
+                    'data.labels = "aligned", and labels[t + 1] is input_ids[t], so a causal model would learn to copy its input: labels[t] = input_ids[t] works',
                 )
         if word is not None:
             return word
@@ -167,9 +172,10 @@ class _LabelComparison:
         if self.is_next:
             return "next"
         raise DataError(
+            "labels-shift",
             "the labels are neither the input_ids at their own place, as transformers takes them, nor the next tokens: "
             'data.labels = "next" says that the output at t is to be labels[t], and data.labels = "aligned" that it is to be '
-            "labels[t + 1]"
+            "labels[t + 1]",
         )
 
 
@@ -201,7 +207,8 @@ def _refuse_batches(samples: Any) -> None:
     inputs, labels = samples.get("input_ids"), samples.get("labels")
     if isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.dim() == 3 and inputs.shape == labels.shape:
         raise DataError(
-            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is no batch: the row input_ids[0] works, and labels[0] too"
+            "data-form",
+            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is no batch: the row input_ids[0] works, and labels[0] too",
         )
 
 
@@ -226,7 +233,7 @@ def with_next_labels(samples: Any) -> Any:
 
 
 def check_samples(
-    samples: Any, indices: Sequence[int] | npt.NDArray[np.int64], found: Convention, word: Convention | None
+    samples: Any, indices: Sequence[int] | npt.NDArray[np.int64], convention: Convention, word: Convention | None
 ) -> None:
     """Refuse samples whose labels contradict the convention that was found in others, or that the word names.
 
@@ -241,7 +248,7 @@ def check_samples(
     has_next = counts[:, :-1] & same_document
     are_own = ~(counts & (labels != inputs)).any(1)
     are_next = ~(has_next & (labels[:, :-1] != inputs[:, 1:])).any(1)
-    if found == "aligned":
+    if convention == "aligned":
         are_bad = ~are_own if word is None else are_next & ~are_own & (has_next.sum(1) >= _SHOWN)
     else:
         are_bad = ~are_next if word is None else are_own & ~are_next & (counts.sum(1) >= _SHOWN)
@@ -249,10 +256,10 @@ def check_samples(
         return
     row = int(are_bad.nonzero()[0])
     here = "the input_ids at their own place" if are_own[row] else "the next tokens" if are_next[row] else "neither"
-    known = f"data.labels is {word!r}" if word else f"those of other samples are {_MEANT[found]}"
+    known = f"data.labels is {word!r}" if word else f"those of other samples are {_MEANT[convention]}"
     raise DataError(
-        f"the labels of sample {indices[row]} are {here}, and {known}: samples of one kind work, and so does data.labels, which says "
-        "what they are"
+        "labels-shift",
+        f"the labels of sample {indices[row]} are {here}, and {known}: samples of one kind work, or data.labels, which states the kind",
     )
 
 

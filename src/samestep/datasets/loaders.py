@@ -4,8 +4,9 @@
     batch_size    is the job's global batch; with a DistributedSampler of R ranks, an R-th of it
     collate_fn    is called with the samples of a micro-batch
     sampler       gives the order, one in every layout and after a resume: the samples of batch b of epoch e are a function of
-                  (seed, e, b). A sampler of torch's is drawn from a generator that (seed, e) seeds; so are the generators of the
-                  process, and those that a sampler of another class holds, while it yields. A DistributedSampler's is that of one rank
+                  (seed, e, b). A sampler of torch's is drawn from a generator that (seed, e) seeds, and so are the generators of the
+                  process while another one yields. A torch.Generator that was given is followed instead, from its state when the loop
+                  begins: the order is that of a plain loop over the loader. A DistributedSampler's is that of one rank
     drop_last     leaves out the last batch of an epoch where it is smaller; else that step has fewer samples
     num_workers   processes that read, where `run.data_workers` asks for none
 
@@ -15,11 +16,12 @@ An epoch ends as the loader's does: no batch has samples of two.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,7 +33,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.datasets.generators import Generators, seeded
+from samestep.datasets.generators import Generators, generators_in, seeded
 from samestep.datasets.order import Integers, draw_key, permute_epoch
 from samestep.errors import DataError
 from samestep.job import Job
@@ -112,8 +114,8 @@ def _check_size(loader: DataLoader[Any], sampler: Any, job: Job) -> None:
     if given != wanted:
         of_ranks = f" on each of the {ranks} ranks of its DistributedSampler" if ranks > 1 else ""
         raise DataError(
-            f"the DataLoader has batch_size = {_batch_size(loader)}{of_ranks}, and train.global_batch = {wanted} samples are those of a "
-            f"step on all ranks together: train.global_batch = {given} works, and so does a loader whose batches have {wanted}"
+            "batch-size-differs",
+            f"the DataLoader has batch_size = {_batch_size(loader)}{of_ranks}, and train.global_batch = {wanted} samples are one step of all ranks together: train.global_batch = {given} works, or a loader with batches of {wanted}",
         )
 
 
@@ -128,6 +130,12 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
         taken.append("the order of its DistributedSampler on one rank")
     else:
         taken.append(f"the order of its {type(sampler).__name__}")
+    if type(sampler) in _OF_TORCH and sampler.generator is None:
+        taken[-1] += ", drawn by train.seed"
+    elif type(sampler) not in (*_OF_TORCH, SequentialSampler, DistributedSampler) and not [*generators_in(sampler)]:
+        taken[-1] += ", which train.seed decides if it draws from generators of the process"
+    if hasattr(sampler, "set_epoch"):
+        taken[-1] += ", with set_epoch(0) and so on"
     if not by_batch:
         taken.append(
             "the last batch of an epoch "
@@ -143,9 +151,9 @@ def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int)
         )
         if value
     ]  # fmt: skip
-    left = [
-        "the generator's seed, in place of which stands train.seed" if name == "generator" else name for name in left
-    ]
+    left = [name for name in left if name != "generator" or loader.generator is not getattr(sampler, "generator", None)]
+    if any(not isinstance(generator, torch.Generator) for generator in generators_in(sampler)):
+        left.append("the seeds of its sampler's generators, in place of which stands train.seed")
     return f"taken from the DataLoader: {', '.join(taken)}" + (f"; not taken: {', '.join(left)}" if left else "")
 
 
@@ -174,7 +182,7 @@ class _Computed(_Order):
         self._length, self._take = length, take
         self.per_epoch = length // size if drops_last else -(-length // size)
         if not self.per_epoch:
-            raise DataError(_NO_BATCH)
+            raise DataError("dataloader-sampler", _NO_BATCH)
 
     def indices(self, step: int) -> Integers:
         """Return the indices of the samples of a step."""
@@ -190,6 +198,8 @@ class _Replayed(_Order):
         super().__init__(size, drops_last)
         self._sampler, self._seed, self._by_batch = sampler, seed, by_batch
         self._batches = self._all()
+        self._own: Sequence[Any] = ()
+        """The states of the generators that the sampler holds, after the last epoch."""
         self._count = 0
         self._found: dict[int, Integers] = {}
 
@@ -209,12 +219,12 @@ class _Replayed(_Order):
                 is_empty = False
                 yield batch
             if is_empty:
-                raise DataError(_NO_BATCH)
+                raise DataError("dataloader-sampler", _NO_BATCH)
             epoch += 1
 
     def _epoch(self, epoch: int) -> Iterator[Integers]:
         """Yield the batches of an epoch; the generators are those of the epoch while the sampler runs alone."""
-        generators = Generators.seeded_by(draw_key(self._seed, epoch, _OF_EPOCHS), held_by=self._sampler)
+        generators = Generators.seeded_by(draw_key(self._seed, epoch, _OF_EPOCHS), self._sampler, self._own)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         items: Iterator[Any] | None = None
@@ -226,10 +236,11 @@ class _Replayed(_Order):
                 item = next(items, _END)
             if item is _END:
                 break
-            held += [_index(one) for one in item] if self._by_batch else [_index(item)]
+            held += [_index(index) for index in item] if self._by_batch else [_index(item)]
             if self._by_batch or len(held) == self._size:
                 yield np.array(held, dtype=np.int64)
                 held = []
+        self._own = generators.state[3:]
         if held and not self._drops_last:
             yield np.array(held, dtype=np.int64)
 
@@ -245,7 +256,8 @@ def _index(given: Any) -> int:
         return int(given)
     except (TypeError, ValueError):
         raise DataError(
-            f"the DataLoader's sampler yields a {type(given).__name__}, by which samples are not known: indices, whole numbers, work"
+            "dataloader-sampler",
+            f"the DataLoader's sampler yields a {type(given).__name__} and not indices: whole numbers work",
         ) from None
 
 
@@ -256,13 +268,15 @@ def _order_of(loader: DataLoader[Any], size: int, seed: int) -> _Order:
     length = len(sampler) if type(sampler) in (SequentialSampler, RandomSampler) else 0
     if type(sampler) is SequentialSampler:
         return _Computed(length, lambda _, start, stop: np.arange(start, stop, dtype=np.int64), size, drops)
+    if getattr(sampler, "generator", None) is not None and type(sampler) in _OF_TORCH:
+        return _Computed(len(sampler), _of_whole_epochs(_following(loader, sampler)), size, drops)
     if type(sampler) is RandomSampler and not sampler.replacement and length == len(sampler.data_source):
         return _Computed(
             length, lambda epoch, start, stop: permute_epoch(epoch, start, stop, length, seed), size, drops
         )
     if isinstance(sampler, DistributedSampler):
         return _of_one_rank(sampler, size, drops)
-    if type(sampler) in (RandomSampler, WeightedRandomSampler, SubsetRandomSampler):
+    if type(sampler) in _OF_TORCH:
         own = copy.copy(sampler)
 
         def drawn(epoch: int) -> list[int]:
@@ -271,6 +285,34 @@ def _order_of(loader: DataLoader[Any], size: int, seed: int) -> _Order:
 
         return _Computed(len(sampler), _of_whole_epochs(drawn), size, drops)
     return _Replayed(sampler, size, drops, seed, by_batch=False)
+
+
+_OF_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+
+
+def _following(loader: DataLoader[Any], sampler: Any) -> Callable[[int], list[int]]:
+    """Return what draws an epoch of a sampler as a loop over the loader does, from a copy of the generator that it was given."""
+    own, states = copy.copy(sampler), [sampler.generator.get_state()]
+    own.generator = torch.Generator(sampler.generator.device)
+    is_shared = loader.generator is sampler.generator
+
+    def drawn(epoch: int) -> list[int]:
+        known, found = min(epoch, len(states) - 1), list[int]()
+        own.generator.set_state(states[known])
+        for number in range(known, epoch + 1):
+            if is_shared and not (number and loader.persistent_workers):
+                draw_base_seed(own.generator)
+            found = list(own)
+            states[number + 1 :] = states[number + 1 :] or [own.generator.get_state()]
+        return found
+
+    return drawn
+
+
+def draw_base_seed(generator: torch.Generator | None) -> None:
+    """Draw the seed of processes that read, as torch does at the beginning of a loop over a loader."""
+    if generator is not None:
+        torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
 
 
 def _of_one_rank(sampler: DistributedSampler[Any], size: int, drops: bool) -> _Order:

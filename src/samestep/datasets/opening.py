@@ -32,7 +32,7 @@ def check_batch(given: Any, method: str) -> str:
     )
 
 
-def batch_to_evaluate(given: Any, method: str, global_batch: int, trained: Mapping[str, int]) -> Any:
+def batch_to_evaluate(batch: Any, method: str, global_batch: int, trained: Mapping[str, int]) -> Any:
     """Return the batch of all samples of a data set; a batch, or the values of one, is returned as it is.
 
     A list is a data set where its items are samples of those that the run trains on, or whole batches of them: `trained` has the
@@ -41,19 +41,22 @@ def batch_to_evaluate(given: Any, method: str, global_batch: int, trained: Mappi
     Raises:
         DataError: it is neither a batch, nor values, nor a dataset.
     """
-    if type(given) is list:
-        return _of_list(given, trained)
-    if given is None or hasattr(given, "shares") or is_values(given):
-        return given
-    if (stream := stream_of(given)) is not None:
+    if type(batch) is list:
+        return _of_list(batch, trained)
+    if batch is None or hasattr(batch, "shares") or is_values(batch):
+        return batch
+    if (stream := stream_of(batch)) is not None:
         return whole_of(stream, global_batch)
-    if isinstance(given, DataLoader):
-        dataset, indices = loaders.one_epoch_of(given)
+    if isinstance(batch, DataLoader):
+        dataset, indices = loaders.one_epoch_of(batch)
         return Batch(0, indices, dataset)
-    check_map_style(given, f"{method} was given", _WORKS)
-    if not len(given):
-        raise DataError(f"{method} was given a data set without samples; one sample is the least that works")
-    return Batch(0, np.arange(len(given), dtype=np.int64), given)
+    check_map_style(batch, f"{method} was given", _WORKS)
+    if not len(batch):
+        raise DataError(
+            "data-empty",
+            f"{method} was given a data set without samples; one sample is the least that works",
+        )
+    return Batch(0, np.arange(len(batch), dtype=np.int64), batch)
 
 
 def _of_list(given: list[Any], trained: Mapping[str, int]) -> Any:
@@ -63,14 +66,14 @@ def _of_list(given: list[Any], trained: Mapping[str, int]) -> Any:
     """
     items = [tensors_of_arrays(item) for item in given]
     dims = [dims_of(item) for item in items]
-    has_one_size = len({tuple(one.shape for one in tensors_in(item)) for item in items}) == 1
+    has_one_size = len({tuple(tensor.shape for tensor in tensors_in(item)) for item in items}) == 1
     if (
         not trained and has_one_size and isinstance(given[0], Mapping | tuple)
     ):  # a batch of such items needs a step first
         trained = {place: number + 1 for place, number in dims[0].items()}
-    if not given or dims_of(given) == trained or any(not one or one.keys() - trained.keys() for one in dims):
+    if not given or dims_of(given) == trained or any(not dim or dim.keys() - trained.keys() for dim in dims):
         return given
-    more = {trained[place] - number for one in dims for place, number in one.items()}
+    more = {trained[place] - number for dim in dims for place, number in dim.items()}
     if more == {0}:
         return joined(items, [num_samples(item) or 0 for item in items])
     if more != {1}:
@@ -89,29 +92,30 @@ def is_values(given: Any) -> bool:
 
 
 @calls.checked
-def batches(source: Any, job: Job, lanes: bool | int = False, first_step: int = 0) -> Steps:
-    """Yield the batches of steps `first_step` to `job.train.steps - 1` of a data set, a DataLoader or a stream.
+def batches(source: Any, job: Job, *, first_step: int = 0, lanes: bool = False) -> Steps:
+    """Yield the batches of steps `first_step` to `job.train.steps - 1` of a dataset, a DataLoader or a stream.
 
-    Of a DataLoader its parts are used: its data set, the order of its sampler, its collate_fn, drop_last and num_workers. A stream is an
-    IterableDataset, an iterable or a generator of samples or of whole batches, or a function that makes one, which can begin
-    again: it has one order in every layout, and its end ends the batches.
+    samestep uses the parts of a DataLoader: its dataset, the order of its sampler, its collate_fn, drop_last and num_workers. A stream is an
+    IterableDataset, an iterable or a generator of samples or of full batches, or a function that makes one, which can restart. A stream has
+    one order in every layout, and its end ends the batches.
 
-    With `lanes` sample i of a step goes on with sample i of the step before, and the model's forward is called as
-    forward(batch, carried) -> outputs, carried. A data set is cut into as many lanes as a step has samples, each of consecutive
-    samples; a loader and a stream are in lanes as they come. A number in the place of `lanes` is the first step.
+    With `lanes`, sample i of a step continues sample i of the step before, and the model's forward is called as
+    forward(batch, carried) -> outputs, carried. A dataset is split into one sequence of consecutive samples for each sample of a step.
+    A loader and a stream must be in this order already.
 
-    After Ctrl-C or SIGTERM the stream ends after the step in which the ranks agreed to stop (`StepReport.stop`), the
-    same one on every rank, so that a loop over it can save its results.
+    After Ctrl-C or SIGTERM, the ranks agree on a last step (`StepReport.stop`), and the stream ends after it. So a loop over it can save
+    its results.
 
     Raises:
         DataError: the dataset is empty, or its samples cannot be read by their indices.
     """
-    if isinstance(lanes, int) and not isinstance(lanes, bool):
-        lanes, first_step = False, lanes
-    if lanes not in (True, False):
-        raise DataError(f"lanes = {short_repr(lanes)}: True and False work")
+    if not isinstance(lanes, bool):
+        raise DataError("argument-type", f"lanes = {short_repr(lanes)}: True and False work")
     if first_step < 0:
-        raise DataError(f"first_step = {first_step}: steps are counted from 0, and run.steps_taken goes on with a run")
+        raise DataError(
+            "value-out-of-range",
+            f"first_step = {first_step}: steps are counted from 0, and run.steps_taken continues a run",
+        )
     steps = _steps_of(source, job, lanes, first_step)
     steps.has_lanes = lanes
     return steps
@@ -129,5 +133,5 @@ def _steps_of(source: Any, job: Job, lanes: bool, first_step: int) -> Steps:
         return BatchStream(parts.dataset, job, first_step, parts)
     check_map_style(source, "the dataset is", _WORKS)
     if len(source) < 1:
-        raise DataError("the dataset has no samples; one sample is the least that works")
+        raise DataError("data-empty", "the dataset has no samples; one sample is the least that works")
     return LaneSteps(source, job, first_step) if lanes else BatchStream(source, job, first_step)

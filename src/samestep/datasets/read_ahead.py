@@ -16,21 +16,28 @@ read at once by the caller. So a resumed run may have another number of workers 
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import os
 import signal
+import stat
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from samestep.datasets.order import Integers
 from samestep.datasets.reading import THREAD_NAME, DrawnInThreadError
-from samestep.errors import SamestepError, WorkerError
+from samestep.errors import DataError, SamestepError, WorkerError
 from samestep.trees import map_tensors
 
 
@@ -194,8 +201,9 @@ class _InProcesses:
                 raise
             why = (str(error).splitlines() or ["while it handed samples over"])[0]
             raise WorkerError(
+                "data-memory",
                 f"a process that reads data ended ({why}); it may have run out of memory: fewer run.data_workers, or "
-                "0, work"
+                "0, work",
             ) from error
         if isinstance(samples, SamestepError):
             raise samples
@@ -236,6 +244,51 @@ def _identity(samples: Any) -> Any:
 
 def _begin_worker(number: int) -> None:
     """Leave Ctrl-C to the rank, which ends its workers, and so the signals that ask it for something."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def refuse_shared_files(dataset: Any, num_workers: int) -> None:
+    """Refuse a data set with a file that several processes read: a fork shares the position in it with the others.
+
+    Raises:
+        DataError: a rank has inherited it from the process that started the ranks, or processes that read are forked from here.
+    """
+    is_forked = dist.is_initialized() and dist.get_world_size() > 1
+    for name, file in _open_files(dataset) if num_workers or is_forked else ():
+        if num_workers or _is_inherited(file):
+            raise DataError(
+                "data-file-shared",
+                f"{name} of {type(dataset).__name__} is a file that was opened before processes were forked, which then share its "
+                "position and read each other's samples: a file that __getitem__ opens in each process works",
+            )
+
+
+def _is_inherited(file: Any) -> bool:
+    """Return whether the process that this one was forked from has the file too, under the same number."""
+    with suppress(OSError, ValueError):  # it is closed, or in memory
+        number = file.fileno()
+        return os.readlink(f"/proc/{os.getppid()}/fd/{number}") == os.readlink(f"/proc/self/fd/{number}")
+    return False
+
+
+def _has_position(part: Any) -> bool:
+    """Return whether something is an open file, or holds one that its `fileno` names."""
+    with suppress(OSError, ValueError, TypeError):  # it is closed, or in memory
+        return hasattr(type(part), "fileno") and stat.S_ISREG(os.fstat(part.fileno()).st_mode)
+    return False
+
+
+def _open_files(owner: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Yield the open files among the attributes of a data set, of what it holds, and of what its functions have around them."""
+    held = dict(getattr(owner, "__dict__", {}))
+    with suppress(TypeError, ValueError):  # it is no function, or a variable around it has no value yet
+        held |= inspect.getclosurevars(owner).nonlocals
+    for name, value in held.items():
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for part in itertools.islice(parts, 1000):
+            if _has_position(part):
+                yield name, part
+            elif depth and hasattr(part, "__dict__") and not isinstance(part, type | types.ModuleType):
+                yield from _open_files(part, depth - 1)

@@ -13,7 +13,7 @@ the generators stand where they stood. A data set that draws nothing is read onc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,11 +96,11 @@ class SampleReader:
     def _together(self, read: Callable[[Integers], Any], rows: Integers, draw: SampleDraw | None) -> Any:
         """Return the batch that `read` collates; if it draws random numbers, they are keyed by the whole batch."""
         if not self.draws_together:
-            before = states_of()
+            states = states_of()
             values = read(rows)
-            if states_of() == before:
+            if states_of() == states:
                 return values
-            put_all_back(before)
+            put_all_back(states)
             _refuse_thread()
             if not self._looks_at_items:
                 self._looks_at_items = True
@@ -115,9 +115,10 @@ class SampleReader:
         values, count = self._whole[1], len(whole)
         if num_samples(values) != count:
             raise DataError(
-                f"what puts the samples of a {type(self.dataset).__name__} together draws random numbers, so the whole batch is put together "
-                "at once, and what it gives is not divided by samples: tensors with the samples first work, and so do numbers of the "
-                "generator that sample(index, generator) is given"
+                "data-form",
+                f"the function that joins the samples of a {type(self.dataset).__name__} together draws random numbers, so the whole batch is put together "
+                "at once, and its result is not divided by samples: tensors with the samples first work, or numbers of the "
+                "generator that sample(index, generator) is given",
             )
         place = {index: number for number, index in reversed([*enumerate(whole.tolist())])}
         return rows_of(values, [place[row] for row in rows.tolist()], count)
@@ -143,12 +144,12 @@ class SampleReader:
 
         wanted = [int(index) for index in (rows if rows.size else [0])]
         if not self.draws:
-            before = states_of() if self._looks_at_items else None
+            states = states_of() if self._looks_at_items else None
             at_once = getattr(self.dataset, "__getitems__", None) if changed is None else None
             items = at_once(wanted) if at_once else [item(index) for index in wanted]
-            if before is None or states_of() == before:
+            if states is None or states_of() == states:
                 return list(items)
-            put_all_back(before)
+            put_all_back(states)
             _refuse_thread()
             self.draws = True
         found = []
@@ -163,12 +164,20 @@ class SampleReader:
         if collate is not None:
             return collate(samples)
         try:
+            first: Any = samples[0] if samples else None
+            for sample in samples if isinstance(first, Mapping) else ():
+                if (
+                    isinstance(sample, Mapping) and sample.keys() != first.keys()
+                ):  # torch would drop a key without a word
+                    key = min(sample.keys() ^ first.keys(), key=str)
+                    raise KeyError(f"{key!r} is in some of them only")
             stacked = default_collate([_with_tensors(sample) for sample in samples])
         except (RuntimeError, TypeError, KeyError) as error:
             raise DataError(
+                "data-form",
                 f"the samples of a {type(self.dataset).__name__} cannot be stacked into a batch{_first_other(rows, samples)}: "
                 f"{str(error).splitlines()[0]}; "
-                "samples of equal shapes, or a method read(indices) on the dataset, work"
+                "samples of equal shapes, or a method read(indices) on the dataset, work",
             ) from None
         if not rows.size:
             stacked = tree_map_only(Tensor, lambda tensor: tensor[:0], stacked)

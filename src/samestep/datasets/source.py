@@ -3,39 +3,47 @@
 The user's dataset is `module:function`, a function without arguments that returns a map-style dataset; its module is
 also searched in the working directory. Samples may be anything that torch's `default_collate` stacks: dicts or tuples
 of tensors, arrays and numbers.
+
+`digits` comes with this package: 1,797 images of 8 x 8 pixels, in an order that does not depend on the writer. They are the test
+set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak 1998, UCI Machine Learning Repository, CC BY 4.0), in
+the file that scikit-learn distributes: 64 pixels of 0 to 16 and the digit in each line.
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
 import importlib
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, check_map_style
+from samestep import wings
+from samestep.datasets.batch import Dataset, FileSamples, check_map_style
 from samestep.datasets.columns import Origin, Shards
-from samestep.datasets.digits import digits_part
-from samestep.datasets.documents import PackedDocuments, packed_part
-from samestep.datasets.images import ImageFolder, class_names, images_part
-from samestep.datasets.mixture import Mixture
+from samestep.datasets.files import Split, name_of_part, part_of
 from samestep.datasets.module_search import looked_in, make_importable
+from samestep.datasets.order import permute_positions
 from samestep.datasets.reading import SampleDraw, read_samples
-from samestep.datasets.rows import hf_rows, jsonl_rows, parquet_rows
-from samestep.datasets.split import Split, name_of_part, part_of
-from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
 from samestep.datasets.token_files import looked_at
 from samestep.datasets.tokenizers import open_tokenizer, tokenizer_key
-from samestep.datasets.tokens import TokenStream, stream_part, tokens_part
+from samestep.datasets.tokens import TokenStream, stdlib, stream_part, text_tokens, tokens_of, tokens_part, topics
 from samestep.errors import DataError, did_you_mean, failures_of
 from samestep.job import Job
-from samestep.job_paths import place_of
+from samestep.job_files import place_of
 from samestep.job_tables import HELD_OUT, DataTable
+
+SIDE = 8
+LARGEST = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,23 +70,28 @@ class DatasetSlice:
 
 
 def function_part(data: DataTable, split: Split, folder: str | None = None) -> DatasetSlice:
-    """Return one part of the dataset that the user's function returns; its module is looked for in `folder` too.
+    """Return one part of the dataset that `data.source` names, or that the named function returns; its module is looked for in `folder` too.
 
     Raises:
-        DataError: there is no such function, or it returns no map-style dataset.
+        DataError: there is no such name, or it is or returns no map-style dataset.
     """
     source = data.source
     with failures_of(f"data.source: {source}", DataError):
-        dataset = _function(source, folder)()
-    check_map_style(dataset, f"{source} returned")
+        named = _named(source, folder)
+        is_dataset = hasattr(named, "__getitem__") and not isinstance(named, type)
+        dataset = named if is_dataset else named()
+    check_map_style(dataset, f"{source} is" if is_dataset else f"{source} returned")
     part = DatasetSlice(dataset, part_of(len(dataset), data.held_out, split))
     if not len(part):
-        raise DataError(f"{name_of_part(split, source)} has none of {len(dataset)} samples; more samples are needed")
+        raise DataError(
+            "data-too-short",
+            f"{name_of_part(split, source)} has none of {len(dataset)} samples; more samples are needed",
+        )
     return part
 
 
-def _function(source: str, folder: str | None) -> Any:
-    """Import and return the function that `module:function` names."""
+def _named(source: str, folder: str | None) -> Any:
+    """Import and return the function, the class or the dataset that `module:name` names."""
     name, _, attribute = source.partition(":")
     make_importable(name, folder)
     try:
@@ -87,13 +100,17 @@ def _function(source: str, folder: str | None) -> Any:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists but imports one that does not: the error names it
         raise DataError(
-            f"{source}: there is no module {name!r}, neither in {looked_in(folder)} nor among the installed ones"
+            "module-missing",
+            f"{source}: module not found: {name!r}, neither in {looked_in(folder)} nor among the installed ones",
         ) from None
-    function = getattr(module, attribute, None)
-    if callable(function):
-        return function
+    named = getattr(module, attribute, None)
+    if callable(named) or hasattr(named, "__getitem__"):
+        return named
     known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
-    raise DataError(f"{source}: {name} has no function {attribute!r}{did_you_mean(attribute, known)}")
+    raise DataError(
+        "function-missing",
+        f"{source}: {name} has no function and no dataset {attribute!r}{did_you_mean(attribute, known)}",
+    )
 
 
 SOURCES = {
@@ -109,8 +126,6 @@ SOURCES = {
     "module:function": "a function of yours that returns a map-style dataset",
     "mixture": "several of these by their weights in data.mixture",
 }
-
-_TABLES = {"parquet": parquet_rows, "hf": hf_rows}
 
 
 def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None = None) -> Dataset:
@@ -134,9 +149,10 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
             parts = {source: open_dataset(_of_part(job, source), split, classes) for source in data.mixture}
             return Mixture.of(parts, data.mixture)
         case "digits":
-            return digits_part(data, split)
+            return _digits_part(data, split)
         case "images:":
-            return images_part(rest, data, split, classes)
+            images: Dataset = wings.required("readers", "images").images_part(rest, data, split, classes)
+            return images
         case "topics" | "stdlib":
             texts = topics() if word == "topics" else stdlib()
             return stream_part(
@@ -147,15 +163,18 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
         case "tokens:":
             return tokens_part(rest, data, split)
         case "jsonl:" | "parquet:" | "hf:":
-            rows = jsonl_rows(rest) if word == "jsonl" else _TABLES[word](rest, data.text_field)
-            return packed_part(rows, open_tokenizer(job), tokenizer_key(job), data, split)
+            rows = wings.required("readers", "rows").rows_of(word, rest, data.text_field)
+            documents = wings.required("readers", "documents")
+            packed: Dataset = documents.packed_part(rows, open_tokenizer(job), tokenizer_key(job), data, split)
+            return packed
     if re.fullmatch(r"[\w.]+:\w+", data.source):
         return function_part(data, split, job.run.folder)
     words = {name.partition(":")[0]: name for name in SOURCES if name != "module:function"}
     meant = f" (did you mean {words[word]}?)" if word in words else did_you_mean(word, words)
     raise DataError(
+        "data-source-unknown",
         f"unknown data source {data.source!r}{meant}; the sources are "
-        + "; ".join(f"{name} ({about})" for name, about in SOURCES.items())
+        + "; ".join(f"{name} ({about})" for name, about in SOURCES.items()),
     )
 
 
@@ -166,15 +185,17 @@ def open_held_out(job: Job) -> dict[str, Dataset]:
     Raises:
         DataError: the data of one of them is missing, badly formed, or too short for one sample.
     """
-    found: dict[str, Dataset] = {}
+    datasets: dict[str, Dataset] = {}
     for name in job.evaluated_sets:
         source = job.data.held_out_sets.get(name, job.data.source)
         split: Split = "held_out" if source in (job.data.source, *job.data.mixture) else "train"
         try:
-            found[name] = open_dataset(of_held_out(job, name), split, _classes(job))
+            datasets[name] = open_dataset(of_held_out(job, name), split, _classes(job))
         except DataError as error:
-            raise DataError(str(error) if name == HELD_OUT else f"data.held_out_sets.{name}: {error}") from None
-    return found
+            raise DataError(
+                error.code, str(error) if name == HELD_OUT else f"data.held_out_sets.{name}: {error}"
+            ) from None
+    return datasets
 
 
 def _classes(job: Job) -> tuple[str, ...] | None:
@@ -184,7 +205,10 @@ def _classes(job: Job) -> tuple[str, ...] | None:
         for source in job.data.mixture or (job.data.source,)
         if source.startswith("images:")
     ]
-    return tuple(sorted({name for source in sources for name in class_names(source)})) if sources else None
+    if not sources:
+        return None
+    images = wings.required("readers", "images")
+    return tuple(sorted({name for source in sources for name in images.class_names(source)}))
 
 
 def of_held_out(job: Job, name: str) -> Job:
@@ -198,7 +222,7 @@ def of_held_out(job: Job, name: str) -> Job:
         return job
     source = job.data.held_out_sets[name]
     if source == "mixture":
-        raise DataError("a set is one source; several sources are several sets")
+        raise DataError("data-source-unknown", "a set is one source; several sources are several sets")
     held_out = job.data.held_out if source in (job.data.source, *job.data.mixture) else 0.0
     alone = job.data.model_copy(update={"source": source, "mixture": {}, "held_out": held_out})
     return job.model_copy(update={"data": alone})
@@ -220,7 +244,7 @@ def token_ranges(dataset: Dataset, count: int) -> list[TokenRange]:
     Of a file of more than about `count` tokens the beginning, the end and blocks between them are looked at.
     """
     if isinstance(dataset, Mixture):
-        return [found for part in dataset.parts for found in token_ranges(part, count)]
+        return [token_range for part in dataset.parts for token_range in token_ranges(part, count)]
     if not isinstance(dataset, TokenStream):
         return []
     tokens = dataset.tokens
@@ -248,17 +272,138 @@ def remarks_on(dataset: Dataset) -> tuple[str, ...]:
     """Return remarks for the user about the sources of a dataset."""
     if isinstance(dataset, Mixture):
         return tuple(remark for part in dataset.parts for remark in remarks_on(part))
-    return dataset.remarks if isinstance(dataset, PackedDocuments) else ()
+    return dataset.remarks if isinstance(dataset, FileSamples) else ()
 
 
 def classes_of(dataset: Dataset) -> tuple[str, ...]:
     """Return the names of the classes in folders of images, by number; none of other datasets."""
     parts = dataset.parts if isinstance(dataset, Mixture) else (dataset,)
-    return next((part.classes for part in parts if isinstance(part, ImageFolder)), ())
+    return next((part.classes for part in parts if isinstance(part, FileSamples) and part.classes), ())
 
 
 def _of_part(job: Job, source: str) -> Job:
     """Return a job that trains on one source of its mixture alone."""
     if source == "mixture":
-        raise DataError("data.mixture: a mixture cannot be a part of itself; its keys are other sources")
+        raise DataError(
+            "data-source-unknown",
+            "data.mixture: a mixture cannot be a part of itself; its keys are other sources",
+        )
     return job.model_copy(update={"data": job.data.model_copy(update={"source": source, "mixture": {}})})
+
+
+@dataclass(frozen=True, eq=False)
+class Digits:
+    """One part of the digits: pairs of an image, float32 [1, 8, 8] of 0 to 1, and its digit."""
+
+    images: npt.NDArray[np.float32]
+    digits: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(self.images[index]), torch.tensor(self.digits[index])
+
+    def read(self, indices: npt.NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """Return images [N, 1, 8, 8] and digits [N]."""
+        return torch.from_numpy(self.images[indices]), torch.from_numpy(self.digits[indices])
+
+
+def _digits_part(data: DataTable, split: Split) -> Digits:
+    """Return one part of the digits.
+
+    Raises:
+        DataError: nothing is held out.
+    """
+    images, digits = _everything()
+    part = part_of(len(digits), data.held_out, split)
+    return Digits(images[part.start : part.stop], digits[part.start : part.stop])
+
+
+@functools.cache
+def _everything() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Return all images and digits, shuffled once: the lines of one writer follow each other in the file."""
+    text = gzip.decompress(resources.files("samestep.datasets").joinpath("digits.csv.gz").read_bytes()).decode()
+    table: npt.NDArray[Any] = np.array([line.split(",") for line in text.split()], dtype=np.float64)
+    table = table[permute_positions(np.arange(len(table)), len(table), 0)]
+    images = (table[:, :-1] / LARGEST).astype(np.float32).reshape(-1, 1, SIDE, SIDE)
+    return images, table[:, -1].astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """A dataset whose samples are those of several datasets, one part after another; the order of samples mixes them.
+
+    With weights w_k that sum to 1, and parts of n_k samples, one pass over the mixture has
+
+        L = max_k ceil(n_k / w_k)        samples, of which part k gives  m_k = round(w_k L) >= n_k
+
+    so in a pass every sample of every part occurs at least once, and those of a part equally often, up to one. The mixture is
+    itself a map-style dataset, so the order of its samples, which rank reads which, and a resume are as with one source.
+    """
+
+    parts: tuple[Dataset, ...]
+    lengths: tuple[int, ...]
+    """The number of samples of each part."""
+    ends: npt.NDArray[np.int64]
+    """The index in the mixture after the last sample of each part."""
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Dataset], weights: Mapping[str, float]) -> Mixture:
+        """Return the mixture of named datasets by their weights.
+
+        Raises:
+            DataError: their samples differ in kind, so that they cannot be in one batch.
+        """
+        kinds = {name: kind_of(part) for name, part in parts.items()}
+        first, *others = kinds
+        for name in others:
+            if kinds[name] != kinds[first]:
+                raise DataError(
+                    "data-form",
+                    f"data.mixture: a sample of {name} has {kinds[name]}, one of {first} has {kinds[first]}; sources with the same tensors in their samples work, as several of text:, or several of jsonl:, parquet: and hf:",
+                )
+        lengths = {name: len(part) for name, part in parts.items()}
+        total = math.fsum(weights[name] for name in parts)
+        length = max(math.ceil(lengths[name] * total / weights[name]) for name in parts)
+        ends = np.cumsum([max(lengths[name], round(length * weights[name] / total)) for name in parts])
+        return cls(tuple(parts.values()), tuple(lengths.values()), ends)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int, /) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        which, place = self._places(np.array([index]))
+        return self.parts[which[0]][int(place[0])]
+
+    def read_drawn(
+        self, indices: npt.NDArray[np.int64], draw: SampleDraw | None
+    ) -> dict[str, Tensor] | tuple[Tensor, ...]:
+        """Return samples as tensors with the batch dimension first."""
+        which, places = self._places(indices)
+        draw = None if draw is None else SampleDraw(draw.seed, draw.step)  # whose whole batch is of all parts
+        if not len(indices):
+            return read_samples(self.parts[0], indices, draw)
+        order = np.argsort(which, kind="stable")
+        read = [read_samples(self.parts[part], places[which == part], draw) for part in np.unique(which)]
+        back = torch.from_numpy(np.argsort(order))
+        if isinstance(read[0], dict):
+            return {name: torch.cat([samples[name] for samples in read])[back] for name in read[0]}
+        return tuple(torch.cat(tensors)[back] for tensors in zip(*read, strict=True))
+
+    def _places(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the part of each sample, and its index there."""
+        which = np.searchsorted(self.ends, indices, side="right")
+        begins = np.concatenate([[0], self.ends[:-1]])
+        return which, (indices - begins[which]) % np.array(self.lengths)[which]
+
+
+def kind_of(part: Dataset) -> str:
+    """Return the names, shapes and dtypes of a sample's tensors."""
+    samples = read_samples(part, np.array([0]))
+    named = samples.items() if isinstance(samples, dict) else enumerate(samples)
+    return ", ".join(
+        f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}" for name, tensor in named
+    )

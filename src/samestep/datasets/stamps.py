@@ -24,13 +24,13 @@ from torch import Tensor
 
 from samestep.datasets.batch import Dataset
 from samestep.datasets.files import sorted_files
-from samestep.datasets.mixture import Mixture
 from samestep.datasets.order import sample_indices
 from samestep.datasets.reading import read_samples
-from samestep.datasets.text import stdlib, topics
+from samestep.datasets.source import Mixture
+from samestep.datasets.tokens import stdlib, topics
 from samestep.errors import DataError
 from samestep.job import Job
-from samestep.job_paths import place_of
+from samestep.job_files import place_of
 from samestep.trees import tree_leaves
 
 Stamp = list[dict[str, Any]]
@@ -64,13 +64,13 @@ def of_dataset(dataset: Dataset, seed: int) -> Stamp:
 def difference(saved: Stamp, now: Stamp) -> str:
     """Return the difference between the data now and that of a stamp in a checkpoint, as text; empty where there is
     none."""
-    for before, after in itertools.zip_longest(saved, now):
-        if before is None or after is None:
+    for earlier, after in itertools.zip_longest(saved, now):
+        if earlier is None or after is None:
             return f"the data has {len(now)} parts, and had {len(saved)}"
         name = after["name"]
-        if before["kind"] != after["kind"]:
-            return f"{name} is data of another kind: {after['kind']}, and had {before['kind']}"
-        reason = _other_samples(before, after) if before["kind"] == "samples" else _other_files(before, after)
+        if earlier["kind"] != after["kind"]:
+            return f"{name} is data of another kind: {after['kind']}, and had {earlier['kind']}"
+        reason = _other_samples(earlier, after) if earlier["kind"] == "samples" else _other_files(earlier, after)
         if reason:
             return f"{name} {reason}"
     return ""
@@ -166,7 +166,7 @@ def _of_samples(dataset: Dataset, seed: int) -> dict[str, Any]:
     digests: dict[str, str] = {}
     for index in dict.fromkeys([*first[:1], length - 1, 0, *first[1:]]):
         try:
-            found, again = (_digest(dataset, index) for _ in range(2))
+            found, again = (digest_of(read_samples(dataset, [index])) for _ in range(2))
         except DataError:  # it is reported where a step reads it
             continue
         if found != again:  # samples that are changed at random
@@ -177,9 +177,10 @@ def _of_samples(dataset: Dataset, seed: int) -> dict[str, Any]:
     return {"length": length, "digests": digests}
 
 
-def _digest(dataset: Dataset, index: int) -> str:
+def digest_of(samples: Any) -> str:
+    """Return a text that tells samples from others."""
     digest = xxhash.xxh3_64()
-    for leaf in tree_leaves(read_samples(dataset, [index])):
+    for leaf in tree_leaves(samples):
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {list(leaf.shape)}\n".encode())
             digest.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().data)

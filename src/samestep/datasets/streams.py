@@ -7,29 +7,32 @@ micro-batches, so nothing is sent, and another number of ranks, after a resume t
                  batch_size says, else as the first item shows, whose tensors all have global_batch rows, one of them of several numbers
     its end      ends the loop, on every rank after the same step, which ranks compare in each step; a last step of fewer samples is taken, unless the loader has
                  drop_last. The next loop over the same `batches` begins the stream anew, where it can be iterated again
-    a resume     by load_state_dict, with the state that `state_dict` gave when the checkpoint was saved; else the batches before are
-                 read and left out
+    a resume     by load_state_dict, with the state that `state_dict` gave when the checkpoint was saved, if the batch that came next
+                 comes again: a state may lack a shuffle buffer. Else the batches before are read and left out
     generators   those of the process are seeded by (seed, pass) while the stream runs, and stand afterwards where they stood
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from samestep.datasets.batch import Batch, Steps
+from samestep.datasets.batch import Batch, GivenBatch, Steps
 from samestep.datasets.generators import Generators, plain_states, states_of_plain
-from samestep.datasets.given_batch import GivenBatch
+from samestep.datasets.loaders import draw_base_seed
 from samestep.datasets.order import draw_key
-from samestep.datasets.read_ahead import Wanted
+from samestep.datasets.read_ahead import Wanted, refuse_shared_files
 from samestep.datasets.reading import SampleDraw, SampleReader
+from samestep.datasets.stamps import digest_of
 from samestep.datasets.values import joined, num_samples, tensors_of_arrays
 from samestep.errors import DataError, failures_of
 from samestep.job import Job
@@ -97,7 +100,11 @@ def _of_loader(loader: DataLoader[Any]) -> Stream | None:
     left = "; not taken: num_workers, since a stream has one reader" if loader.num_workers else ""
     if not is_stream:
         sampler: Any = loader.sampler
-        items = lambda: (dataset[index] for index in sampler)  # noqa: E731
+
+        def items() -> Iterator[Any]:
+            draw_base_seed(loader.generator)
+            return (dataset[index] for index in sampler)
+
         remark = (
             f"taken from the DataLoader without batch_size: each item of its {type(dataset).__name__}, a whole batch"
         )
@@ -130,8 +137,8 @@ def check_size(source: Any, job: Job) -> None:
     given, wanted = getattr(source, "batch_size", None), job.train.global_batch
     if isinstance(source, DataLoader) and given is not None and given != wanted:
         raise DataError(
-            f"the DataLoader has batch_size = {given}, and train.global_batch = {wanted} samples are those of a step on all ranks "
-            f"together: train.global_batch = {given} works, and so does a loader whose batches have {wanted}"
+            "batch-size-differs",
+            f"the DataLoader has batch_size = {given}, and train.global_batch = {wanted} samples are one step of all ranks together: train.global_batch = {given} works, or a loader with batches of {wanted}",
         )
 
 
@@ -161,6 +168,7 @@ class StreamSteps(Steps):
             DataError: they need a generator from its first item, and it has begun.
         """
         super().__init__(job, first_step)
+        refuse_shared_files(stream.holder, 0)
         self._stream, self._begins_at = stream, first_step
         self.remarks = (stream.remark,) if stream.remark else ()
         self._items: Iterator[Any] | None = None
@@ -176,17 +184,21 @@ class StreamSteps(Steps):
         self.compared = -1
         """The last step of which ranks have compared how many samples they have read."""
         self._windows: dict[int, SampleReader] = {}
+        self._waiting: list[Any] = []
+        """The next batch, where a checkpoint has looked at it, or None at the end."""
+        self._state_before: Any = None
+        """The state of the stream before that batch."""
         source = stream.holder
         if first_step and inspect.isgenerator(source) and inspect.getgeneratorstate(source) != inspect.GEN_CREATED:
             raise DataError(
-                f"the generator has begun, and first_step = {first_step} reads it from its first item: a fresh generator works, and so "
-                "does the function that makes it"
+                "stream-position",
+                f"the generator has begun, and first_step = {first_step} reads it from its first item: a fresh generator works, or the function that makes it",
             )
 
     def __iter__(self) -> StreamSteps:
         if self._is_at_end and self._stream.again:
             self._is_at_end = self._stopped = self.is_over = False
-            self._items, self._pass, self._pass_began_at = None, self._pass + 1, self._next
+            self._items, self._waiting, self._pass, self._pass_began_at = None, [], self._pass + 1, self._next
         return self
 
     def begins_lanes(self, step: int) -> bool:
@@ -200,12 +212,20 @@ class StreamSteps(Steps):
         if not self._stream.has_state or self._items is None or self._next != step:
             return None
         assert self._generators is not None
-        generators = plain_states(self._generators.state)
-        return {"step": step, "pass": self._pass, "generators": generators, "stream": self._stream.holder.state_dict()}
+        if self._waiting:  # the last checkpoint of this step has moved the stream
+            return self._state_before
+        state = {"step": step, "pass": self._pass, "generators": plain_states(self._generators.state)}
+        state |= {"stream": copy.deepcopy(self._stream.holder.state_dict())}
+        self._state_before = state
+        with suppress(DataError):  # which the next step will raise too
+            self._waiting = [self._take()]
+            self._state_before = state | {"next": digest_of(tensors_of_arrays(self._waiting[0]))}
+        return self._state_before
 
     def resume(self, state: Any) -> None:
         """Begin at the state that a checkpoint holds, if it is of the first step, and nothing is read yet."""
-        if state is not None and not self._has_begun and state["step"] == self._begins_at:
+        is_next = state is not None and not self._has_begun and state["step"] == self._begins_at
+        if is_next and self._stream.has_state:
             self._stored = state
 
     def read(self, wanted: Wanted) -> Any:
@@ -233,21 +253,24 @@ class StreamSteps(Steps):
         """
         if self._items is None:
             is_first, self._has_begun = not self._has_begun, True
-            self._start(self._stored if is_first else None)
-            if is_first and self._stored is None and self._begins_at:
+            has_place = is_first and self._stored is not None and self._continue()
+            if not has_place:
+                self._start()
+            if is_first and not has_place and self._begins_at:
                 self._leave_out(self._begins_at)
-        if (found := self._take()) is None:
+        if (found := self._waiting.pop() if self._waiting else self._take()) is None:
             self._is_at_end = True
             if self.at_end is not None:
                 self.at_end(step)
             raise StopIteration
-        by_microbatch = self._job.numerics.coupled_samples is not None
+        by_microbatch = self._job.numerics.batch_norm_group is not None
         if self._batched:
             count = num_samples(found)
             if not count:
                 raise DataError(
-                    f"item {step} of {self._stream.name} is no batch of which the number of samples can be told: tensors with as "
-                    "many rows as there are samples work"
+                    "batch-samples-unknown",
+                    f"item {step} of {self._stream.name} is not a batch with a known number of samples: tensors with as "
+                    "many rows as there are samples work",
                 )
             return GivenBatch(step, found, count, by_microbatch=by_microbatch, stream=self)
         window = Window(found, step * self._job.train.global_batch, self._stream.collate)
@@ -255,13 +278,35 @@ class StreamSteps(Steps):
         self._windows[step] = SampleReader(window)
         return Batch(step, window.indices, None, self, by_microbatch, self._job.train.seed)
 
+    def _continue(self) -> bool:
+        """Go to where the stored state says; return whether the batch that came there then comes now."""
+        holder = self._stream.holder
+        try:
+            untouched = copy.deepcopy(holder)
+        except Exception as error:  # of the user's own class
+            untouched = error
+        self._start(self._stored)
+        self._waiting = [self._take()]
+        if self._stored.get("next") in (None, digest_of(tensors_of_arrays(self._waiting[0]))):
+            return True
+        if isinstance(untouched, Exception):
+            raise DataError(
+                "stream-position",
+                f"load_state_dict of {self._stream.name} does not lead to the batch that came next when the checkpoint was saved, as "
+                "where its state lacks a shuffle buffer: a function that makes the stream, which is read from its beginning, works",
+            ) from untouched
+        self._stream = replace(self._stream, begin=lambda: iter(untouched), holder=untouched)
+        self._waiting, self._pass, self._batched = [], 0, self._stream.batched
+        return False
+
     def _start(self, state: Any = None) -> None:
         """Begin a pass, or go to where a state says."""
         if state is not None:
             self._pass = state["pass"]
             self._stream.holder.load_state_dict(state["stream"])
         key = draw_key(self._job.train.seed, self._pass, _OF_STREAMS)
-        self._generators = Generators.seeded_by(key, held_by=self._stream.drawing)
+        own = () if self._generators is None else self._generators.state[3:]
+        self._generators = Generators.seeded_by(key, self._stream.drawing, own)
         if state is not None:
             self._generators.state = (*states_of_plain(state["generators"]), *self._generators.state[3:])
         with self._generators.in_place(), failures_of(f"beginning {self._stream.name}", DataError):
@@ -297,8 +342,8 @@ class StreamSteps(Steps):
                 )
                 self._items = itertools.chain([first], self._items)
             if self._batched:
-                found = tensors_of_arrays(next(self._items, _END))
-                return None if found is _END else found
+                tensors = tensors_of_arrays(next(self._items, _END))
+                return None if tensors is _END else tensors
             samples = list(itertools.islice(self._items, size))
         return None if not samples or (len(samples) < size and self._stream.drops_last) else samples
 
@@ -318,8 +363,8 @@ class FirstBatch:
                 self._found = self.stream.batch(self.step)
             except StopIteration:
                 raise DataError(
-                    f"the stream has no batch of step {self.step + 1}, with which the loop goes on: it ended before; one that is "
-                    "longer works"
+                    "stream-position",
+                    f"the stream has no batch of step {self.step + 1}, the next one of the loop: it ended before; a longer stream works",
                 ) from None
         return getattr(self._found, name)
 
@@ -346,11 +391,11 @@ def whole_of(stream: Stream, size: int) -> Batch | GivenBatch:
     with Generators.seeded_by(draw_key(0, 0, _OF_STREAMS), held_by=stream.drawing).in_place():
         items = [*stream.begin()]
     if not items:
-        raise DataError(f"{stream.name} yields nothing; one sample is the least that works")
+        raise DataError("data-empty", f"{stream.name} yields nothing; one sample is the least that works")
     batched = is_batch(tensors_of_arrays(items[0]), size) if stream.batched is None else stream.batched
     if not batched:
         window = Window(items, 0, stream.collate)
         return Batch(0, window.indices, window)
     values = [tensors_of_arrays(item) for item in items]
-    counts = [num_samples(one) or 0 for one in values]
+    counts = [num_samples(value) or 0 for value in values]
     return GivenBatch(0, joined(values, counts), sum(counts))

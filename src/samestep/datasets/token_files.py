@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from samestep.datasets.columns import Shards
 from samestep.errors import DataError
-from samestep.output import regular_files
+from samestep.output import durable_files
 
 Array = npt.NDArray[Any]
 
@@ -78,36 +78,46 @@ def read_token_file(place: Path, dtype: str) -> Array:
         DataError: the file is empty, damaged, of another format, or looks like numbers of another dtype.
     """
     try:
-        with regular_files.open_regular(place) as file:
+        with durable_files.open_regular(place) as file:
             head = file.read(_HEAD_BYTES)
         size_bytes = place.stat().st_size
     except OSError as error:
-        raise DataError(f"tokens:{place} cannot be read: {error.strerror}") from None
+        raise DataError("data-unreadable", f"tokens:{place} cannot be read: {error.strerror}") from None
     if not size_bytes:
-        raise DataError(f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one")
+        raise DataError(
+            "data-empty",
+            f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one",
+        )
     if place.suffix == ".npy" or head.startswith(_NPY):
         return _read_npy(place)
     if (form := _other_format(head, size_bytes)) != "":
-        raise DataError(f"tokens:{place} is {form}: a file of plain numbers works, and so does a .npy file")
+        raise DataError(
+            "token-file-form",
+            f"tokens:{place} is {form}: a file of plain numbers works, or a .npy file",
+        )
     if _is_headed(head):
         return _read_behind_head(place, size_bytes, head)
     if (width := _unknown_head(head, size_bytes)) != "":
         raise DataError(
-            f"tokens:{place} has a head of {_HEAD_BYTES} bytes, of which no form is known: without the head, as `tail -c +{_HEAD_BYTES + 1}` "
-            f"writes it, it works with data.dtype = {width!r}"
+            "token-file-form",
+            f"tokens:{place} has a head of {_HEAD_BYTES} bytes in no known form: without the head, as `tail -c +{_HEAD_BYTES + 1}` "
+            f"writes it, it works with data.dtype = {width!r}",
         )
     if _is_headed(head, ">"):
         raise DataError(
-            f"tokens:{place} has a head of llm.c's in the other byte order: a .npy file names its own and works"
+            "token-file-form",
+            f"tokens:{place} has a head of llm.c's in the other byte order: a .npy file names its own and works",
         )
     if size_bytes % np.dtype(dtype).itemsize:
         raise DataError(
+            "token-file-damaged",
             f"tokens:{place} has {size_bytes} bytes, which is no whole number of {dtype} tokens; "
-            "data.dtype must be what the file was written with"
+            "data.dtype must be the type that the file was written with",
         )
     if np.dtype(dtype).itemsize > 1 and _is_text(head):
         raise DataError(
-            f"tokens:{place} is text: data.source = 'text:{place}' encodes it, and data.dtype = 'uint8' reads its bytes as tokens"
+            "token-file-form",
+            f"tokens:{place} is text: data.source = 'text:{place}' encodes it, and data.dtype = 'uint8' reads its bytes as tokens",
         )
     tokens = np.memmap(place, dtype=np.dtype(dtype), mode="r")
     _refuse_other_width(place, tokens)
@@ -145,7 +155,7 @@ def _is_text(head: bytes) -> bool:
     whole = head[: max(head.rfind(b" "), head.rfind(b"\n"))]
     try:
         return len(whole) >= _FEWEST_BYTES_OF_TEXT and not any(
-            ord(one) < 32 and one not in "\t\n\f\r" for one in whole.decode()
+            ord(character) < 32 and character not in "\t\n\f\r" for character in whole.decode()
         )
     except UnicodeDecodeError:
         return False
@@ -158,18 +168,25 @@ def _read_npy(place: Path) -> Array:
     except Exception as error:  # a damaged header is a Python literal, for which numpy raises any error of its parser
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         works = "; plain numbers of data.dtype work in a file whose name ends with .bin" * ("magic string" in reason)
-        raise DataError(f"tokens:{place} is not a .npy array that can be mapped: {reason}{works}") from None
+        raise DataError(
+            "token-file-form", f"tokens:{place} is not a .npy array that can be mapped: {reason}{works}"
+        ) from None
     if tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
         works = {"f": "; numpy.save(file, tokens.astype('int64')) makes whole ones"}.get(tokens.dtype.kind, "")
         works += "; numpy.save(file, tokens.reshape(-1)) makes one dimension" * (tokens.ndim != 1)
         raise DataError(
-            f"tokens:{place} is {tokens.dtype} {list(tokens.shape)}; whole numbers in one dimension, or in rows, work{works}"
+            "token-file-form",
+            f"tokens:{place} is {tokens.dtype} {list(tokens.shape)}; whole numbers in one dimension, or in rows, work{works}",
         )
     if not tokens.size:
-        raise DataError(f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one")
+        raise DataError(
+            "data-empty",
+            f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one",
+        )
     if (end := int(tokens.offset) + tokens.nbytes) != place.stat().st_size:
         raise DataError(
-            f"tokens:{place} has {place.stat().st_size:,} bytes, and its array ends at {end:,}: one array in a file works"
+            "token-file-damaged",
+            f"tokens:{place} has {place.stat().st_size:,} bytes, and its array ends at {end:,}: one array in a file works",
         )
     return np.ascontiguousarray(tokens) if tokens.ndim == 2 and not tokens.flags.c_contiguous else tokens
 
@@ -177,19 +194,22 @@ def _read_npy(place: Path) -> Array:
 def _read_behind_head(place: Path, size_bytes: int, head: bytes) -> Array:
     if len(head) < _HEAD_BYTES:
         raise DataError(
-            f"tokens:{place} ends within its head: it has {size_bytes} of {_HEAD_BYTES} bytes, so copy it again"
+            "token-file-damaged",
+            f"tokens:{place} ends within its head: it has {size_bytes} of {_HEAD_BYTES} bytes, so copy it again",
         )
     number, version, count = np.frombuffer(head[:12], "<i4").tolist()
     if (number, version) not in _HEADS:
         raise DataError(
+            "token-file-form",
             f"tokens:{place} has a head of llm.c's format {number} in version {version}, which is not known: without the head, as "
-            f"`tail -c +{_HEAD_BYTES + 1}` writes it, it works as plain numbers"
+            f"`tail -c +{_HEAD_BYTES + 1}` writes it, it works as plain numbers",
         )
     dtype = np.dtype(_HEADS[number, version])
     if count < 1 or size_bytes != _HEAD_BYTES + count * dtype.itemsize:
         raise DataError(
+            "token-file-damaged",
             f"tokens:{place} says in its head that it has {count:,} tokens, which are {_HEAD_BYTES + count * dtype.itemsize:,} bytes, "
-            f"and it has {size_bytes:,}: copy it again"
+            f"and it has {size_bytes:,}: copy it again",
         )
     return np.memmap(place, dtype=dtype, mode="r", offset=_HEAD_BYTES)
 
@@ -205,23 +225,27 @@ def read_indexed(index: Path) -> Array | Shards:
     """
     place = index.with_suffix(".bin")
     if not place.is_file():
-        raise DataError(f"tokens:{index} is an index, and there is no {place.name} beside it")
+        raise DataError("data-missing", f"tokens:{index} is an index, and there is no {place.name} beside it")
     try:
         dtype, lengths, pointers = _sequences(index)
-        regular_files.open_regular(place).close()
+        durable_files.open_regular(place).close()
     except OSError as error:
-        raise DataError(f"tokens:{error.filename or index} cannot be read: {error.strerror}") from None
+        raise DataError(
+            "data-unreadable", f"tokens:{error.filename or index} cannot be read: {error.strerror}"
+        ) from None
     size_bytes, ends = place.stat().st_size, pointers + lengths * dtype.itemsize
     if not lengths.sum():
-        raise DataError(f"tokens:{index} has no tokens")
+        raise DataError("data-empty", f"tokens:{index} has no tokens")
     if lengths.min() < 0 or pointers.min() < 0 or (pointers % dtype.itemsize).any():
         raise DataError(
-            f"tokens:{index} is damaged: it has a sequence of {lengths.min()} tokens, or one at byte {pointers.min()}"
+            "token-file-damaged",
+            f"tokens:{index} is damaged: it has a sequence of {lengths.min()} tokens, or one at byte {pointers.min()}",
         )
     if max(ends.max(), pointers.max()) > size_bytes:
         raise DataError(
+            "token-file-damaged",
             f"tokens:{place} has {size_bytes:,} bytes, and its index {index.name} says that a sequence ends at byte "
-            f"{max(ends.max(), pointers.max()):,}: copy both again"
+            f"{max(ends.max(), pointers.max()):,}: copy both again",
         )
     whole = np.memmap(place, dtype=dtype, mode="r", shape=(size_bytes // dtype.itemsize,))
     breaks = np.flatnonzero(pointers[1:] != ends[:-1]) + 1
@@ -238,19 +262,22 @@ def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
         head = file.read(_INDEX_HEAD_BYTES)
     if head.startswith(_OLD_INDEX):
         raise DataError(
-            f"tokens:{index} is an index of an older form: Megatron's tools write one that begins with MMIDIDX"
+            "token-file-form",
+            f"tokens:{index} is an index of an older form: Megatron's tools write one that begins with MMIDIDX",
         )
     if not head.startswith(_INDEX):
         raise DataError(
-            f"tokens:{index} is no index of Megatron, which begins with MMIDIDX; without it {index.stem}.bin is read as plain numbers"
+            "token-file-form",
+            f"tokens:{index} is no index of Megatron, which begins with MMIDIDX; without it {index.stem}.bin is read as plain numbers",
         )
     if len(head) < _INDEX_HEAD_BYTES:
-        raise DataError(f"tokens:{index} ends within its head: copy it again")
+        raise DataError("token-file-damaged", f"tokens:{index} ends within its head: copy it again")
     version, code = int.from_bytes(head[9:17], "little"), head[17]
     sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
     if version != 1 or np.dtype(_INDEX_DTYPES.get(code, "f4")).kind not in "iu":
         raise DataError(
-            f"tokens:{index} is of version {version} with numbers of kind {code}: version 1 with whole numbers works"
+            "token-file-form",
+            f"tokens:{index} is of version {version} with numbers of kind {code}: version 1 with whole numbers works",
         )
     first = _INDEX_HEAD_BYTES
     if size_bytes == _SHORT_INDEX_HEAD_BYTES + 12 * sequences:
@@ -258,15 +285,17 @@ def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
     expected = first + 12 * sequences + 8 * documents
     if size_bytes not in (expected, expected + sequences):  # the modes of sequences stand last, where there are any
         raise DataError(
+            "token-file-damaged",
             f"tokens:{index} says that it has {sequences:,} sequences and {documents:,} documents, which are {expected:,} bytes, and it "
-            f"has {size_bytes:,}: copy it again"
+            f"has {size_bytes:,}: copy it again",
         )
     lengths = np.fromfile(index, "<i4", sequences, offset=first).astype(np.int64)
     pointers = np.fromfile(index, "<i8", sequences, offset=first + 4 * sequences)
     begins = np.fromfile(index, "<i8", documents, offset=first + 12 * sequences)
     if documents and (begins[0] != 0 or begins[-1] != sequences or (np.diff(begins) < 0).any()):
         raise DataError(
-            f"tokens:{index} is damaged: its documents do not divide its {sequences:,} sequences; copy it again"
+            "token-file-damaged",
+            f"tokens:{index} is damaged: its documents do not divide its {sequences:,} sequences; copy it again",
         )
     return np.dtype(_INDEX_DTYPES[code]), lengths, pointers
 
@@ -305,11 +334,12 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
         if not _may_be_other(block.view(f"u{width}")):
             continue
         for shift in range(min(8 // width, len(block))):  # files of several widths may have been joined at any place
-            if (found := _other_form(block[shift:].view(f"u{width}"))) != "":
+            if (other_form := _other_form(block[shift:].view(f"u{width}"))) != "":
                 behind = f" from token {first:,} on" * (first > 0)
                 raise DataError(
-                    f"tokens:{place} looks like {found.format(given=tokens.dtype, at=behind)}, and numbers that are {tokens.dtype} "
-                    "indeed work as a .npy file, which names its dtype"
+                    "token-file-form",
+                    f"tokens:{place} looks like {other_form.format(given=tokens.dtype, at=behind)}, and numbers that are {tokens.dtype} "
+                    "indeed work as a .npy file, which names its dtype",
                 )
 
 
@@ -383,15 +413,15 @@ def other_readings(place: Path, words: int) -> list[str]:
     other files."""
     with place.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    found: list[str] = []
+    other_readings: list[str] = []
     if index_at(str(place)) is not None or head.startswith(_NPY) or _is_headed(head):
-        return found
+        return other_readings
     for dtype in map(np.dtype, ("uint16", "uint32", "int64")):
         if place.stat().st_size % dtype.itemsize:
             continue
         seen = np.fromfile(place, dtype, _LOOKED_AT_BYTES)
         if len(seen) and 0 <= seen.min() <= seen.max() < words:
-            found.append(f"data.dtype = {dtype.name!r} if the file holds that")
+            other_readings.append(f"data.dtype = {dtype.name!r} if the file holds that")
         elif len(seen) and 0 <= (swapped := seen.byteswap()).min() <= swapped.max() < words:
-            found.append(f"a .npy file if it holds {dtype.name} in the other byte order")
-    return found
+            other_readings.append(f"a .npy file if it holds {dtype.name} in the other byte order")
+    return other_readings

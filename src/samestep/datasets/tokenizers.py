@@ -5,15 +5,24 @@ AutoTokenizer, which reads the older formats. Nothing is ever downloaded. A docu
 itself puts before a text, which the post-processor in `tokenizer.json` says; as in transformers (from version 5), `bos_token` and
 `add_bos_token` of `tokenizer_config.json` add none. A document ends with the id that `tokenizer_config.json` or `special_tokens_map.json`
 name as `eos_token`; where none is named, one of the usual end tokens is taken from the vocabulary.
+
+A chat template comes with a folder too, and is a program. Jinja's sandbox keeps it from files and functions, and not from
+loops that never end or texts that fill the memory. So before a template writes for this process, it writes two messages in a
+forked child, which the system ends where it takes too long or too much; and whatever it writes later has a largest length.
 """
 
 from __future__ import annotations
 
 import bisect
 import copy
+import functools
 import importlib.util
 import itertools
 import json
+import os
+import signal
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +36,9 @@ import numpy.typing as npt
 
 from samestep.datasets.columns import stamps
 from samestep.datasets.files import existing
-from samestep.datasets.template_trial import MOST_CHARACTERS, try_template
 from samestep.errors import DataError, first_line
 from samestep.job import Job
-from samestep.job_paths import place_of
+from samestep.job_files import place_of
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -40,6 +48,12 @@ USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The end tokens that are tried where a folder names none."""
 _PROBES = ("a", "0", "the", " ")
 """Texts by which a tokenizer shows the ids that it puts before each; a small vocabulary has tokens for few."""
+MOST_SECONDS = 20.0
+MOST_BYTES = 1 << 30
+"""Memory that a template may take for a short conversation, beyond what the process has."""
+_MOST_CHARACTERS = 1 << 26
+"""Characters that a template may write for any conversation."""
+_SHORT: tuple[dict[str, Any], ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
 class Tokenizer(Protocol):
@@ -124,7 +138,7 @@ class ByteTokenizer:
         Raises:
             DataError: always.
         """
-        raise DataError("the tokenizer 'bytes' has no chat template")
+        raise DataError("chat-template", "the tokenizer 'bytes' has no chat template")
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,20 +247,23 @@ def open_tokenizer(job: Job) -> Tokenizer:
         return ByteTokenizer()
     folder = existing(str(place_of(job, name)), f"tokenizer {name!r} is neither 'bytes' nor a folder")
     if not folder.is_dir():
-        raise DataError(f"tokenizer {name!r} is a file; give the folder it is in: {folder.parent}")
+        raise DataError("data-missing", f"tokenizer {name!r} is a file; give the folder it is in: {folder.parent}")
     file = folder / "tokenizer.json"
     if not file.is_file():
         return TransformersTokenizer(_auto_tokenizer(folder))
     try:
         from tokenizers import Tokenizer as Core  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
-        raise DataError(f"tokenizer {name!r} needs the library tokenizers: pip install 'samestep[hf]'") from None
+        raise DataError(
+            "package-missing",
+            f"tokenizer {name!r} needs the library tokenizers: pip install 'samestep[hf]'",
+        ) from None
     try:
         core = Core.from_file(str(file))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises nothing narrower, and of a panic no Exception at all
-        raise DataError(f"{file} is not a tokenizer: {first_line(error)}") from None
+        raise DataError("tokenizer-unreadable", f"{file} is not a tokenizer: {first_line(error)}") from None
     core.no_truncation()  # a saved maximum length would cut documents short, padding would add tokens
     core.no_padding()
     begin = _ids_before(lambda text, special: list(core.encode(text, add_special_tokens=special).ids))
@@ -301,7 +318,7 @@ def _settings(folder: Path) -> dict[str, Any]:
             try:
                 settings.update(json.loads(path.read_text(encoding="utf-8")))
             except (ValueError, TypeError, RecursionError) as error:
-                raise DataError(f"{path} is not a JSON object: {error}") from None
+                raise DataError("tokenizer-unreadable", f"{path} is not a JSON object: {error}") from None
     return settings
 
 
@@ -316,13 +333,16 @@ def _auto_tokenizer(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError:
-        raise DataError(f"{folder} needs the library transformers: pip install 'samestep[hf]'") from None
+        raise DataError(
+            "package-missing", f"{folder} needs the library transformers: pip install 'samestep[hf]'"
+        ) from None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken folder raises errors that differ by family
         raise DataError(
+            "tokenizer-unreadable",
             f"{folder} holds no tokenizer that transformers can read ({first_line(error)}); "
-            "a folder with a tokenizer.json works"
+            "a folder with a tokenizer.json works",
         ) from None
 
 
@@ -333,9 +353,64 @@ def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mappin
         rendered = auto.apply_chat_template(given, **settings, tokenize=False, add_generation_prompt=reply_follows)
     except Exception as error:  # a template raises whatever its author wrote
         text = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"the tokenizer's chat template refuses the messages: {text[:300]}") from None
-    if len(rendered) > MOST_CHARACTERS:
+        raise DataError("chat-template", f"the tokenizer's chat template refuses the messages: {text[:300]}") from None
+    if len(rendered) > _MOST_CHARACTERS:
         raise DataError(
-            f"the tokenizer's chat template writes {len(rendered):,} characters; at most {MOST_CHARACTERS:,} work"
+            "chat-template",
+            f"the tokenizer's chat template writes {len(rendered):,} characters; at most {_MOST_CHARACTERS:,} work",
         )
     return str(rendered)
+
+
+@functools.lru_cache(maxsize=8)
+def try_template(auto: Any) -> None:
+    """Let a tokenizer's template write a short conversation in a child process, once.
+
+    Raises:
+        DataError: it takes too long or too much memory; a template that refuses the messages passes.
+    """
+    if not hasattr(os, "fork"):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads at a fork; the child calls none of them
+        child = os.fork()
+    if child == 0:
+        try:
+            os._exit(_status_of(lambda: auto.apply_chat_template([*_SHORT], tokenize=False)))
+        finally:
+            os._exit(1)
+    if status := _wait_for(child):
+        what = f"does not end within {MOST_SECONDS:.0f} s" if status < 0 else f"takes over {MOST_BYTES >> 30} GiB"
+        raise DataError(
+            "chat-template",
+            f"the tokenizer's chat template {what} for two short messages: a folder without the template works",
+        )
+
+
+def _status_of(write: Callable[[], Any]) -> int:
+    """Return 0 if a text is written or refused within the memory, else 1; it is called in the child."""
+    import resource  # noqa: PLC0415 - a module that Windows lacks, where nothing forks
+
+    size = Path("/proc/self/statm")
+    if size.exists():
+        most = int(size.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        return int(len(str(write())) > _MOST_CHARACTERS)
+    except MemoryError:
+        return 1
+    except Exception:
+        return 0
+
+
+def _wait_for(child: int) -> int:
+    """Return the exit status of a child, or -1 if it had to be ended."""
+    end_s = time.monotonic() + MOST_SECONDS
+    while time.monotonic() < end_s:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1

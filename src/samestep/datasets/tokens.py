@@ -10,10 +10,18 @@ twice.
 
 The rows of an array of two dimensions follow one another, as files do; rows that are one token longer than T are the samples. A token
 that is negative, or has no embedding, is refused where a sample with it is read.
+
+Two texts come with every Python: `topics` is the language reference behind its `help()`, 0.5 MB of English and code; `stdlib` is the
+source code of the standard library, about 10 MB. Both differ between versions of Python, so a result should name the version. Files
+and topics are joined by a newline and are not kept separate; `documents.py` keeps documents separate.
 """
 
 from __future__ import annotations
 
+import importlib
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,14 +31,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.datasets.columns import Shards
-from samestep.datasets.files import existing, files_at, without_held_out
-from samestep.datasets.split import Split, name_of_part, part_of
+from samestep.datasets.columns import Origin, Piece, Shards, columns, stamps
+from samestep.datasets.files import (
+    HELD_OUT_WORDS,
+    TRAINED_WORDS,
+    Split,
+    existing,
+    files_at,
+    name_of_part,
+    part_of,
+    sorted_files,
+    texts_of,
+    without_held_out,
+    words_of,
+)
 from samestep.datasets.token_files import index_at, read_indexed, read_token_file
+from samestep.datasets.tokenizers import Tokenizer, encode_array, token_dtype
 from samestep.errors import DataError
 from samestep.job_tables import Convention, DataTable
 
 _SUFFIXES = {".bin", ".npy"}
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +99,8 @@ class TokenStream:
             are_bad |= ids >= self.words
             most = f" to {self.words - 1}, for which the model has embeddings,"
         return DataError(
-            f"{_named_place(self.tokens, int(places[are_bad].min()))}: ids from 0{most} work, and so does another data.dtype if it is wrong"
+            "token-ids",
+            f"{_named_place(self.tokens, int(places[are_bad].min()))}: ids from 0{most} work, or another data.dtype if it is wrong",
         )
 
 
@@ -111,8 +133,9 @@ def stream_part(
         return stream
     works = f"data.sequence_length = {len(part) - 1} works" if len(part) > 1 else "more data is needed"
     raise DataError(
+        "data-too-short",
         f"{name_of_part(split, data.source)} has {len(part) * each} of {len(tokens)} tokens; data.sequence_length = "
-        f"{data.sequence_length} needs {data.sequence_length + 1}; {works}"
+        f"{data.sequence_length} needs {data.sequence_length + 1}; {works}",
     )
 
 
@@ -155,11 +178,62 @@ def _files_of_stream(folder: Path, source: str) -> list[Path]:
         DataError: there are none, or an index has no file of tokens.
     """
     below = files_at(folder, source)
-    found = [file for file in below if file.suffix.lower() in _SUFFIXES]
-    if lost := next((file for file in below if file.suffix == ".idx" and file.with_suffix(".bin") not in found), None):
-        raise DataError(f"tokens:{lost} is an index, and there is no {lost.stem}.bin beside it")
-    if not found:
+    files = [file for file in below if file.suffix.lower() in _SUFFIXES]
+    if lost := next((file for file in below if file.suffix == ".idx" and file.with_suffix(".bin") not in files), None):
+        raise DataError("data-missing", f"tokens:{lost} is an index, and there is no {lost.stem}.bin beside it")
+    if not files:
         raise DataError(
-            f"{source}: the folder holds no .bin and no .npy file; a file of another name works by its own path"
+            "data-missing",
+            f"{source}: the folder holds no .bin and no .npy file; a file of another name works by its own path",
         )
-    return without_held_out(found, folder)
+    return without_held_out(files, folder)
+
+
+def topics() -> Iterator[str]:
+    """Yield the topics of Python's help in the order of their names, or the standard library if this Python has none."""
+    try:
+        module = importlib.import_module("pydoc_data.topics")
+    except ModuleNotFoundError:
+        warnings.warn("this Python has no pydoc_data.topics; source = 'stdlib' is used instead", stacklevel=2)
+        return stdlib()
+    return (text for _, text in sorted(module.topics.items()))
+
+
+def stdlib() -> Iterator[str]:
+    """Yield the source files of the standard library in the order of their names, without its tests."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted_files(folder, "*.py"):
+        own = path.name.startswith("_sysconfigdata")  # written when Python was built; holds this machine's paths
+        if not own and EXCLUDED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+            yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def text_tokens(path: str, tokenizer: Tokenizer, tokenizer_key: tuple[str, ...]) -> npt.NDArray[Any]:
+    """Return the tokens of a text file, or of all files below a folder in the order of their names.
+
+    Where every name says a part of a data set, those of validation and test data are left out.
+
+    Raises:
+        DataError: nothing is there, or a file is not UTF-8.
+    """
+    source = f"text:{path}" if path else "text:"
+    place = existing(path, source)
+    files = files_at(place, source)
+    if all(words_of(file.relative_to(place)) & (TRAINED_WORDS | HELD_OUT_WORDS) for file in files if file != place):
+        files = without_held_out(files, place)
+    origin = Origin(source, sum(file.stat().st_size for file in files), ("text", *stamps(files), *tokenizer_key))
+    return tokens_of((texts_of(file) for file in files), tokenizer, origin)
+
+
+def tokens_of(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, origin: Origin) -> npt.NDArray[Any]:
+    """Return the tokens of documents joined by newlines; each part of a document is encoded separately."""
+
+    def pieces() -> Iterator[tuple[int, Piece]]:
+        newline = encode_array(tokenizer, "\n")
+        for number, parts in enumerate(documents):
+            if number:
+                yield 1, {"tokens": newline}
+            for text in parts:
+                yield len(text), {"tokens": encode_array(tokenizer, text)}
+
+    return columns(origin, {"tokens": token_dtype(tokenizer)}, pieces)["tokens"]

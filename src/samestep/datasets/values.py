@@ -12,6 +12,7 @@ Numpy's arrays are read as tensors. The number of samples is the one that all pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,8 @@ def dims_of(values: Any) -> dict[str, int]:
 
 def rows_of(values: Any, rows: Integers | Sequence[int], count: int) -> Any:
     """Return the values of some of `count` samples, in the order of `rows`; runs of rows are views."""
+    if isinstance(values, Parted):
+        return values.rows(rows)
     if isinstance(values, Tensor):
         return _rows_of_tensor(values, rows) if values.dim() else values
     if isinstance(values, list):
@@ -163,30 +166,77 @@ def first_of(values: Any) -> Any:
     return values if count is None or count == 1 else rows_of(values, [0], count)
 
 
-def joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """The values of several batches, of `counts` samples each, of which some lack what others have, as a picture."""
+
+    parts: Sequence[Any]
+    counts: Sequence[int]
+
+    def rows(self, rows: Integers | Sequence[int]) -> Any:
+        """Return the values of some samples in the order of `rows`; what none of them has is left out."""
+        ends = np.cumsum(self.counts)
+        where = np.searchsorted(ends, rows, side="right")
+        runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(where)) + 1)
+        found = []
+        for run in runs:
+            part = where[run[0]]
+            before = ends[part] - self.counts[part]
+            found.append(rows_of(self.parts[part], np.asarray(rows)[run] - before, self.counts[part]))
+        return joined(found, [len(run) for run in runs], lacking=True)
+
+
+def together(parts: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Return the values of several batches as those of one, in parts where some of them lack what others have.
+
+    Raises:
+        DataError: the batches have different kinds or shapes.
+    """
+    pairs = [pair for pair in zip(parts, counts, strict=True) if pair[1]]
+    parts, counts = [part for part, _ in pairs], [count for _, count in pairs]
+    lack = any(_keys_of(part) != _keys_of(parts[0]) for part in parts)
+    whole = joined(parts, counts, lacking=lack)
+    return Parted(parts, counts) if lack else whole
+
+
+def _keys_of(values: Any) -> Any:
+    """Return the keys of nested values, and which hold something; those of lists may be samples."""
+    parts = {} if isinstance(values, list) else parts_of(values)
+    return {key: _keys_of(part) for key, part in parts.items()} or values is None
+
+
+def joined(parts: Sequence[Any], counts: Sequence[int], *, lacking: bool = False) -> Any:
     """Return the values of several batches, of `counts` samples each, as those of one, whose samples stand in their order.
+
+    Where some may be `lacking` a key, or hold None there, it has the values of the others.
 
     Raises:
         DataError: the batches have different keys, kinds or shapes.
     """
+    if lacking and any(part is not None for part in parts):
+        pairs = [pair for pair in zip(parts, counts, strict=True) if pair[0] is not None]
+        parts, counts = [part for part, _ in pairs], [count for _, count in pairs]
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
         raise DataError(
-            f"ranks hold {kinds} at one place of their batches, which are no parts of one batch; equal kinds work"
+            "batches-not-parts",
+            f"ranks hold {kinds} at one place of their batches, which are no parts of one batch; equal kinds work",
         )
     if isinstance(first, Tensor):
         try:
             return torch.cat(list(parts)) if first.dim() else first
         except (RuntimeError, IndexError) as error:
             raise DataError(
-                f"the batches of ranks are no parts of one batch: {str(error).splitlines()[0]}; equal shapes work"
+                "batches-not-parts",
+                f"the batches of ranks are no parts of one batch: {str(error).splitlines()[0]}; equal shapes work",
             ) from None
     if isinstance(first, list) and _are_lists_by_sample(parts, counts):
         return [item for part in parts for item in part]
     held = [parts_of(part) for part in parts]
-    if any(part.keys() != held[0].keys() for part in held):
+    if any(part.keys() != held[0].keys() for part in held) and not (lacking and isinstance(first, Mapping)):
         what = "numbers of parts" if isinstance(first, tuple | list) else "keys"
-        raise DataError(f"the batches of ranks have different {what}; equal ones work")
-    each = {key: joined([part[key] for part in held], counts) for key in held[0]}
+        raise DataError("batches-not-parts", f"the batches of ranks have different {what}; equal ones work")
+    keys = dict.fromkeys(key for part in held for key in part)
+    each = {key: joined([part.get(key) for part in held], counts, lacking=lacking) for key in keys}
     return with_parts(first, each) if each else first

@@ -3,15 +3,15 @@
 ```
 examine ─► build ─► trace under observers ─► further forwards ─► build_spec ─► TracedModel
                   │                        ▲
-                  └─ tp: `plan_search.py` ─┘             what else one layout asks: `layout_needs.py`
+                  └─ tp: `plan_search.py` ─┘             what else one layout needs: `FINDINGS`
 ```
-A forked worker inherits the result, and what it covers is not examined again.
+A forked worker inherits the result, and a finding that it has is not examined again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,26 +26,28 @@ from samestep.building.model import JobModel, give_labels
 from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
 from samestep.building.over_samples import IGNORING
+from samestep.building.owned_model import OwnedModel
 from samestep.building.training_modules import refuse_scripts, set_training
-from samestep.errors import ModelError, failures_of
+from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.examination import plan_search
-from samestep.examination.layout_needs import examine_layout, with_chunks
 from samestep.examination.plan_search import ProvenPlan
-from samestep.examination.recording import Placing, record_masks
-from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
+from samestep.examination.traced_forward import BuiltModel, Placing, TracedForward, record_masks, trace_forward
 from samestep.examination.traced_model import TracedModel
-from samestep.independence import kept_state, samples
+from samestep.independence import kept_state, samples, sequence_proof, token_slices
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.analysis import ModelAnalysis, StateSpec
-from samestep.models.spec import LossTensor, MaskSpec, ModelSpec
+from samestep.models.spec import LossTensor, MaskSpec, ModelAnalysis, ModelSpec, StateSpec
 from samestep.randomness import masks
 from samestep.state import snapshot
+from samestep.strategies.tensor import refuse_degree
+from samestep.tracing import called_again, pending_logits
 from samestep.tracing.arranged_layers import with_loss
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
+from samestep.tracing.trace import samples_traced, trace_whole_batch
+from samestep.tracing.watched_forward import outputs_on_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,13 @@ class Source:
     name: str = "model"
     prepared: TracedModel | None = None
     """The model, built and traced already, where a forked worker inherits it."""
+    owner: OwnedModel | None = None
+    """The owner of an instance; None where a run trains a copy of it."""
 
 
 @IGNORING
 def examine(source: Source, job: Job, example: Any, layout: Layout | None = None) -> TracedModel:
-    """Return the model of a source with all that a layout needs to know of it; what `source.prepared` covers is not found out again.
+    """Return the model of a source with all that a layout needs to know of it; the findings that `source.prepared` has are not examined again.
 
     Without a layout it is the model itself that is examined, with its plan of tensor parallelism. To prove a plan takes a third
     of the time, so that a layout without tp does without.
@@ -77,11 +81,37 @@ def examine(source: Source, job: Job, example: Any, layout: Layout | None = None
     if layout is None:
         return traced
     num_samples = layout.microbatch or -(-job.train.global_batch // layout.dp)
-    return (
-        traced
-        if traced.covers(layout, num_samples)
-        else examine_layout(traced, layout, source.loss, example, num_samples)
-    )
+    _refuse_size(source, traced, layout, example, num_samples)
+    analysis, plan = traced.analysis, traced.blueprint
+
+    @functools.cache
+    def build() -> BuiltModel:
+        return BuiltModel.of(analysis.spec.name, plan, source.loss, example, analysis.stages, analysis.experts)
+
+    case = LayoutCase(layout, num_samples, build)
+    return functools.reduce(lambda found, find: find(found, case), FINDINGS, traced)
+
+
+def _refuse_size(source: Source, traced: TracedModel, layout: Layout, example: Any, num_samples: int) -> None:
+    """Refuse micro-batches of so many samples if the forward, which takes no single sample, does not take these together either.
+
+    Raises:
+        LayoutError: it does not.
+    """
+    module = traced.blueprint.module
+    if num_samples >= (whole := samples_traced(module)) or whole <= 2:
+        return
+    built = BuiltModel.of(source.name, traced.blueprint, source.loss, example, traced.analysis.stages)
+    try:
+        with built.repeating():
+            outputs_on_meta(module, built.sample, num_samples, built.value_of, keeps_all=False)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LayoutError(
+            "microbatch-forward",
+            f'layout "{layout}": the forward takes {whole} samples, and not the {num_samples} of a micro-batch ({reason}): larger '
+            "micro-batches work, or one device with the whole batch at once",
+        ) from error
 
 
 def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks: bool) -> TracedModel:
@@ -91,7 +121,10 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
     """
 
     def build() -> BuiltModel:
-        return BuiltModel.of(source.name, build_blueprint(source, job), source.loss, example, job.model.stages)
+        built = BuiltModel.of(
+            source.name, build_blueprint(source, job, source.owner), source.loss, example, job.model.stages
+        )
+        return replace(built, global_batch=job.train.global_batch)
 
     plan: ProvenPlan | None = None
     if cuts:
@@ -100,7 +133,7 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         forward = trace_forward(built := build(), None)
     if chunks:
         forward = replace(forward, spec=with_chunks(built, forward.spec))
-    found = _examine_further(built, forward)
+    found = _examine_further(built, forward, job.numerics.batch_norm_group or job.train.global_batch)
     spec, of_plan = build_spec(built.module, forward, found, plan, has_own_loss=source.loss is not cross_entropy)
     analysis = ModelAnalysis(
         spec=spec,
@@ -113,7 +146,9 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool, chunks
         detached_checkpoints=forward.checkpointed.detached,
         **of_plan,
     )
-    return TracedModel(built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None)
+    return TracedModel(
+        built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None, built.keeps_double
+    )
 
 
 # -- further forwards of the whole model -----------------------------------------------------------
@@ -131,8 +166,8 @@ class FurtherFindings:
     """The masks and random numbers that are drawn, with the rows of each sample."""
 
 
-def _examine_further(built: BuiltModel, forward: TracedForward) -> FurtherFindings:
-    """Return what further forwards show of a traced model: what it keeps, and several samples."""
+def _examine_further(built: BuiltModel, forward: TracedForward, group: int) -> FurtherFindings:
+    """Return what further forwards show of a traced model: what it keeps, and several samples; a batch norm sees `group` of them."""
     module, sample, value_of = built.module, built.sample, built.value_of
     spec, drawn, num_samples = forward.spec, forward.masks, built.num_samples
     placed: list[MaskSpec] = []
@@ -144,14 +179,14 @@ def _examine_further(built: BuiltModel, forward: TracedForward) -> FurtherFindin
         placed[:] = placed or found.masks  # of the first forward: further ones ask what code does with other answers
 
     states: tuple[StateSpec, ...] = ()
-    if forward.changes.found or spec.kept_after:
+    if forward.keeps or spec.kept_after:
         with record_checkpointed(module):
             states = kept_state.examine(module, sample, spec, containers_of(module), num_samples, value_of)
     looks = bool(spec.varies_at)
     with snapshot.preserve_modules(module), record_checkpointed(module):
         found = samples.examine(
             module, sample, built.loss, built.experts, value_of,
-            keeps_all=looks, takes_gradients=bool(spec.differentiates_at), around=placing,
+            keeps_all=looks, takes_gradients=bool(spec.differentiates_at), group=group, around=placing,
         )  # fmt: skip
     rows = placed if len(placed) == len(drawn.masks) else drawn.masks
     return FurtherFindings(states, found, tuple(rows))
@@ -181,6 +216,7 @@ def _with_samples(spec: ModelSpec, found: FurtherFindings) -> ModelSpec:
         with_groups(spec, shown.batch_norms),
         masks=found.masks,
         mixes_samples=shown.refusal,
+        hooks_scale=shown.hooks_scale,
         tried=shown.tried,
         called_again=shown.called_again,
         loss_values=shown.loss_values if reads is None else (),
@@ -202,14 +238,17 @@ def _checkpoints(spec: ModelSpec, entered: Set[str]) -> Literal["repeat", "plain
 # -- the model on the meta device ------------------------------------------------------------------
 
 
-def with_new_blueprint(source: Source, job: Job) -> TracedModel:
-    """Return the source's traced model with a new blueprint, for another run; the analysis is shared."""
+def with_new_blueprint(source: Source, job: Job, plan: Blueprint | None = None) -> TracedModel:
+    """Return the source's traced model with a new blueprint, or with a given `plan`, for another run; the analysis is shared."""
     assert source.prepared is not None
-    return replace(source.prepared, blueprint=build_blueprint(source, job))
+    found = replace(source.prepared, blueprint=plan or build_blueprint(source, job, source.owner))
+    trace_whole_batch(found.module, samples_traced(source.prepared.module))
+    return found
 
 
-def build_blueprint(source: Source, job: Job) -> Blueprint:
-    """Return the source's model on the meta device, in training mode, with the function that computes each of its values.
+def build_blueprint(source: Source, job: Job, owner: OwnedModel | None = None) -> Blueprint:
+    """Return the source's model on the meta device, in training mode, with the function that computes each of its values: an instance
+    itself for its `owner`, otherwise a copy.
 
     Raises:
         ModelError: it cannot be built, or a part of it was compiled by `torch.jit`.
@@ -217,10 +256,123 @@ def build_blueprint(source: Source, job: Job) -> Blueprint:
     # Whoever calls from Python wants the exceptions of their own function as they are.
     named = isinstance(source.model, JobModel)
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
-        plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
+        plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"), owner)
     refuse_scripts(plan.module)
     without_own_groups(plan.module)
     if isinstance(source.loss, ModelLoss):
         give_labels(plan.module)
     set_training(plan.module)
+    plan.plain.begin()
     return plan
+
+
+# -- what one layout needs besides ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCase:
+    """A layout, and the means to run a model's forward for it."""
+
+    layout: Layout
+    num_samples: int
+    """Samples of a micro-batch."""
+    build: Callable[[], BuiltModel]
+    """Returns the model with one sample; called if a finding is missing."""
+
+
+def _with_degree(traced: TracedModel, case: LayoutCase) -> TracedModel:
+    """Return the model with the counts of a rank of this tp, and with the trials that its plan rests on.
+
+    Raises:
+        LayoutError: the forward of a rank does not compute its part of the whole model's.
+    """
+    analysis, proof, degree = traced.analysis, traced.cuts, case.layout.tp
+    if degree == 1 or proof is None:
+        return traced
+    if degree not in analysis.counts and not refuse_degree(analysis.spec, degree):
+        proof, counts = plan_search.try_degree(case.build(), proof, analysis.shareable_heads, degree)
+        if proof.refusal:
+            raise LayoutError(
+                "tp-uncuttable",
+                f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}; tp=1 works",
+            )
+        analysis = replace(analysis, counts={**analysis.counts, **counts})
+    elif {*proof.tried} <= {*analysis.spec.tried}:
+        return traced
+    return replace(traced, analysis=replace(analysis, spec=_with_tried(analysis.spec, proof.tried)), cuts=proof)
+
+
+def _with_tokens(traced: TracedModel, case: LayoutCase) -> TracedModel:
+    """Return the model with whether blocks work token by token between cut parts, under sequence parallelism."""
+    analysis, spec, degree = traced.analysis, traced.spec, case.layout.tp
+    is_known = degree in analysis.slices_between or spec.sequence_refusal or spec.sequence % degree
+    if degree == 1 or not case.layout.sequence_parallel or is_known:
+        return traced
+    built = case.build()
+    with record_checkpointed(built.module):
+        refusal, tried = sequence_proof.refuse_slices(built.module, built.sample, analysis, degree, built.value_of)
+    spec = replace(_with_tried(spec, tried), sequence_refusal=refusal, expert_refusal=refusal)
+    return _with_analysis(traced, spec, slices_between=(*analysis.slices_between, degree))
+
+
+def _with_slices(traced: TracedModel, case: LayoutCase) -> TracedModel:
+    """Return the model with whether blocks work on slices of a sequence."""
+    analysis, spec = traced.analysis, traced.spec
+    parts = max(case.layout.cp, 1 if case.layout.mlp_chunk is None else 2)
+    if parts in (1, *analysis.parts_examined):
+        return traced
+    if not (analysis.parts_examined and spec.slice_refusal):
+        built = case.build()
+        with snapshot.preserve_modules(built.module), record_checkpointed(built.module):
+            spec = token_slices.prove(
+                built.module, built.sample, spec, built.value_of, built.experts, parts, analysis.cut_styles
+            )
+    return _with_analysis(traced, spec, parts_examined=(*analysis.parts_examined, parts))
+
+
+def _with_loss_chunks(traced: TracedModel, case: LayoutCase) -> TracedModel:
+    """Return the model with whether the loss works on chunks of tokens."""
+    if case.layout.loss_chunk is None or traced.analysis.chunks_examined:
+        return traced
+    return _with_analysis(traced, with_chunks(case.build(), traced.spec), chunks_examined=True)
+
+
+def _with_calls(traced: TracedModel, case: LayoutCase) -> TracedModel:
+    """Return the model with the modules that the samples of a micro-batch call several times, if weights are gathered for a forward."""
+    spec, examined, count = traced.spec, traced.analysis.samples_examined, case.num_samples
+    is_gathered = case.layout.zero == 3 and case.layout.num_shards > 1
+    if not is_gathered or count <= samples.NUM_SAMPLES or count in examined:
+        return traced
+    built = case.build()
+    with built.repeating():
+        groups = called_again.called_again(
+            built.module, built.sample, count, built.value_of, keeps_all=bool(spec.varies_at)
+        )
+    spec = replace(spec, called_again=called_again.joined(spec.called_again, groups))
+    return _with_analysis(traced, spec, samples_examined=(*examined, count))
+
+
+FINDINGS = (_with_degree, _with_tokens, _with_slices, _with_loss_chunks, _with_calls)
+"""Each returns the model with one finding that a layout needs, or the model itself if that is known, or not needed."""
+
+
+def _with_analysis(traced: TracedModel, spec: ModelSpec, **examined: Any) -> TracedModel:
+    return replace(traced, analysis=replace(traced.analysis, spec=spec, **examined))
+
+
+def with_chunks(built: BuiltModel, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with whether logits and loss can be computed in chunks of tokens, by a forward of the whole model."""
+    looks = bool(spec.varies_at)
+    run = functools.partial(
+        outputs_on_meta, built.module, built.sample, built.num_samples, built.value_of, keeps_all=looks
+    )
+    with built.repeating():
+        found = pending_logits.find_chunks(built.module, spec, built.loss, run)
+    reduced = () if built.loss is cross_entropy else found.reduced
+    reduces = tuple((held, elements // built.num_samples) for held, elements in reduced)
+    return replace(spec, chunk_refusal=found.refusal, chunk_reduces=reduces)
+
+
+def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:
+    """Return the spec with more of what is used because a trial has passed."""
+    return replace(spec, tried=tuple(dict.fromkeys((*spec.tried, *tried))))

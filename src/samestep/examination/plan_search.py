@@ -24,10 +24,11 @@ from samestep.models.spec import ModelSpec
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.checkpointed import TracedPlaces
+from samestep.tracing.custom_functions import FollowedCalls
 from samestep.tracing.looks import Looks, paths_within
-from samestep.tracing.operations import ReadStorages, Recorder
+from samestep.tracing.operations import Recorder
 from samestep.tracing.watched_forward import outputs_on_meta
-from samestep.trees import tensors_in
+from samestep.trees import operands, tensors_in
 
 Counts = dict[int, tuple[tuple[str, str, int], ...]]
 """The attributes that a rank divides, by the degree of the cut: path, name, divisor."""
@@ -129,14 +130,18 @@ def _outputs_read(built: BuiltModel, *, keeps_all: bool) -> frozenset[int] | Non
     loss = built.loss
     if loss is cross_entropy or isinstance(loss, ModelLoss):
         return frozenset()
-    read = ReadStorages()
+    read = set[int]()
+
+    def ran(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        read.update(address(tensor) for tensor in operands(*args, *kwargs.values()))
+
     try:
         outputs, batch = outputs_on_meta(built.module, built.sample, built.num_samples, built.value_of, keeps_all)
-        with preserve_function(loss), torch.enable_grad(), read:
+        with preserve_function(loss), torch.enable_grad(), FollowedCalls(ran):
             loss(outputs, batch)
     except Exception:  # of the user's own code, which may look at values
         return None
-    return frozenset(index for index, one in enumerate(tensors_in(outputs)) if address(one) in read.found)
+    return frozenset(index for index, tensor in enumerate(tensors_in(outputs)) if address(tensor) in read)
 
 
 def _with_whole_outputs(proof: CutProof, reads: Callable[[], frozenset[int] | None]) -> CutProof:
@@ -154,10 +159,21 @@ def _with_whole_outputs(proof: CutProof, reads: Callable[[], frozenset[int] | No
     return proof
 
 
+def _cut_unlike(spec: ModelSpec, proof: CutProof) -> dict[str, str]:
+    """Return the modules whose weights are cut otherwise than those that follow them, or that they follow, and why they stay whole."""
+    pairs = [(param.name, param.follows) for param in spec.params if param.follows]
+    return {
+        name.rpartition(".")[0]: f"{one} follows {other}, and only one of them would be cut so"
+        for one, other in pairs
+        if proof.cuts.get(one) != proof.cuts.get(other) or proof.groups.get(one) != proof.groups.get(other)
+        for name in (one, other)
+    }
+
+
 def _prove(
     built: BuiltModel, forward: TracedForward, planned: Cuts, reads: Callable[[], frozenset[int] | None]
 ) -> ProvenPlan:
-    """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
+    """Return the proof of a plan, the counts of a rank, and the heads that ranks may share. A weight and its moving average are cut alike.
 
     Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered, those of
     the head first; where that does not help, these modules stay whole.
@@ -174,14 +190,24 @@ def _prove(
             if degree := cut_proof.smallest_degree(proof):
                 proof, counts = try_degree(built, proof, shareable, degree)
             proof = _with_whole_outputs(proof, reads)
+            if unlike := {} if proof.refusal else _cut_unlike(forward.spec, proof):
+                planned.styles = {path: style for path, style in planned.styles.items() if path not in unlike}
+                planned.gathered |= unlike
+                break
             if not proof.refusal:
                 return ProvenPlan(planned, proof, counts, shareable)
             proofs.append(proof)
             if not proof.cuts_logits:  # else the code behind the head may need them whole
                 break
+        if unlike:
+            if planned.styles:
+                continue
+            return ProvenPlan(planned, CutProof({}), {}, {})
         proof = proofs[0]
         first = first or proof
         planned.gather(paths := cut_proof.to_gather(module, proof), proof.refusal)
+        if proof.cut_outputs and not planned.styles:  # the loss reads all that could be cut: it stays whole
+            return ProvenPlan(planned, CutProof({}), {}, {})
         if not paths or not planned.styles:
             planned.styles = dict(first.styles)
             planned.gathered.clear()
@@ -199,7 +225,7 @@ def try_degree(
         forward = functools.partial(forward, answers=looks.answers if proof.looking else None)
         proof = cut_proof.with_degree(proof, built.module, shared, recorder.operations, forward, degree)
     except DiffersError as error:
-        return replace(proof, refusal=str(error), refused_at=error.where), {}
+        return replace(proof, refusal=str(error), refused_at=error.where, fails_after=error.after), {}
     return proof, {degree: proof.divided(built.module)}
 
 

@@ -1,8 +1,8 @@
-"""Whether a forward reads weights that its run does not train: those of the instance that was given, or of another call of the build function.
+"""Whether a forward reads weights that its run does not train: those that a variable holds, and not the module.
 
-A run trains parameters of its own. Functions and weak references that the model holds refer to them (`building/module_copies.py`); a
-global variable, or an object of the code around, still holds the module that was copied, and code that calls it would compute with
-its first values in every step.
+A run puts parameters of its own into modules, or the same parameters with other values. A variable around a function that holds a
+parameter itself, or a view of one, has the first values in every step. So has a global variable that holds a module of another call of the
+build function.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ def refused_reads(plan: Blueprint) -> Iterator[None]:
     with reads.within(plan.module):
         yield
     if reads.name:
-        where = "another call of the build function has made" if reads.name in dict(plan.others) else "was given"
+        whose = (
+            "a module that another call of the build function has made"
+            if reads.name in dict(plan.others)
+            else "the model itself"
+        )
         raise ModelError(
-            f"the forward reads {reads.name} of the model instance that {where}, from a global variable or an object outside of the "
-            "model, and a run trains parameters of its own: the forward would see the first values in every step; a module that is "
-            "read from self works"
+            "instance-read-elsewhere",
+            f"the forward reads {reads.name} of {whose}, from a global variable or an object outside of the model, and a run trains the "
+            "parameters that are in the modules: the forward would see the first values in every step; a module that is read from self works",
         )

@@ -1,32 +1,45 @@
-"""One forward of a model on the meta device, traced under a list of observers, and the means to run it again."""
+"""One forward of a model on the meta device, traced under a list of observers, and the means to run it again.
+
+One observer records masks and random numbers: which module draws them, their shapes, and the dimension of their samples.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.building.attention import DroppedWeights
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss_result import Loss
-from samestep.building.named_tensors import cast_floating
+from samestep.building.named_tensors import cast_batch
+from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets import blame_samples
 from samestep.datasets.values import first_of
+from samestep.errors import ModelError
 from samestep.examination.read_originals import refused_reads
-from samestep.examination.recording import MaskRecorder, record_masks
 from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
-from samestep.models.analysis import ExpertModules
+from samestep.independence.samples import Place, RowsOf
 from samestep.models.layer_parts import ExpertDispatch
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import ExpertModules, MaskSpec, ModelSpec
+from samestep.randomness.distributions import DRAWS
+from samestep.randomness.mode import IN_ORDER, Draw, DrawKey, DropoutMode, track_modules
+from samestep.randomness.replacements import HANDLERS
+from samestep.randomness.row_hashes import OF_NO_SAMPLE
 from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, TracedPlaces, record_checkpointed
-from samestep.tracing.operations import Recorder
-from samestep.tracing.trace import samples_traced, trace
+from samestep.tracing.custom_functions import FollowedCalls
+from samestep.tracing.operations import Events, Recorder
+from samestep.tracing.trace import samples_traced, trace, trace_whole_batch
+from samestep.tracing.watched_forward import outputs_on_meta
+from samestep.trees import tensors_in, tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +52,13 @@ class BuiltModel:
     example: Any
     sample: Any
     """A batch of the first sample of the example, its floating tensors in the dtype of the weights."""
+    keeps_double: bool
+    """Whether the forward takes float64 values of a batch as they are."""
     stages: Sequence[str]
     """The modules with which pipeline stages begin, if others than blocks."""
     experts: ExpertModules
+    global_batch: int = 1
+    """Samples of a step, on which a forward is traced that takes no fewer."""
 
     @classmethod
     def of(
@@ -56,8 +73,9 @@ class BuiltModel:
         """Return a model with the first sample of an example; its experts are looked for unless they are known."""
         module = blueprint.module
         dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
-        sample = cast_floating(first_of(example), dtype)
-        return cls(name, blueprint, loss, example, sample, stages, experts or experts_module.experts_of(module))
+        keeps = _keeps_double(module, first_of(example), dtype)
+        sample = cast_batch(first_of(example), dtype, keeps_double=keeps)
+        return cls(name, blueprint, loss, example, sample, keeps, stages, experts or experts_module.experts_of(module))
 
     @property
     def module(self) -> nn.Module:
@@ -80,6 +98,7 @@ class BuiltModel:
         recorder: Recorder | None = None,
         *,
         keeps_all: bool = False,
+        events: Events | None = None,
     ) -> ModelSpec:
         """Return the spec that one forward gives, with what a tensor plan adds to it; the parameters are those of `tracing.trace`.
 
@@ -89,7 +108,7 @@ class BuiltModel:
         with blame_samples(self.example):
             return trace(
                 self.module, self.sample, self.name, self.value_of, places, styles, recorder,
-                loss=self.loss, stages=self.stages, keeps_all=keeps_all,
+                loss=self.loss, stages=self.stages, keeps_all=keeps_all, events=events,
             )  # fmt: skip
 
     @contextmanager
@@ -107,6 +126,27 @@ class BuiltModel:
             yield
 
 
+def _keeps_double(module: nn.Module, sample: Any, dtype: torch.dtype) -> bool:
+    """Return whether a forward runs on float64 values of a sample as they are, beside weights of another dtype.
+
+    Torch refuses operations on several floating dtypes unless it promotes them; the meta device computes products of them.
+    """
+    refused = list[Any]()
+
+    def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        dtypes = {leaf.dtype for leaf in tensors_in((args, kwargs)) if leaf.is_floating_point() and leaf.dim()}
+        is_promoted = torch.Tag.pointwise in func.tags or func is torch.ops.aten.copy_.default
+        refused.extend([func] if len(dtypes) > 1 and not is_promoted else [])
+
+    if dtype is not torch.float64 and any(leaf.dtype is torch.float64 for leaf in tensors_in(sample)):
+        try:
+            with snapshot.preserve_modules(module), FollowedCalls(ran):
+                outputs_on_meta(module, sample, 1, None, keeps_all=False)
+        except Exception:  # as of a convolution of several dtypes; the trace will raise any other error too
+            return False
+    return not refused
+
+
 @dataclass(frozen=True, slots=True)
 class CutObservations:
     """The observations of a forward that the proof and the costs of a tensor plan need."""
@@ -121,7 +161,8 @@ class TracedForward:
     """A traced forward: the spec that its trace gives, and the records of its observers."""
 
     spec: ModelSpec
-    changes: kept_state.Changes
+    keeps: bool
+    """Whether it has changed the content of modules."""
     masks: MaskRecorder
     dispatches: list[ExpertDispatch]
     expert_calls: dict[str, tuple[Any, Any]]
@@ -136,11 +177,27 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None) -> Traced
     Raises:
         ModelError: the forward fails, or needs values that are not known.
     """
-    module, expert_calls, places = built.module, dict[str, tuple[Any, Any]](), TracedPlaces()
+    before, few = snapshot.Snapshot(built.module), built.num_samples
+    try:
+        return _trace_forward(built, planned, before)
+    except ModelError as error:
+        if few >= built.global_batch or error.__cause__ is None:
+            raise
+        before.restore()
+        trace_whole_batch(built.module, built.global_batch)
+        with suppress(ModelError):
+            return _trace_forward(built, planned, before)
+        trace_whole_batch(built.module, few)
+        raise
+    finally:
+        before.restore()
+
+
+def _trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, before: snapshot.Snapshot) -> TracedForward:
+    module, expert_calls, places, events = built.module, dict[str, tuple[Any, Any]](), TracedPlaces(), Events(costs=[])
     with ExitStack() as observers:
         observe = observers.enter_context
         observe(refused_reads(built.blueprint))
-        changes = observe(kept_state.record_changes(module))  # it looks when those below have gone
         cuts = None
         if planned is not None:
             observe(cut_proof.record_ends(module, planned.styles, recorder := Recorder(), planned.looking))
@@ -152,6 +209,133 @@ def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None) -> Traced
         masks = observe(record_masks(module, built.num_samples))
         dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls, places))
         checkpointed = observe(record_checkpointed(module))
-        spec = run()
+        spec = run(events=events)
     checkpointed.entered |= places.covered
-    return TracedForward(spec, changes, masks, dispatches, expert_calls, checkpointed, cuts)
+    keeps = kept_state.has_changed(before, module, events)
+    return TracedForward(spec, keeps, masks, dispatches, expert_calls, checkpointed, cuts)
+
+
+class _RecordedError(ModelError):
+    """Random numbers have been recorded, and need not be drawn."""
+
+
+def _on_one_device(given: Any) -> Any:
+    """Return the arguments of a call, with masks of the host moved to the meta device of the other tensors.
+
+    Whole numbers stay where they are: recurrent layers take the sizes of a packed sequence on the host.
+    """
+    tensors = tensors_in(given)
+    if len({tensor.is_meta for tensor in tensors}) < 2:
+        return given
+    of_masks = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.dtype in of_masks else tensor, given)
+
+
+class MaskRecorder(DropoutMode):
+    """A mode that records the shape of each draw, and leaves the forward unchanged."""
+
+    def __init__(self, model: nn.Module, num_samples: int, placing: Placing | None) -> None:
+        track_modules(model)
+        super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
+        self.masks: list[MaskSpec] = []
+        self.shapes: dict[DrawKey, tuple[int, ...]] = {}
+        """Shape of each draw, for all samples."""
+        self.num_samples = num_samples
+        self._placing = placing
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        num_recorded = len(self.masks)
+        if handler is not None:
+            # A step raises its own errors, so none is raised here; nor may a trace of costs see what is only tried here.
+            unseen = disable_current_modes() if self._placing is None else nullcontext()
+            with suppress(ModelError), unseen, torch.no_grad():
+                given, named = _on_one_device((args, kwargs or {}))
+                handler(self, func, *given, **{**named, **({"inplace": False} if named.get("inplace") else {})})
+        outcome = func(*args, **(kwargs or {}))
+        if self._placing is not None and func in DRAWS and len(self.masks) > num_recorded:
+            index = len(self.masks) - 1
+            self._placing.place(
+                outcome,
+                self.masks[-1].rows,
+                lambda rows: operator.setitem(self.masks, index, replace(self.masks[index], rows=rows)),
+            )
+        return outcome
+
+    def _enter_module(self, name: str) -> None:
+        """Begin anew with each forward of the whole model: a trace that needs values runs it again."""
+        if not name and len(self._frames) == 1:
+            self._entries.clear()
+            self.masks.clear()
+            self.shapes.clear()
+        super()._enter_module(name)
+
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+        """Record a mask, and return one that has no values."""
+        self._record(self._next_draw(), x, shape)
+        return torch.empty(shape, dtype=torch.bool, device=x.device)
+
+    def drop_elements(self, x: Tensor, p: float, what: str, *, inplace: bool) -> Tensor | None:
+        """Let the mask be asked of `drop`."""
+        return None
+
+    def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
+        """Record a mask, and return one whose parts have no values."""
+        drop = self.drop(x, shape, p, what)
+        return DroppedWeights(p, lambda start, stop, num_keys: drop[..., start:stop, :num_keys])
+
+    def hashes(
+        self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
+    ) -> Tensor:
+        """Record random numbers; the function that draws them goes on to make them itself."""
+        self._record(self._next_numbers(), like, shape)
+        raise _RecordedError("numbers-recorded", "the numbers are recorded, and not drawn")
+
+    def _record(self, draw: DrawKey, like: Tensor | None, shape: Sequence[int]) -> None:
+        """Record a draw of this shape, which has the sample dimension of the tensor that it is modelled on."""
+        self.shapes[draw] = tuple(shape)
+        rows: tuple[int, int] | None = IN_ORDER
+        if self._placing is not None:
+            rows = (OF_NO_SAMPLE, 0) if like is None else self._placing.rows_of(like)
+            rows = rows if rows is None or rows[0] < len(shape) else None  # of a mask of channels
+            if rows is not None and rows[0] == OF_NO_SAMPLE:
+                rows = (self._dim_by_shape(draw), 0)
+        dim = 0 if rows is None else rows[0]
+        each = tuple(shape)
+        if shape and dim != OF_NO_SAMPLE:
+            each = (*shape[:dim], shape[dim] // self.num_samples, *shape[dim + 1 :])
+        owner, entry, index = draw
+        self.masks.append(MaskSpec(owner=owner, entry=entry, draw=index, shape=each, rows=rows))
+
+    def _dim_by_shape(self, draw: DrawKey) -> int:
+        """Return the dimension of a draw that grows with the number of samples, if there is one.
+
+        `torch.rand(len(x), 1)` depends on no sample's values, but its shape, beside that for another number, tells.
+        """
+        fewer, shape = self._placing.fewer if self._placing else self, self.shapes[draw]
+        other = fewer.shapes.get(draw, ())
+        differs = [dim for dim, (a, b) in enumerate(zip(other, shape, strict=False)) if a != b]
+        if len(other) != len(shape) or len(differs) != 1:
+            return OF_NO_SAMPLE
+        grows = other[differs[0]] * self.num_samples == shape[differs[0]] * fewer.num_samples
+        return differs[0] if grows else OF_NO_SAMPLE
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """The places of samples in tensors, as far as a traced forward of several samples knows them."""
+
+    rows_of: RowsOf
+    place: Place
+    fewer: MaskRecorder
+    """The draws of a forward of fewer samples."""
+
+
+@contextmanager
+def record_masks(model: nn.Module, num_samples: int = 1, placing: Placing | None = None) -> Iterator[MaskRecorder]:
+    """Record every mask and tensor of random numbers that a forward of `num_samples` samples draws inside."""
+    mode = MaskRecorder(model, num_samples, placing)
+    with mode:
+        yield mode

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.building.families import facts_of
-from samestep.building.loss import prediction_of
+from samestep.building.predictions import prediction_of
 from samestep.errors import InputError
 from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.independence.partial_gradients import COPYING, PartialGradients, check_whole_gradients, partial_gradients
@@ -74,6 +74,8 @@ class CutProof:
     """Path of the module whose code a refusal is about."""
     refused: frozenset[str] = frozenset()
     """Names of the cut weights that it is about."""
+    fails_after: str = ""
+    """Path of the last module that ran before the forward with the shapes of a rank failed; empty if it did not."""
 
     def divided(self, model: nn.Module) -> tuple[tuple[str, str, int], ...]:
         """Return the path, the attribute and the divisor of every count of a rank of the model."""
@@ -191,6 +193,8 @@ def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
     cut = {path for path, style in proof.styles.items() if style in ("column", "qkv", "row", "gather")}
     below = {path for path in cut if path == proof.refused_at or is_below(proof.refused_at, path)}
     met = {_owner(name) for name in proof.refused} & cut | below
+    if proof.styles.get(proof.fails_after) in ("column", "qkv"):  # the code after it does not fit a rank's part
+        met = {proof.fails_after}
     above = proof.refused_at
     while not met and above:
         met = {path for path in cut if is_below(path, above)}
@@ -209,6 +213,9 @@ def _uses(operations: list[Operation], flow: UnitFlow, partial: PartialGradients
     """Return how each module's trained weights are used."""
     uses: dict[str, set[str]] = {}
     for index, op in enumerate(operations):
+        if op.func == "outputs":  # the loss is computed from a weight that it returns, alike on every rank
+            for path in {path for view in op.given for path in flow.owners.get(view.storage, ())}:
+                uses.setdefault(path, set()).add("whole")
         owners = owners_in(flow, op) if op.func not in ("left", "outputs") else frozenset()
         data = data_in(flow, op)
         if not owners or not data:
@@ -331,5 +338,5 @@ def run_forward(
         raise DiffersError(f"{watch.where} looks at values of what a rank has", watch.where) from None
     except InputError as error:
         reason = str(error).removeprefix("it cannot be traced: ")
-        raise DiffersError(f"with the shapes of a rank {reason}", watch.where) from None
+        raise DiffersError(f"with the shapes of a rank {reason}", watch.where, watch.modules.innermost) from None
     return watch.looks

@@ -465,13 +465,6 @@ def is_elementwise(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags or MAPS.get(func.overloadpacket) in (elementwise, copy_into)
 
 
-def keeps_first_dim(call: Computation) -> bool:
-    """Return whether a sum, norm, sort or scan, or a batched product, mixes no positions along the first dimension of its tensors."""
-    packet = call.func.overloadpacket
-    is_batched = packet in (_aten.bmm, _aten.baddbmm)
-    return is_batched or (MAPS.get(packet) is along and 0 not in _dims_of_sum(call, call.args[0]))
-
-
 def map_of(func: Any) -> Map | None:
     """Return the map of an operation: that of the operation, that of its kind, or none."""
     packet = func.overloadpacket

@@ -21,7 +21,6 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,15 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
-from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError
 from samestep.independence.dimension_maps import FILLS, OVERWRITES
-from samestep.models.analysis import StateKind, StateSpec
-from samestep.models.spec import ModelSpec
-from samestep.state.reachable import Variable
-from samestep.state.snapshot import OUTSIDE, Content, Slot, Snapshot
+from samestep.models.spec import ModelSpec, StateKind, StateSpec
+from samestep.state.named_variables import Variable
+from samestep.state.snapshot import OUTSIDE, Content, Snapshot, changed_slots
 from samestep.tracing.forward import ForwardTracer, ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands, run_on_meta
+from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
+from samestep.tracing.operations import Events
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import can_be_kept, operands, tensors_in, tree_leaves
 
@@ -47,57 +45,11 @@ SAMPLES = -1
 """The label of what depends on the values of the samples; other labels are addresses of storages."""
 
 
-# -- operations that write -------------------------------------------------------------------------
-
-
-def _counts_tokens(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether it is a lookup whose gradient is divided by how often the micro-batch has a token."""
-    return func in (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default) and args[3:4] == (True,)
-
-
-class _WriteRecorder(DispatchMode):
-    """Records the storages that operations write into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: set[int] = set()
-        self.counts_tokens = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.written.update(map(address, mutated_operands(func, args, kwargs or {})))
-        self.counts_tokens |= _counts_tokens(func, args)
-        return run_on_meta(func, args, kwargs or {})
-
-
-@dataclass(slots=True)
-class Changes:
-    """The answer to whether a forward keeps anything, complete once the forward has ended."""
-
-    found: bool = False
-
-
-@contextmanager
-def record_changes(module: nn.Module) -> Iterator[Changes]:
-    """Record whether a forward inside changes its modules or writes into their tensors; restore them afterwards."""
-    changes, before = Changes(), Snapshot(module)
-    try:
-        with _WriteRecorder() as recorder:
-            yield changes
-        after = Snapshot(module)
-        held = {address(tensor) for value in after.values.values() for tensor in value.tensors}
-        changes.found = bool(held & recorder.written) or recorder.counts_tokens or bool(_changed_slots(before, after))
-    finally:
-        before.restore()
-
-
-def _changed_slots(before: Snapshot, after: Snapshot) -> set[Slot]:
-    """Return the slots whose numbers, structure or tensors differ."""
-    none = Content(None, [])
-    slots = before.values.keys() | after.values.keys()
-    pairs = ((slot, before.values.get(slot, none), after.values.get(slot, none)) for slot in slots)
-    return {slot for slot, old, new in pairs if old.skeleton != new.skeleton or old.identities != new.identities}
+def has_changed(before: Snapshot, module: nn.Module, events: Events) -> bool:
+    """Return whether a traced forward has changed its modules or written into their tensors, or counts tokens."""
+    after = Snapshot(module)
+    held = {address(tensor) for value in after.values.values() for tensor in value.tensors}
+    return bool(held & events.written) or bool(events.counting) or bool(changed_slots(before, after))
 
 
 # -- dependence ------------------------------------------------------------------------------------
@@ -130,7 +82,6 @@ class _StateTracer(ForwardTracer):
         """Storages whose first use was to be overwritten as a whole."""
         self.looked_at: set[int] = set()
         """Labels of values that the code has looked at."""
-        self.counting: str | None = None
         self.calls: list[Any] = []
         """The operations, with their numbers and shapes."""
         self._func: Any = None
@@ -148,8 +99,6 @@ class _StateTracer(ForwardTracer):
     ) -> Any:
         self._func = func
         self.calls.append(_call_of(func, args, kwargs or {}))
-        if _counts_tokens(func, args):
-            self.counting = self.innermost
         given = operands(*args, *(kwargs or {}).values())
         written = mutated_operands(func, args, kwargs or {})
         keys = {self.key(tensor) for tensor in given}
@@ -178,9 +127,9 @@ class _StateTracer(ForwardTracer):
         if SAMPLES in (labels := self._labels_of({self.key(value)})):
             self.written.setdefault(self.key(buffer), set()).update(labels)
 
-    def record(self, given: list[Tensor], written: list[Tensor], *cost: Any) -> None:
+    def record(self, given: list[Tensor], written: list[Tensor], *cost: Any, **kind: Any) -> None:
         """Add an operation, and give its results the labels of its operands."""
-        super().record(given, written, *cost)
+        super().record(given, written, *cost, **kind)
         keys = {self.key(tensor) for tensor in given}
         self.used |= keys
         if self._func is not None and self._func.overloadpacket in FILLS:
@@ -228,7 +177,9 @@ def examine(
         try:
             outputs = watch_forward(module, sample, count, spec.name, containers, watch, value_of)
         except NeedsValuesError:
-            raise ModelError(f"{spec.name} cannot be traced again: {watch.reached} looks at a value") from None
+            raise ModelError(
+                "forward-looks-at-values", f"{spec.name} cannot be traced again: {watch.reached} looks at a value"
+            ) from None
         reached = watch._labels_of({address(tensor) for tensor in tensors_in(outputs)}) | watch.looked_at
         return _Traced(watch, Snapshot(module), reached)
 
@@ -249,16 +200,15 @@ def examine(
         acts = run(num_samples).watch.calls != again.watch.calls  # not the first one's, which may fill caches
         start.restore()
         wider = run(2 * num_samples)
-        counters = [] if acts else list(_counters(start, first.after, again.after))
-        acts = acts or any(follows(counters, count - 1) for count in _jumps(start, counters))
+        counters = [] if acts else list(counters_of(start, first.after, again.after))
+        acts = acts or any(follows(counters, count - 1) for count in jumps_of(start, counters))
     finally:
         start.restore()
     found = [
         *_find_written_state(module, start, first, again),
         *_find_replaced_state(start, first, again, wider, looks=bool(spec.varies_at), acts=acts),
     ]
-    if first.watch.counting is not None:
-        found.append(StateSpec(owner=first.watch.counting, name="weight", kind="counts"))
+    found += [StateSpec(owner=path, name="weight", kind="counts") for path in first.watch.events.counting[-1:]]
     modules = dict(module.named_modules())
     return tuple(_with_form(state, modules) for state in found if not _is_known(module, state, spec))
 
@@ -272,7 +222,7 @@ def _with_form(state: StateSpec, modules: Mapping[str, nn.Module]) -> StateSpec:
     return replace(state, is_restorable=can_be_kept(held.get(state.name)))
 
 
-def _counters(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[Variable]:
+def counters_of(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[Variable]:
     """Yield the numbers that the first forward has changed, and the second one again."""
     later = {id(held): items for held, items in first.containers}
     latest = {id(held): items for held, items in again.containers}
@@ -290,8 +240,9 @@ def _counters(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[Var
             now = after.get(key) if isinstance(after, dict) else after[key]
             if _is_number(items[key]) and _is_number(now) and items[key] != now:
                 yield Variable("", held, key, now)
-    for variable, after in zip(start.variables, first.variables, strict=False):
-        if _is_number(variable.value) and _is_number(after.value) and variable.value != after.value:
+    for name, variable in start.variables.items():
+        after = first.variables.get(name)
+        if after and _is_number(variable.value) and _is_number(after.value) and variable.value != after.value:
             yield variable
 
 
@@ -299,12 +250,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _jumps(start: Snapshot, counters: list[Variable]) -> list[int]:
+def jumps_of(start: Snapshot, counters: list[Variable]) -> list[int]:
     """Return the numbers near which counters are tried: those of the attributes and of the code, and a large one."""
     if not counters:
         return []
-    known = {int(leaf) for value in start.values.values() for leaf in tree_leaves(value.skeleton) if _is_number(leaf)}
-    found = {count for count in (*known, *start.constants) if 1 < count < _LARGEST_JUMP}
+    found = {int(number) for number in start.numbers if 1 < int(number) < _LARGEST_JUMP}
     return [*sorted(found)[-_MOST_JUMPS:], _LARGEST_JUMP]
 
 
@@ -343,7 +293,7 @@ def _find_replaced_state(
     `acts` tells whether forwards do something else once numbers that they keep have changed.
     """
     none = Content(None, [])
-    for slot in sorted(_changed_slots(start, first.after) | _changed_slots(first.after, again.after)):
+    for slot in sorted(changed_slots(start, first.after) | changed_slots(first.after, again.after)):
         old, new, newer, wide = (seen.values.get(slot, none) for seen in (start, first.after, again.after, wider.after))
         known = set(old.identities)
         made = [tensor for tensor, where in zip(new.tensors, new.identities, strict=True) if where not in known]

@@ -87,15 +87,13 @@ def try_sums(
     args: tuple[Any, ...],
     named: tuple[tuple[str, Any], ...],
     dims: Sequence[int | None],
-    *,
-    is_hook: bool,
 ) -> Outcome:
-    """Return whether a backward is additive: that of a Function, or a hook, which computes gradients from gradients.
+    """Return whether the backward of a Function is additive.
 
     `dims` are those along which each gradient that comes from above is zero outside of a part; None where every part
     contributes to all elements.
     """
-    return _in_a_thread(_sums_tried, compute, args, named, tuple(dims), is_hook)
+    return _in_a_thread(_sums_tried, compute, args, named, tuple(dims))
 
 
 def outcome_of(compute: Callable[..., Any], given: tuple[Given, ...]) -> bytes:
@@ -141,11 +139,9 @@ def _try_operation(compute: Callable[..., Any], args: Any, named: Any, results: 
     return _in_any_precision(given, lambda wide: _compare_parts(run, given, results, count, wide))
 
 
-def _sums_tried(
-    compute: Callable[..., Any], args: Any, named: Any, dims: tuple[int | None, ...], is_hook: bool
-) -> Outcome:
+def _sums_tried(compute: Callable[..., Any], args: Any, named: Any, dims: tuple[int | None, ...]) -> Outcome:
     given, run = _runnable(compute, args, named)
-    return _in_any_precision(given, lambda wide: _compare_sums(run, given, dims, is_hook, wide))
+    return _in_any_precision(given, lambda wide: _compare_sums(run, given, dims, wide))
 
 
 def _runnable(
@@ -279,45 +275,26 @@ _SCALES = (1.0, 1e-3, 1e3)
 
 
 def _compare_sums(
-    run: Callable[[list[Tensor]], list[Tensor]],
-    given: list[Given],
-    dims: tuple[int | None, ...],
-    is_hook: bool,
-    wide: bool,
+    run: Callable[[list[Tensor]], list[Tensor]], given: list[Given], dims: tuple[int | None, ...], wide: bool
 ) -> Outcome:
-    """Run a backward on gradients and on two parts of them, and compare the sums."""
+    """Return whether a backward's result for gradients is the sum of those for two parts of them, at each of the scales.
+
+    It is run once more on the same gradients: "fails" says that it gives something else then.
+    """
     generator = torch.Generator().manual_seed(0)
     high = max(2, min((size for one in given for size in one.shape if size > 1), default=2))
     whole = [_draw_operand(one, high, wide, generator) for one in given]
-    above: list[Tensor | None] = [*whole] if is_hook else _with_gradients(run, given, whole, None, generator)[2]
+    above = _with_gradients(run, given, whole, None, generator)[2]
     if len(above) != len(dims):
         return "fails"
-
-    def backward(gradients: list[Tensor | None]) -> list[Tensor | None]:
-        if not is_hook:
-            return _with_gradients(run, given, whole, gradients, generator)[1]
-        return [*run([one.clone() for one in gradients if one is not None])]
-
-    return compare_sums_of(backward, above, dims, _tolerance(wide, whole), generator)
-
-
-def compare_sums_of(
-    backward: Callable[[list[Tensor | None]], Sequence[Tensor | None]],
-    above: Sequence[Tensor | None],
-    dims: Sequence[int | None],
-    tolerance: float,
-    generator: torch.Generator,
-    scales: Sequence[float] = _SCALES,
-) -> Outcome:
-    """Return whether what a function makes of gradients is the sum of what it makes of two parts of them, at each of the scales.
-
-    It is called once more on the same gradients: "fails" says that it gives something else then.
-    """
-    for scale in scales:
+    tolerance = _tolerance(wide, whole)
+    for scale in _SCALES:
         sums = [None if one is None else scale * one for one in above]
         parts = [None if one is None else _part_of(one, dim, generator) for one, dim in zip(sums, dims, strict=True)]
         rest = [None if a is None or b is None else a - b for a, b in zip(sums, parts, strict=True)]
-        of_sums, again, *of_parts = (backward(gradients) for gradients in (sums, sums, parts, rest))
+        of_sums, again, *of_parts = (
+            _with_gradients(run, given, whole, gradients, generator)[1] for gradients in (sums, sums, parts, rest)
+        )
         for total, repeated, first, second in zip(of_sums, again, *of_parts, strict=True):
             if total is None:
                 continue

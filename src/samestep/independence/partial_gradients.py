@@ -62,12 +62,17 @@ def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int
 
 
 def check_whole_gradients(operations: list[Operation], partial: PartialGradients, flow: UnitFlow) -> None:
-    """Check that no gradient is partial in a module whose code looks at values: a branch that is not followed might add a whole one.
+    """Check that no gradient is partial that a hook is given, or in a module whose code looks at values: a branch that is not followed
+    might add a whole one.
 
     Raises:
         MixesError: one is.
     """
     for index, op in enumerate(operations):
+        if op.func == "hook" and any(view.storage in partial.storages for view in op.given):
+            raise MixesError(
+                f"{op.where or 'the model'} has a hook on a gradient of which each rank would have a summand"
+            ).at(op.where, ())
         path = next((path for path in flow.looking if is_below(op.where, path)), None)
         seen = [view for view in (*op.given, *op.results) if view.takes_gradient and view.storage in partial.storages]
         if path is not None and (index in partial.operations or seen):
@@ -99,7 +104,7 @@ class _CutSearch:
     def meets(self, index: int) -> bool:
         """Return whether an operation has an operand that tp cuts."""
         op = self.operations[index]
-        return op.func not in ("left", "outputs") and any(
+        return op.func not in ("left", "outputs", "hook", "hooked") and any(
             isinstance(state, UnitRows) for state in self.flow.history[index][: len(op.given)]
         )
 

@@ -46,9 +46,9 @@ MOST_TRIALS = 64
 class DiffersError(ModelError):
     """The forward of a rank runs another operation than that of the whole model, or on other tensors."""
 
-    def __init__(self, reason: str, where: str) -> None:
-        super().__init__(reason)
-        self.where = where
+    def __init__(self, reason: str, where: str, after: str = "") -> None:
+        super().__init__("rank-computes-otherwise", reason)
+        self.where, self.after = where, after
 
 
 @dataclass(slots=True)

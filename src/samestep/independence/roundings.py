@@ -8,19 +8,24 @@
 
 Two orders of the same sums differ by about 1e-16 in float64, and a wrong sum by 1e-3 and more. Two numbers are compared relative to the
 largest finite value expected, and sums of a loss at least to a hundredth of its count. Kernels add up the elements of another shape in another order, so the allowance of a sample that is run
-alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`),
-and what linear layers read too: where the terms of a product cancel, the sum is far smaller than the rounding of its terms.
+alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights, and of every product and
+sum, is off by one rounding (`nudge_outputs`), and the operands of products too: if the terms of a product cancel, the sum is far smaller than the
+rounding of its terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.building.torch_seams import DispatchMode
+from samestep.independence.dimension_maps import PRODUCTS
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in, tree_map_only
 
@@ -41,6 +46,9 @@ _ALLOWANCE_FACTOR = 8
 _BEYOND = 1e30
 """The deviation of outputs that are not finite in one of two forwards."""
 
+_BLOCK = 2**18
+"""Elements that are compared at once, so that no copy of whole logits is made."""
+
 
 def limit_of_values(dtype: torch.dtype) -> float:
     """Return the largest relative difference of what an operation or a forward gives on parts, in a dtype."""
@@ -58,60 +66,72 @@ def floating_tensors(outputs: Any) -> Iterator[Tensor]:
     return (leaf for leaf in made if leaf.is_floating_point())
 
 
-def rows_of(tensor: Tensor, dim: int, row: int, count: int) -> Tensor:
-    """Return a copy of the rows of one of `count` samples."""
-    each = tensor.shape[dim] // count
-    return tensor.narrow(dim, row * each, each).detach().clone()
-
-
-def samples_dim(whole: torch.Size, alone: torch.Size, count: int) -> int | None:
-    """Return the one dimension in which a sample alone has a part of the micro-batch; None if there is none."""
-    if len(whole) != len(alone):
-        return None
-    odd = [dim for dim, (all_rows, rows) in enumerate(zip(whole, alone, strict=True)) if all_rows != rows]
-    return odd[0] if len(odd) == 1 and alone[odd[0]] * count == whole[odd[0]] else None
+def is_let_go(tensor: Tensor) -> bool:
+    """Return whether a tensor has no elements any more, as a weight in outputs that zero=3 gathers for forwards alone."""
+    return tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 def relative_deviation(expected: Tensor, found: Tensor) -> float:
     """Return the ratio of max|difference| to the largest finite value expected; what is not finite must be the same."""
-    a, b = expected.double(), found.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
+    if is_let_go(expected) or is_let_go(found):
         return 0.0
-    difference = (a - b).abs().masked_fill(same, 0.0)
-    largest = a.abs().masked_fill(~a.isfinite(), 0.0).max().clamp_min(1e-300)
-    return min(float((difference / largest).nan_to_num(_BEYOND, posinf=_BEYOND).max()), _BEYOND)
+    most, largest = 0.0, 0.0
+    blocks = (tensor.detach().reshape(-1).split(_BLOCK) for tensor in (expected, found))
+    for a, b in zip(*blocks, strict=True):
+        a, b = a.double(), b.double()
+        same = (a == b) | (a.isnan() & b.isnan())
+        largest = max(largest, float(a.abs().masked_fill(~a.isfinite(), 0.0).max()))
+        if not bool(same.all()):
+            difference = (a - b).abs().masked_fill(same, 0.0)
+            most = max(most, float(difference.nan_to_num(math.inf, posinf=math.inf).max()))
+    return min(most / max(largest, 1e-300), _BEYOND)
 
 
-def largest_deviation(ours: list[Tensor] | None, theirs: list[Tensor] | None) -> float:
-    """Return the largest relative difference of two forwards of the same samples."""
-    pairs = zip(ours or [], theirs or [], strict=False)
+def largest_deviation(outputs: Any, expected: Any) -> float:
+    """Return the largest relative difference of the outputs of two forwards of the same samples."""
+    pairs = zip(floating_tensors(outputs), floating_tensors(expected), strict=False)
     return max((relative_deviation(b, a) for a, b in pairs if a.shape == b.shape), default=0.0)
+
+
+class _Nudged(DispatchMode):
+    """Lets the operands and results of products be off by one rounding, and the results of sums, whoever holds their weights."""
+
+    def __init__(self, off: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._off = off
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_product = func.overloadpacket in PRODUCTS or any(word in name for word in ("convolution", "linalg", "solve"))
+        if func._schema.is_mutable or not (is_product or name in ("sum", "mean")):
+            return func(*args, **(kwargs or {}))
+        given = tree_map_only(Tensor, self._off, args) if is_product else args
+        return tree_map_only(Tensor, self._off, func(*given, **(kwargs or {})))
 
 
 @contextmanager
 def nudge_outputs(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
-    """Let the output of every module with weights, and the input of linear layers, be off by one rounding inside, up or down."""
+    """Let the outputs of modules with weights, and products and sums, be off by one rounding inside, up or down.
 
-    def signs(leaf: Tensor) -> Tensor:
-        # By arithmetic: a forward may draw no random numbers.
-        index = torch.arange(leaf.numel(), device=leaf.device) + 7919 * (seed + 1)
-        return (1 - 2 * ((index * 2654435761 >> 16) & 1)).to(leaf.dtype).view(leaf.shape)
+    Each call has signs of its own, so that roundings do not cancel in the difference of two equal models, as of a policy and its reference.
+    """
+    calls = itertools.count()
 
     def off(leaf: Tensor) -> Tensor:
-        return leaf * (1 + rounding / 2 * signs(leaf)) if leaf.is_floating_point() else leaf
+        if not leaf.is_floating_point():
+            return leaf
+        # By arithmetic: a forward may draw no random numbers.
+        index = torch.arange(leaf.numel(), device=leaf.device) + 7919 * (seed + 1) + 104729 * next(calls)
+        signs = (1 - 2 * ((index * 2654435761 >> 16) & 1)).to(leaf.dtype).view(leaf.shape)
+        return leaf * (1 + rounding / 2 * signs)
 
     def nudge(_: nn.Module, args: Any, output: Any) -> Any:
         return tree_map_only(Tensor, off, output)
 
-    def nudge_input(_: nn.Module, args: Any) -> Any:
-        return tree_map_only(Tensor, off, args)
-
-    parts = [module for module in model.modules() if module._parameters]
-    handles = [module.register_forward_hook(nudge) for module in parts]
-    handles += [module.register_forward_pre_hook(nudge_input) for module in parts if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_hook(nudge) for module in model.modules() if module._parameters]
     try:
-        yield
+        with _Nudged(off):
+            yield
     finally:
         for handle in handles:
             handle.remove()

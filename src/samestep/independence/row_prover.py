@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,14 +22,14 @@ from samestep.independence.dependence import (
     nothing_known,
 )
 from samestep.independence.dimension_maps import FILLS, attention, is_elementwise
+from samestep.independence.linear_hooks import is_linear
 from samestep.independence.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
 from samestep.independence.row_rules import assume_rows_stay, by_map, rule_of
-from samestep.models.analysis import ExpertModules
+from samestep.models.spec import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import mutated_operands
 from samestep.tracing.operations import FEW_ELEMENTS
-from samestep.tracing.picked_rows import PACKS
 from samestep.trees import operands, tree_flatten, tree_map_only
 
 
@@ -121,19 +121,12 @@ class Prover(ForwardTracer):
             for result in by_map(attention, self._call(None, given, {}, [output])):
                 self.learn(output, result)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = operands(*args, *kwargs.values())
-        if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
-            args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
-        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+        """Set the dependences of the results of an operation."""
         if self.is_following:
             with disable_current_modes():
                 results = operands(outcome) or mutated_operands(func, args, kwargs)
-                self._carry_on(func, args, kwargs, [t for t in results if t.is_meta])
-        return outcome
+                self._carry_on(func, args, kwargs, [tensor for tensor in results if tensor.is_meta])
 
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Try the backward of a custom Function, of which the forward alone is followed."""
@@ -143,29 +136,27 @@ class Prover(ForwardTracer):
             self._try_backward(f"the gradient of {function.__self__.__name__}", function, args, named, results)
 
     def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
-        """Try a hook on gradients, which no forward shows."""
+        """Follow a hook on gradients, which no forward shows: where all rows share these it must be linear."""
         with disable_current_modes(), torch.no_grad():
             gradients = tuple(tensor.detach() for tensor in given)
-            self._try_backward(name, hook, gradients, {}, results, is_hook=True)
+            if not self._is_shared(gradients, given):
+                self._try_backward(name, hook, gradients, {}, results)
+            elif not is_linear(hook, given):
+                self.refuse_gradient(f"{self.where} by {name}")
+
+    def _is_shared(self, operands: Iterable[Tensor], gradients: list[Tensor]) -> bool:
+        """Return whether each part of the rows contributes to gradients: to those of what all rows share."""
+        is_of_none = all(self.known.of(tensor) is None for tensor in operands if tensor.is_meta)
+        return self.sums_along(gradients) is not None or (self.is_following and is_of_none)
 
     def _try_backward(
-        self,
-        name: str,
-        compute: Any,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        results: list[Tensor],
-        *,
-        is_hook: bool = False,
+        self, name: str, compute: Any, args: tuple[Any, ...], named: dict[str, Any], results: list[Tensor]
     ) -> None:
         """Try what computes gradients: for each row by itself, or additively where all rows share what it is given."""
-        found = [self.known.of(tensor) for tensor in operands(*args, *named.values()) if tensor.is_meta]
-        dims = self.sums_along([*operands(*args)] if is_hook else results)
-        if not self.is_following and dims is None:
-            return
-        if dims is not None or all(one is None for one in found):
-            outcome = self._try_sums(compute, args, named, dims or [None] * len(results), is_hook=is_hook)
-        elif any(isinstance(one, Along) for one in found):
+        given = operands(*args, *named.values())
+        if self._is_shared(given, results):
+            outcome = self._try_sums(compute, args, named, self.sums_along(results) or [None] * len(results))
+        elif self.is_following and any(isinstance(self.known.of(one), Along) for one in given if one.is_meta):
             rows = [known for tensor in results if (known := self._rows(tensor)) is not None]
             outcome = self._try(compute, args, named, {}, rows) if len(rows) == len(results) else "fails"
         else:
@@ -198,9 +189,9 @@ class Prover(ForwardTracer):
         except _UnclearError:
             return "fails"
 
-    def _try_sums(self, compute: Any, args: Any, kwargs: Any, dims: list[int | None], *, is_hook: bool) -> Outcome:
+    def _try_sums(self, compute: Any, args: Any, kwargs: Any, dims: list[int | None]) -> Outcome:
         """Try a backward to whose gradients each part of the rows contributes along `dims`."""
-        return try_sums(compute, *self._given(args, kwargs, {}), dims, is_hook=is_hook)
+        return try_sums(compute, *self._given(args, kwargs, {}), dims)
 
     def _given(
         self, args: Any, kwargs: Any, written: dict[int, RowsAlong]
@@ -241,8 +232,8 @@ class Prover(ForwardTracer):
         return found
 
     def _moved(self, constant: Tensor) -> Tensor:
-        """Return a constant that the forward created on the CPU, moved to the meta device."""
-        moved = self.to_meta(constant)
+        """Return a constant on the meta device, with what is known of it."""
+        moved = super()._moved(constant)
         if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
             self.learn(moved, found)
         if not constant.is_meta and constant.numel():

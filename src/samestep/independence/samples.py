@@ -13,6 +13,7 @@ and the operation. What is not clear is listed to be tried on the run's first ba
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,25 +31,28 @@ from samestep.datasets.values import has_items
 from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
+from samestep.independence.linear_hooks import is_linear
 from samestep.independence.loss_pairs import pair_elements
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.independence.sample_decisions import Decisions, act_on, asks_of_parts
-from samestep.models.analysis import ExpertModules
 from samestep.models.layer_parts import BatchValueCall
-from samestep.models.spec import LossTensor
+from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
 from samestep.tracing.asked_values import TracedValues
-from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
-from samestep.tracing.called_again import Groups, groups_of, record_calls
+from samestep.tracing.batch_norms import OPERATIONS
+from samestep.tracing.called_again import Groups, groups_of
 from samestep.tracing.containers import containers_of
-from samestep.tracing.forward import ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.tracing.custom_functions import follow_hook
+from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import operands, tensors_in
+from samestep.trees import operands, tensors_in, tree_map_only
 
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
+
+_UNSEEN = ", which looks at its values and changes it, or is one of a node: a hook on a tensor (x.register_hook) works that only looks at it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Findings:
     """What a loss of the whole batch reads; empty where several samples cannot be traced, None for a sum over samples."""
     loss_pairs: int = 0
     """Elements that a loss of the whole batch keeps for each pair of samples."""
+    hooks_scale: bool = False
+    """Whether what hooks make of gradients is not in proportion to them."""
 
 
 def examine(
@@ -81,27 +87,23 @@ def examine(
     *,
     keeps_all: bool,
     takes_gradients: bool = False,
+    group: int = NUM_SAMPLES,
     around: Callable[[RowsOf, Place], AbstractContextManager[Any]] = lambda rows_of, place: nullcontext(),
 ) -> Findings:
     """Return whether samples influence each other in a model's forward; `sample` is a batch of one real sample.
 
     `keeps_all` follows the values of all tensors, for models whose code looks at them; `takes_gradients` keeps what a gradient that the
-    forward takes needs. `around` makes its context from functions that say where a tensor has its samples, and note it of random numbers.
+    forward takes needs; `group` is the number of samples whose statistics a batch norm takes. `around` makes its context from functions that say where a tensor has its samples, and note it of random numbers.
     """
     if has_items(sample):
         return Findings(tried=("the forward on several samples, of which each is an item of a list",))
 
     def run(watch: _SampleProver) -> tuple[Any, Groups]:
-        with (
-            around(watch.rows_of, watch.place),
-            watch.experts_by_row(module, experts),
-            watch.calls_of_batch_norm,
-            record_calls(module) as calls,
-        ):
+        with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts):
             found = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
         watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(found)])
         watch.take_outputs(found)
-        return found, groups_of(calls)
+        return found, groups_of(module, watch.modules)
 
     def run_again(decisions: Decisions) -> None:
         with preserve_modules(module):
@@ -123,6 +125,8 @@ def examine(
     refusal = refusal or act_on(watch.decisions, run_again)
     if both := watch.batch_norm_views.keys() & watch.otherwise_called:
         refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
+    if watch.batch_norm_views and not keeps_all:
+        refusal = refusal or _norm_of_parts(module, sample, watch, value_of, group)
     refused, unproven = watch.judge(tensor for tensor in tensors_in(outputs) if read is None or address(tensor) in read)
     refusal, tried = refusal or refused, [*tried, *unproven]
     tried += [f"{where}, which looks at values" for where in watch.reads]
@@ -132,13 +136,31 @@ def examine(
     if asked is not None and asked.rows and reads is not None:
         reads = tuple(replace(one, is_by_rows=one.of == "outputs" and not one.dtype) for one in reads)
     pairs = watch.pairs_of(loss, outputs) if asked is not None and not is_within else 0
-    return Findings(refusal, listed, watch.batch_norm_views, calls, watch.loss_values, reads, pairs)
+    return Findings(refusal, listed, watch.batch_norm_views, calls, watch.loss_values, reads, pairs, watch.hooks_scale)
+
+
+def _norm_of_parts(module: nn.Module, sample: Any, few: _SampleProver, value_of: ValueOf | None, group: int) -> str:
+    """Return where code calls batch norm more often for a whole group of samples than for a few, and so on parts of it; else empty."""
+    whole = ForwardTracer(module, {})
+    try:
+        with preserve_modules(module):
+            watch_forward(module, sample, group, "the model", containers_of(module), whole, value_of)
+    except (ModelError, NeedsValuesError):
+        return ""
+    fewer, calls = (Counter(call.owner for _, call in one.events.batch_norms) for one in (few, whole))
+    owner = next((path for path in few.batch_norm_views if calls[path] > fewer[path]), None)
+    if owner is None:
+        return ""
+    size, rest = divmod(group * fewer[owner], calls[owner])
+    key = "numerics.batch_norm_group" + ("" if rest else f" = {size}")
+    works = f"one call on all of them, with {key}, takes the same statistics in every layout"
+    return f"{owner or 'the model itself'} by calls of batch norm on parts of the samples ({works})"
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
 """Returns the dimension of a tensor that holds the samples, -1 for none, and the positions of one side by side, 0 for all."""
-Place = Callable[[Any, tuple[int, int] | None], None]
-"""Is told where random numbers, which depend on no tensor, have a row for each sample."""
+Place = Callable[[Any, tuple[int, int] | None, Callable[[tuple[int, int]], None]], None]
+"""Is told where random numbers, which depend on no tensor, have a row for each sample; it calls the function if they have other rows."""
 
 
 class _SampleProver(Prover):
@@ -151,13 +173,15 @@ class _SampleProver(Prover):
             decisions.number(self.key(tensor))
         self.values.keeps_constants = True
         self.mixed_gradient = ""
+        self.hooks_scale = False
         """Where a custom backward mixes samples, as text."""
-        self.calls_of_batch_norm = InsideCalls()
         self.batch_norm_views: dict[str, int] = {}
         """Modules whose calls of batch norm are computed over groups of samples, whatever a layout splits, each with the number of
         times that all samples stand one behind the other among the rows."""
         self.otherwise_called: set[str] = set()
         """Modules that call batch norm on what does not have the samples along its first dimension."""
+        self._draws: dict[int, tuple[Tensor, Along, Callable[[tuple[int, int]], None]]] = {}
+        """Random numbers with several rows for each sample, by storage; whether these rows are side by side shows at their first use."""
         self._batch: Any = None
         self._at_end = self.values
         """The values that are known at the end of the forward."""
@@ -197,12 +221,17 @@ class _SampleProver(Prover):
         is_whole = tensor.shape[found.dim] == NUM_SAMPLES * found.inner
         return (found.dim, 0 if is_whole else found.inner)
 
-    def place(self, numbers: Any, rows: tuple[int, int] | None) -> None:
+    def place(
+        self, numbers: Any, rows: tuple[int, int] | None, replace_rows: Callable[[tuple[int, int]], None]
+    ) -> None:
         """Set the dependence of random numbers that are drawn for each sample: each depends on its sample alone."""
         if not isinstance(numbers, Tensor) or rows is None or rows[0] == NO_DIM or self.known.of(numbers) is not None:
             return
         dim, inner = rows
-        self.learn(numbers, Along(dim, inner or numbers.shape[dim] // NUM_SAMPLES, 0))
+        found = Along(dim, inner or numbers.shape[dim] // NUM_SAMPLES, 0)
+        self.learn(numbers, found)
+        if not inner and found.inner > 1:
+            self._draws[address(numbers)] = numbers, found, replace_rows
 
     def untried(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that is listed and assumed to keep samples
@@ -219,11 +248,12 @@ class _SampleProver(Prover):
                 self.learn(result, found)
             self._note_rows(call.func, call.args, call.kwargs, call.results)
             return
-        is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
+        is_one = self.functions.in_batch_norm and call.func.overloadpacket in OPERATIONS
         if not is_one or not bind_arguments(call).get("training", True):
             super()._follow(call)
+            self._try_other_rows(call.given, lambda: self._follow_draws(call))
             return
-        x, owner = bind_arguments(call)["input"], self.batch_norms[-1][1].owner
+        x, owner = bind_arguments(call)["input"], self.events.batch_norms[-1][1].owner
         rows = self.known.of(x) if self.known.is_ordered(x) else None
         views = len(x) // (NUM_SAMPLES * rows.inner) if isinstance(rows, Along) and rows.dim == 0 else 0
         if not views or self.batch_norm_views.setdefault(owner, views) != views:
@@ -232,6 +262,47 @@ class _SampleProver(Prover):
             return
         for index, result in enumerate(call.results):
             self.learn(result, None if index else rows)
+
+    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        """Follow a hook on gradients by its operations too: a trial does not see what it does with larger ones."""
+        super().hooked(name, hook, given, results)
+        with disable_current_modes():
+            self.hooks_scale = self.hooks_scale or not is_linear(hook, given)
+            gradients = [torch.empty_like(one, requires_grad=False) for one in given]
+            for one, gradient in zip(given, gradients, strict=True):
+                self.learn(gradient, self.known.of(one))
+
+            def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+                args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
+                self._carry_on(func, args, kwargs, operands(outcome) or mutated_operands(func, args, kwargs))
+
+            made = follow_hook(hook, gradients, ran)
+            shared = [one for one in map(self.known.of, made or ()) if isinstance(one, Mixed) and one.shown]
+            if shared or (made is None and any(isinstance(self.known.of(one), Along) for one in given)):
+                self.refuse_gradient(f"{self.where} by {name}" + ("" if shared else _UNSEEN))
+
+    def _moved(self, constant: Tensor) -> Tensor:
+        """Return a constant of the host on the meta device; random numbers stay known."""
+        self._try_other_rows([constant], lambda: not self.known.is_ordered(constant))
+        moved = super()._moved(constant)
+        if (drawn := self._draws.get(address(constant))) and moved.shape == drawn[0].shape:
+            self._draws[address(moved)] = (moved, *drawn[1:])
+        return moved
+
+    def _follow_draws(self, call: Call) -> bool:
+        super()._follow(call)
+        return any(isinstance(self.known.of(result), Mixed) for result in call.results)
+
+    def _try_other_rows(self, given: Iterable[Tensor], mixes: Callable[[], bool]) -> None:
+        """Let random numbers [K * B] among the operands be those of [K, B] if an operation mixes samples, and then does not."""
+        drawn = [self._draws.pop(address(one), None) for one in (given if self._draws and mixes() else ())]
+        for numbers, found, replace_rows in filter(None, drawn):
+            self.learn(numbers, Along(found.dim, 1, 0))
+            if not mixes():
+                replace_rows((found.dim, 1))
+                return
+            self.learn(numbers, found)
+            mixes()
 
     def refuse_gradient(self, where: str) -> None:
         """Store the first Function whose backward mixes samples."""
@@ -285,15 +356,15 @@ class _SampleProver(Prover):
         """Return the storages that a loss reads; None if it does not run on the meta device."""
         self._read = set()
         self.is_following = False
-        of_forward, self.batch_values = self.batch_values, []
+        of_forward, self.events.batch_values = self.events.batch_values, []
         try:
             with within(TracedValues(super().take_values)), self, torch.enable_grad(), preserve_function(loss):
                 loss(outputs, self._batch)
         except Exception:  # the user's own code, which may look at values
             self._read = None
         finally:
-            self.loss_values = tuple(replace(call, owner="") for _, call in self.batch_values)
-            self.batch_values = of_forward
+            self.loss_values = tuple(replace(call, owner="") for _, call in self.events.batch_values)
+            self.events.batch_values = of_forward
         return self._read
 
     def __torch_dispatch__(

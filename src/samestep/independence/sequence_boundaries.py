@@ -124,7 +124,8 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
     """
     first = spec.layers.index(blocks[0])
     if spec.layers[first : first + len(blocks)] != tuple(blocks):
-        raise _CannotCutError(f"the blocks of {spec.name} do not follow each other")
+        other = next((*layer.modules, layer.name)[0] for layer in spec.layers[first:] if not layer.is_block)
+        raise _CannotCutError(f"the blocks of {spec.name} do not follow each other: {other} computes between them")
     handed: Tensor | None = None
     for layer in blocks:
         path = layer.modules[0]

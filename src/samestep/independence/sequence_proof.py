@@ -26,8 +26,7 @@ from samestep.independence.sequence_boundaries import first_input_of, first_of, 
 from samestep.independence.slice_prover import SliceProver
 from samestep.independence.token_slices import differing
 from samestep.independence.value_numbers import Table
-from samestep.models.analysis import ExpertModules, ModelAnalysis
-from samestep.models.spec import is_below
+from samestep.models.spec import ExpertModules, ModelAnalysis, is_below
 from samestep.state import snapshot
 from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ValueOf
@@ -118,11 +117,10 @@ class _TokenProver(SliceProver):
         if self.is_following and any(self.known.of(tensor) is not None for tensor in (query, key, value)):
             self.refuse(f"the attention in {self.where} stands outside the parts that tp cuts")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outcome = super().__torch_dispatch__(func, types, args, kwargs)
-        given = [tensor for tensor in operands(*args, *(kwargs or {}).values()) if tensor.is_meta]
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+        """Check what an operation within the parts, or between them, is given, and follow its results."""
+        super().ran(func, args, kwargs, outcome)
+        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         with disable_current_modes():
             made = {self.key(tensor) for tensor in operands(outcome) if tensor.is_meta}
             if self._is_whole:
@@ -132,7 +130,6 @@ class _TokenProver(SliceProver):
             elif self.is_following:
                 self._check_between(given)
                 self._between |= made
-        return outcome
 
     def _check_between(self, given: list[Tensor]) -> None:
         """Refuse an operation between the parts on what they have computed, or on a tensor whose gradient no rank has whole."""

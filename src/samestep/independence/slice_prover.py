@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
-from samestep.building.loss import prediction_of
 from samestep.building.named_tensors import address, tensors_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
@@ -21,11 +20,8 @@ from samestep.independence.dimension_maps import is_elementwise
 from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
-from samestep.independence.sliced_shapes import sequence_dim
-from samestep.independence.traced_moves import TracedMoves
-from samestep.independence.traced_states import TracedStates
+from samestep.independence.sliced_shapes import sequence_dim, token_rows_of
 from samestep.independence.value_numbers import Table, ValueNumbers
-from samestep.independence.written_attentions import TracedFormulas
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
 from samestep.models.spec import is_below
 from samestep.tracing.experts import routing_arguments
@@ -42,8 +38,6 @@ WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask
 class SliceProver(Prover):
     """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
 
-    formulas: TracedFormulas
-    """The attentions that its blocks write out."""
     between = ""
     """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
 
@@ -66,13 +60,13 @@ class SliceProver(Prover):
         self.passed: set[str] = set()
         """Arguments of blocks that were slices when they were given."""
         self._mixed = self._mixed_at = ""
+        self._joined = set[str]()
+        """The operations that have joined rows to those of tokens, as text."""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
         self.parts = PartCalls(self.places)
-        self.moves = TracedMoves(self)
-        """The calls that need tokens of neighbours."""
-        self.states, self.is_in_function = TracedStates(self), False
-        """The recurrences that need the state of the rank before, and whether one runs."""
+        self.is_in_function = False
+        """Whether a recurrence runs that needs the state of the rank before."""
         self._part = ""
         """Path of the part that computes all tokens now; empty outside of such parts."""
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
@@ -86,18 +80,17 @@ class SliceProver(Prover):
     @property
     def is_in_block(self) -> bool:
         """Whether the forward of a block runs."""
-        return any(path in self._running for path in self.blocks)
+        return not self.modules.paths.isdisjoint(self.blocks)
 
     def runs(self, path: str) -> bool:
         """Return whether the forward of a module runs."""
-        return path in self._running
+        return path in self.modules.paths
 
     # -- events of the forward ---------------------------------------------------------------------
 
     def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a block's arguments, with slices of those that have a row for each token."""
         self.parts.enter_block(path)
-        self.formulas.enter(path)
         self.is_following = not self.refusal
         leaves, tree = tree_flatten_with_path((args, kwargs))
         mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
@@ -189,8 +182,6 @@ class SliceProver(Prover):
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
         """Record that a module's forward starts, which must be given no slice if its code looks at values."""
         super().enter(path, part, outside, given)
-        self.moves.enter(path)
-        self.states.enter(path)
         if self.is_following and not any(is_below(path, block) for block in self.blocks):
             self._check_one_token(path, given)
         if path in self.looking:
@@ -280,6 +271,8 @@ class SliceProver(Prover):
                 self.refuse(f"the attention in {self.where} has no dimension of heads")
             elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
                 reason = f"; {self._mixed}" if self._mixed else ""
+                if all(dim is None for dim in self.slices.values()):
+                    reason = f"; the blocks are not given a row for each of the {self.whole} tokens of a sample"
                 self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
             elif alone := next(filter(None, map(self.of_some_tokens, (query, key, value))), ""):
                 self.refuse(alone)
@@ -312,7 +305,7 @@ class SliceProver(Prover):
         """Check that the logits have a row for each token of the slice."""
         self.places.reach(tensors_in(outputs))
         try:
-            logits = prediction_of(outputs)
+            logits = token_rows_of(outputs)
         except InputError as error:
             self.refuse(str(error))
             return
@@ -340,13 +333,18 @@ class SliceProver(Prover):
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor, and remember the first operation that mixed tokens."""
         super().learn(tensor, dependence)
+        if isinstance(dependence, WithNeighbours):
+            self._joined.add(dependence.where)
         if not self._mixed and isinstance(dependence, Mixed) and not isinstance(dependence, WithNeighbours):
-            path, _, operation = dependence.where.rpartition(" by ")
-            path = self._mixed_at = path or self.where
+            found, _, operation = dependence.where.rpartition(" by ")
+            path = self._mixed_at = found or self.where
+            does = f"mixes tokens by {operation}" if found else f"is given {operation} of tokens"
+            if dependence.where in self._joined:
+                does = f"joins other rows to those of tokens by {operation}"
             works = f"; {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
-            self._mixed = (
-                f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
-            )
+            if operation.startswith("nll_loss"):
+                works = "; a forward that returns the logits, and samestep.whole_batch(loss) of these, work"
+            self._mixed = f"{path} {does}, {self.between or f'and only attention is exchanged{works}'}"
 
     def _follow(self, call: Call) -> None:
         """Set the dependences of the results of an operation; one by elements keeps the rows of neighbours."""
@@ -355,6 +353,7 @@ class SliceProver(Prover):
         if not wide or others or not (is_elementwise(call.func) or call.func.overloadpacket in _COPIES):
             super()._follow(call)
             return
+        origin = next(iter(wide.values())).where
         places = {
             (known.rows, known.last, known.dim_of(one) - one.dim())
             for one in call.given
@@ -363,7 +362,7 @@ class SliceProver(Prover):
         (_, last, dim), *more = places
         for result in call.results:
             at = dim + result.dim()
-            found = WithNeighbours.of(result, at, last, call.text) if at >= 0 else Mixed(call.text, True)
+            found = WithNeighbours.of(result, at, last, origin) if at >= 0 else Mixed(call.text, True)
             self.learn(result, Mixed(call.text, True) if more else found)
 
     def refuse_gradient(self, where: str) -> None:

@@ -12,13 +12,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.attention.scores import has_scores
+from samestep.building.attention import multi_head_attention
+from samestep.building.model_loss import target_in
+from samestep.building.predictions import prediction_of, target_of
 from samestep.errors import InputError
 from samestep.tracing.flow import reads_shape_alone
-from samestep.trees import operands, tree_leaves, tree_map_only
+from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
+
+
+def tokens_of(batch: Any) -> Tensor:
+    """Return the tensor of a batch that has the tokens of its samples along dimension 1: labels [B, T], else the longest whole numbers
+    [B, T] or features [B, T, F], whatever their names.
+
+    Raises:
+        JobError: the batch has none, and no labels.
+    """
+    labels = target_in(batch)
+    if isinstance(labels, Tensor) and labels.dim() == 2:
+        return labels
+    every = [one for one in tensors_in(batch) if one.dim() == (3 if one.is_floating_point() else 2)]
+    return max(every, key=lambda one: (not one.is_floating_point(), one.shape[1])) if every else target_of(batch)
+
+
+def token_rows_of(outputs: Any) -> Tensor:
+    """Return the prediction of a model, or the one output that may have a row for each token.
+
+    Raises:
+        JobError: there is none, or several.
+    """
+    rows = [one for one in tensors_in(outputs) if one.is_floating_point() and one.dim() == 3]
+    return rows[0] if len(rows) == 1 else prediction_of(outputs)
+
 
 _RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
 
@@ -121,7 +149,9 @@ class Reshaping(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self._has_begun() or has_scores(args):
+        if func is F.multi_head_attention_forward:
+            return multi_head_attention(self, *args, **(kwargs or {}))
+        if not self._has_begun():
             return func(*args, **(kwargs or {}))
         given = fit_reshape(func, args, self._length, self._size)
         given = slice_whole_operands(func, given, self._length, self._size, self._slice_of)
@@ -135,7 +165,8 @@ class Reshaping(TorchFunctionMode):
     def _check_unwritten(self, args: tuple[Any, ...]) -> None:
         if any(one() is leaf for leaf in operands(*args) for one in self._written):
             raise InputError(
-                "a tensor is read whole after its slices were written in place; x = x + y works, and x += y"
+                "tensor-read-after-slices",
+                "a tensor is read whole after its slices were written in place; x = x + y works, and x += y",
             )
 
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samestep.building import adapters
 from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.model_changes import cuts_of_parts, path_without_adapters
 from samestep.errors import ModelError
 from samestep.independence import cut_proof
 from samestep.independence.cut_proof import CutProof
@@ -102,7 +102,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
-            cuts.styles |= adapters.cuts_of_parts(model, path, "vocab")
+            cuts.styles |= cuts_of_parts(model, path, "vocab")
     return cuts
 
 
@@ -136,9 +136,7 @@ def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> C
     works = "the branch in a module of its own works"
     refusal = ""
     if not cuts.may_shrink and (cut := next((path for path in cuts.styles if path in whole), None)):
-        refusal = (
-            f"{where}, so what it computes stays whole, and its plan cuts {cut}: {works}, and so does a plan without it"
-        )
+        refusal = f"{where}, so what it computes stays whole, and its plan cuts {cut}: {works}, or a plan without it"
     elif cuts.may_shrink and "row" not in styles.values():
         refusal = f"{where}, so what it computes stays whole, and nothing is left to cut: {works}"
     return replace(cuts, styles=styles, looking=looking, refusal=refusal)
@@ -162,9 +160,12 @@ def _match_plan(model: nn.Module, plan: Plan) -> Cuts:
     paths = [path for path, _ in model.named_modules()]
     for pattern, style in plan.items():
         if style not in STYLES:
-            raise ModelError(f"tensor_plan: {pattern!r} is {style!r}; {', '.join(STYLES[:-1])} and {STYLES[-1]} work")
+            raise ModelError(
+                "tensor-plan",
+                f"tensor_plan: {pattern!r} is {style!r}; {', '.join(STYLES[:-1])} and {STYLES[-1]} work",
+            )
         found = fnmatch.filter(paths, pattern)
-        parts = [part for path in found for part in adapters.cuts_of_parts(model, path, style)]
+        parts = [part for path in found for part in cuts_of_parts(model, path, style)]
         for path in parts:
             module = model.get_submodule(path)
             if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or facts.is_transposed(module):
@@ -390,7 +391,7 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if style == "column" and isinstance(module, nn.Linear):
-            parent = adapters.outer(path).rpartition(".")[0]
+            parent = path_without_adapters(path).rpartition(".")[0]
             heads = facts.heads_of(model.get_submodule(parent), module.out_features)
             projections.setdefault(parent, {})[path] = heads
     for parent, heads_of in projections.items():

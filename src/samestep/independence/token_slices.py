@@ -24,18 +24,15 @@ from typing import Any
 
 from torch import nn
 
-from samestep.building.attention.interception import Intercepting
-from samestep.building.loss import target_of
 from samestep.building.recurrences import functions_of, intercepting
 from samestep.errors import InputError
 from samestep.independence.gathered_parts import wider_parts
 from samestep.independence.slice_prover import WHOLE, WORKS, SliceProver
-from samestep.independence.sliced_shapes import Reshaping
+from samestep.independence.sliced_shapes import Reshaping, tokens_of
+from samestep.independence.traced_moves import TracedMoves
+from samestep.independence.traced_states import TracedStates
 from samestep.independence.value_numbers import Table, first_difference
-from samestep.independence.written_attentions import TracedFormulas, with_written_attentions
-from samestep.models.analysis import ExpertModules
-from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import ModelSpec, is_below
+from samestep.models.spec import ExpertModules, ModelSpec, is_below
 from samestep.state import snapshot
 from samestep.tracing.containers import containers_of
 from samestep.tracing.crossings import with_slices_of
@@ -58,7 +55,7 @@ def prove(
     """Return the spec with the length of its samples, and how its blocks are cut into `parts` slices or why they cannot be.
 
     `sample` is a batch of one real sample; tensors as long as its labels have a number for each token. `styles` are the cut styles of
-    modules, which say what a tensor cut leaves of attentions that blocks write out.
+    modules.
     """
     length = _length(sample)
     size = length // parts
@@ -68,12 +65,12 @@ def prove(
             "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
         )
         return _refuse_slices(spec, length, reason)
-    whole_sample, sample = sample, _shorten_sample(sample, length, size * parts)
+    sample = _shorten_sample(sample, length, size * parts)
     trial = _SliceTrial(module, sample, spec, value_of, experts, blocks, (size * parts, size), styles)
     watches, reason, failed = trial.run(frozenset())
     wider, first, reasons = frozenset[str](), reason, dict[str, str]()
     while reason:  # parts that mix tokens by themselves may compute all of them
-        called = {path for watch in watches for path in watch.visits}
+        called = {path for watch in watches for path in watch.modules.of}
         grown = None if _needs_slices(spec) else wider_parts(module, blocks, wider, failed, called)
         if grown is None or grown >= {*blocks}:
             is_behind = not any(is_below(failed, block) for block in blocks)
@@ -83,14 +80,9 @@ def prove(
         watches, reason, failed = trial.run(wider)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
     slices |= {name: WHOLE for watch in watches for name in watch.passed if name not in slices}
-    whole, sliced = (watch.flow for watch in watches)
+    whole, sliced = (watch.flow_recorder.flow for watch in watches)
     assert whole is not None
     assert sliced is not None
-    attending: tuple[LayerSpec, ...] = ()
-    written = watches[1].formulas.found
-    if written:
-        attending = with_written_attentions(spec, module, whole_sample, value_of, styles, written, blocks, wider)
-        attending = watches[0].parts.added_to(attending, (length, size * parts), reasons)
     try:
         layers = with_slices_of(watches[0].parts.added_to(spec.layers, (length, size * parts), reasons), whole, sliced)
     except CannotPassError as reason:
@@ -98,7 +90,7 @@ def prove(
     tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
     proven = _refuse_slices(spec, length, "")
     slices_of = tuple(sorted(slices.items()))
-    return dataclasses.replace(proven, slices=slices_of, layers=layers, attending=attending, tried=tried)
+    return dataclasses.replace(proven, slices=slices_of, layers=layers, tried=tried)
 
 
 def _needs_slices(spec: ModelSpec) -> bool:
@@ -127,15 +119,12 @@ class _SliceTrial:
         if self.spec.looks_in:
             answer_alike(watches, self.module, self.sample, containers_of(self.module), self.value_of)
         for watch in watches:
-            watch.has_backward, watch.styles = bool(self.spec.differentiates_at), self.styles
+            watch.has_backward, watch.cut.styles = bool(self.spec.differentiates_at), self.styles
         for watch in watches:
-            watch.formulas = TracedFormulas(watch, None if watch is watches[0] else watches[0].formulas.found or {})
             if refusal := _refusal_of(watch, self.module, self.sample, self.value_of, self.experts, parts):
                 return watches, refusal, watch.failed_at or watch.where
         if path := differing(*watches):
             return watches, f"{path} computes differently, or with other numbers, on slices of another length", path
-        if not watches[1].formulas.are_those_of(watches[0].formulas):
-            return watches, "a block writes out other attentions of a slice, or in another call", ""
         if watches[0].parts.shapes != watches[1].parts.shapes or watches[0].parts.moves != watches[1].parts.moves:
             return watches, "other parts of its blocks compute all tokens of a slice", ""
         return watches, "", ""
@@ -151,12 +140,12 @@ def _refuse_slices(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
 
 
 def _length(sample: Any) -> int:
-    """Return the tokens of a sample, the second dimension of its labels; 0 where there is none."""
+    """Return the tokens of a sample; 0 where there is none."""
     try:
-        labels = target_of(sample)
+        tokens = tokens_of(sample)
     except InputError:
         return 0
-    return labels.shape[1] if labels.dim() == 2 else 0
+    return tokens.shape[1] if tokens.dim() == (3 if tokens.is_floating_point() else 2) else 0
 
 
 def _shorten_sample(sample: Any, length: int, wanted: int) -> Any:
@@ -189,9 +178,8 @@ def _refusal_of(
             snapshot.preserve_modules(module),
             reshaping,
             watch.experts_by_row(module, experts),
-            Intercepting(watch.formulas),
-            watch.moves,
-            intercepting(functions_of(module), watch.states),
+            TracedMoves(watch),
+            intercepting(functions_of(module), TracedStates(watch)),
         ):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:

@@ -6,15 +6,16 @@ the tokens are that a result needs. The result belongs to its token then: ranks 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import disable_current_modes
-from samestep.independence.dependence import NO_DIM, Along, Dependence, Dependences, WithNeighbours
-from samestep.independence.gathered_parts import PartCalls
+from samestep.independence.dependence import NO_DIM, Along, Dependence, WithNeighbours
+from samestep.independence.slice_prover import SliceProver
 from samestep.independence.token_moves import (
     Edge,
     MoveForm,
@@ -25,67 +26,18 @@ from samestep.independence.token_moves import (
     operands_of,
     whole_of,
 )
-from samestep.independence.value_numbers import ValueNumbers
 from samestep.models.layer_parts import TokenMove
-from samestep.tracing.checkpointed import TracedPlaces
-
-
-class SlicedBlocks(Protocol):
-    """A traced forward whose blocks are given a slice of the tokens (`slice_prover.SliceProver`)."""
-
-    is_following: bool
-    known: Dependences
-    numbers: ValueNumbers
-    parts: PartCalls
-    places: TracedPlaces
-    size: int
-    cut: set[int]
-
-    @property
-    def is_on_slices(self) -> bool:
-        """Whether the code that runs now is given slices."""
-        ...
-
-    @property
-    def is_in_block(self) -> bool:
-        """Whether the forward of a block runs."""
-        ...
-
-    @property
-    def where(self) -> str:
-        """Path of the module whose code runs."""
-        ...
-
-    def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage, its index in the tables of the trace."""
-        ...
-
-    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
-        """Set the dependence of a tensor."""
-        ...
-
-    def of_some_tokens(self, tensor: Tensor) -> str:
-        """Return which operation has computed some tokens of a tensor otherwise than the others; empty if none has."""
-        ...
-
-    def is_uniform(self, tensor: Tensor) -> bool:
-        """Return whether all elements of a tensor are equal, or random."""
-        ...
 
 
 class TracedMoves(TorchFunctionMode):
     """A function mode that finds the calls of blocks which need tokens of neighbours."""
 
-    def __init__(self, watch: SlicedBlocks) -> None:
+    def __init__(self, watch: SliceProver) -> None:
         super().__init__()
         self._watch = watch
-        self._calls: dict[str, int] = {}
-        """Number of such calls in each module that runs."""
+        self._calls = Counter[int]()
+        """Number of such calls in each call of a module."""
         self._sources = ViewSources()
-
-    def enter(self, path: str) -> None:
-        """Begin to count the calls of a module."""
-        self._calls[path] = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,8 +52,8 @@ class TracedMoves(TorchFunctionMode):
         watch = self._watch
         if kind_of(func) is None or not watch.is_on_slices:
             return func(*args, **kwargs)
-        number = self._calls.get(watch.where, 0)
-        self._calls[watch.where] = number + 1
+        number = self._calls[watch.modules.number]
+        self._calls[watch.modules.number] += 1
         if not watch.is_following or not watch.is_in_block:
             return func(*args, **kwargs)
         with disable_current_modes():
@@ -183,7 +135,7 @@ class TracedMoves(TorchFunctionMode):
                 right=form.right,
                 start=form.place.start,
                 elements=operand.numel() // operand.shape[form.place.dim],
-                is_cut=watch.key(operand) in watch.cut,
+                is_cut=watch.key(operand) in watch.cut.storages,
                 takes_gradient=operand.requires_grad and torch.is_grad_enabled(),
             )
         watch.parts.move(move, point._replace(nodes=watch.places.point(_made_of(operand, result)).nodes))

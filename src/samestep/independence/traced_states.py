@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from samestep.building.recurrences import StateCall
 from samestep.building.torch_seams import DisableTorchFunction, disable_current_modes
 from samestep.independence.dependence import Along, Mixed
-from samestep.independence.traced_moves import SlicedBlocks
+from samestep.independence.slice_prover import SliceProver
 from samestep.models.layer_parts import TokenMove
 from samestep.trees import operands, tree_leaves, tree_map_only
 
@@ -29,32 +29,21 @@ _LIMIT = 1e-5
 """Largest difference of a trial, in which the function's own float32 stays."""
 
 
-class _SlicedFunctions(SlicedBlocks, Protocol):
-    """A sliced forward in which functions with a state are tried."""
-
-    is_in_function: bool
-    tried: list[str]
-
-
 class TracedStates:
     """Receives the calls of functions with a state."""
 
-    def __init__(self, watch: _SlicedFunctions) -> None:
+    def __init__(self, watch: SliceProver) -> None:
         self._watch = watch
-        self._calls: dict[str, Counter[str]] = {}
-
-    def enter(self, path: str) -> None:
-        """Begin to count the calls of each function by a module."""
-        self._calls[path] = Counter()
+        self._calls = Counter[tuple[int, str]]()
 
     def __call__(self, call: StateCall) -> Any:
         """Return what a call computes of a slice; `NotImplemented` where it is not shown to be a recurrence."""
         watch = self._watch
         if not watch.is_on_slices or watch.is_in_function:
             return NotImplemented
-        made = self._calls.setdefault(watch.where, Counter())
-        number = made[call.name]
-        made[call.name] += 1
+        place = watch.modules.number, call.name
+        number = self._calls[place]
+        self._calls[place] += 1
         if not watch.is_following or not watch.is_in_block:
             return NotImplemented
         with disable_current_modes():
@@ -89,7 +78,7 @@ class TracedStates:
                 left=1,
                 right=0,
                 elements=sum(one.numel() for one in state),
-                is_cut=any(watch.key(one) in watch.cut for one in given if one.is_meta),
+                is_cut=any(watch.key(one) in watch.cut.storages for one in given if one.is_meta),
                 takes_gradient=tokens.requires_grad and torch.is_grad_enabled(),
                 function=call.name,
                 is_of_weights=call.convention.is_layer,

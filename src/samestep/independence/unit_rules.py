@@ -357,9 +357,26 @@ def _function(flow: UnitFlow, op: Operation) -> None:
     flow.tried.append(f"{place(op)} by the gradient of {op.args[0].__self__.__name__}")
 
 
+def _hook(flow: UnitFlow, op: Operation) -> None:
+    """The gradients that a hook is given: cut as their tensors are. That of a sum whose summands ranks have is whole on each."""
+    for view, gradient in zip(op.given, op.results, strict=True):
+        if isinstance(flow.states.get(view.storage), UnitRows):
+            flow.learn(gradient, flow.along(view, op), op)
+
+
+def _hooked(flow: UnitFlow, op: Operation) -> None:
+    """The gradients that a hook returns: cut as their tensors are."""
+    for view, made in zip(*op.args, strict=True):
+        units = flow.along(view, op) if isinstance(flow.states.get(view.storage), UnitRows) else None
+        found = flow.along(made, op)
+        if (units is None) != (found is None) and flow.states.get(made.storage) != "uniform":
+            raise MixesError(f"{place(op)} has a hook that does not return a gradient for each element of what tp cuts")
+        _join_units(units, found, op)
+
+
 EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {
     "attention": _attention, "function": _function, "left": _leave_module, "outputs": _outputs,
-    LOOKED: check_unseen,
+    LOOKED: check_unseen, "hook": _hook, "hooked": _hooked,
 }  # fmt: skip
 
 _LINEAR = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten.neg, _aten.clone, _aten._to_copy}

@@ -12,12 +12,42 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.kernel_choice import kernels_of, on_device_of
-from samestep.kernels.strided_rows import StridedRows
 
+MOST_DIMENSIONS = 3
+"""Dimensions of rows that a kernel takes apart; of more, in no common order, a tensor is copied."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ELEMENTS = 2048
 """Elements of a tile, which one program computes."""
 _MOST_COLUMNS = 1024
+
+
+class _StridedRows(NamedTuple):
+    """The sizes and strides of the dimensions of rows, of which the first ones are 1 where there are fewer."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Those of rows, and last that of a column."""
+
+    @classmethod
+    def of(cls, x: Tensor, num_columns: int) -> _StridedRows | None:
+        """Return how a kernel walks a tensor by rows of so many columns; None where it cannot.
+
+        A tensor of one dimension may have several rows.
+        """
+        shape, strides = tuple(x.shape), x.stride()
+        if len(shape) == 1:
+            shape, strides = (shape[0] // num_columns, num_columns), (num_columns * strides[0], strides[0])
+        assert shape[-1] == num_columns
+        dims: list[tuple[int, int]] = []
+        for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+            if dims and dims[-1][1] == size * stride:
+                dims[-1] = (dims[-1][0] * size, stride)
+            elif size > 1:
+                dims.append((size, stride))
+        if len(dims) > MOST_DIMENSIONS:
+            return None
+        dims = [(1, 0)] * (MOST_DIMENSIONS - len(dims)) + dims
+        return cls(tuple(size for size, _ in dims), (*(stride for _, stride in dims), strides[-1]))
 
 
 class HashedMask(NamedTuple):
@@ -71,7 +101,7 @@ class _DropElements(torch.autograd.Function):
 
 def _dropped(x: Tensor, mask: HashedMask, scale: float, *, inplace: bool) -> Tensor:
     """Return the result, which is contiguous, as that of `masked_fill` is."""
-    rows = StridedRows.of(x, mask.columns.numel())
+    rows = _StridedRows.of(x, mask.columns.numel())
     if rows is None:
         return _dropped(x.contiguous(), mask, scale, inplace=True)
     y = x if inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)

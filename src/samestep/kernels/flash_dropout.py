@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from samestep.kernels.hashed_bits import element_bits
+from samestep.kernels.hashed_dropout import element_bits
 
 _RUNTIME = ("num_queries", "num_keys", "query_start", "key_start", "threshold")
 

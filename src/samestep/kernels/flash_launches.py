@@ -94,14 +94,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, form: FlashForm) -> tuple
     return output, log_sum_exp
 
 
-def products_of(given: Tensor, output: Tensor) -> Tensor:
+def products_of(tensor: Tensor, output: Tensor) -> Tensor:
     """Return the sums over features of the gradient of an output times the output, float32 [B, A, L]."""
     samples, heads, length, width = output.shape
-    given, output = _with_rows(given), _with_rows(output)
+    tensor, output = _with_rows(tensor), _with_rows(output)
     products = output.new_empty((samples, heads, length), dtype=torch.float32)
     with on_device_of(output):
         kernels_of(_FILE).products_kernel[(_number(length, _ROWS) * samples * heads,)](
-            given, output, products, *_strides(given, output), length,
+            tensor, output, products, *_strides(tensor, output), length,
             HEADS=heads, E=width, PADDED_E=_padded(width), ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
     return products
@@ -121,7 +121,7 @@ def backward(
     `given` is the gradient of the output over all keys, of which these may be a part; the log-sum-exps are over all of them too, and
     the `products` are those of that gradient and that output [B, A, L].
     """
-    query, key, value = (_with_rows(one) for one in tensors)
+    query, key, value = (_with_rows(tensor) for tensor in tensors)
     given, log_sum_exp, products = _with_rows(given), log_sum_exp.contiguous(), products.contiguous()
     of_queries, of_keys, of_values = (_gradient_of(one, in_float32=in_float32) for one in (query, key, value))
     (samples, heads, length, _), sizes = query.shape, _sizes_for(query, value)
@@ -178,7 +178,7 @@ def _arguments(
 
 def _strides(*tensors: Tensor) -> list[int]:
     """Return the strides of samples, heads and tokens of each tensor."""
-    return [stride for one in tensors for stride in one.stride()[:3]]
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
 def _number(length: int, block: int) -> int:

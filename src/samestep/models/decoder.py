@@ -169,34 +169,35 @@ class Counts:
 def embedding_counts(decoder: Decoder) -> Counts:
     """Return the counts of what comes before the blocks."""
     s, h = decoder.sequence, decoder.hidden
-    made = Counts([], [])
-    made.weight("embed_tokens.weight", (decoder.vocab, h), Cut(style="vocab", dim=0, groups=decoder.vocab))
+    counts = Counts([], [])
+    counts.weight("embed_tokens.weight", (decoder.vocab, h), Cut(style="vocab", dim=0, groups=decoder.vocab))
     if decoder.positions:
-        made.weight("embed_positions.weight", (decoder.positions, h))
-    made.move((2 + 3 * bool(decoder.positions) + 2.5 * decoder.dropout) * s * h, 0, 2 + 2 * bool(decoder.positions))
-    made.save(0.5 * decoder.dropout * s * h, 0)
-    made.work(s * h, 0)
+        counts.weight("embed_positions.weight", (decoder.positions, h))
+    counts.move((2 + 3 * bool(decoder.positions) + 2.5 * decoder.dropout) * s * h, 0, 2 + 2 * bool(decoder.positions))
+    counts.save(0.5 * decoder.dropout * s * h, 0)
+    counts.work(s * h, 0)
     if decoder.embedding_norm:
-        _norm(decoder, made, "embed_layernorm", is_added=True)
-    return made
+        _norm(decoder, counts, "embed_layernorm", is_added=True)
+    return counts
 
 
-def _norm(decoder: Decoder, made: Counts, name: str, *, is_added: bool = False) -> None:
-    made.weight(f"{name}.weight", (decoder.hidden,))
+def _norm(decoder: Decoder, counts: Counts, name: str, *, is_added: bool = False) -> None:
+    counts.weight(f"{name}.weight", (decoder.hidden,))
     if decoder.layer_norm:
-        made.weight(f"{name}.bias", (decoder.hidden,))
+        counts.weight(f"{name}.bias", (decoder.hidden,))
     elements = decoder.sequence * decoder.hidden
+    fused = decoder.fused or decoder.layer_norm  # torch has a kernel of norms with a bias
     # A norm that is not one kernel casts, squares, takes the mean, scales, casts back and multiplies by the weight.
-    made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
-    if not decoder.fused:
-        made.spare(10 * elements, 0, 5)
+    counts.move((2 if fused else 12) * elements, 0, 1 if fused else 6)
+    if not fused:
+        counts.spare(10 * elements, 0, 5)
     # Its input is kept, and so is an output that products read; one that is only added to the residual stream, or that frozen weights
     # alone multiply, is not.
-    made.save(((2 if decoder.fused else 4) - is_added) * elements, 0)
+    counts.save(((2 if fused else 4) - is_added) * elements, 0)
 
 
 def _linear(
-    decoder: Decoder, made: Counts, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
+    decoder: Decoder, counts: Counts, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
     experts: int = 0, is_shareable: bool = False,
 ) -> None:  # fmt: skip
     """Add a weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
@@ -204,99 +205,99 @@ def _linear(
     shape = (experts, columns, inner) if experts else (columns, inner)
     dim = (1 if cut == "inner" else 0) + bool(experts)
     spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim], is_shareable=is_shareable) if cut else None
-    made.weight(f"{name}.weight", shape, spec_cut, experts=experts)
+    counts.weight(f"{name}.weight", shape, spec_cut, experts=experts)
     if decoder.bias:
-        made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
+        counts.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
     product = Product(
         rows=rows, inner=inner, columns=columns, groups=max(experts, 1), cut=cut, owner=name,
         most_parts=groups if is_shareable else 0, is_between=experts > 0,
     )  # fmt: skip
-    made.products.append(product)
-    made.result(0 if cut == "columns" else rows * columns, rows * columns if cut == "columns" else 0)
+    counts.products.append(product)
+    counts.result(0 if cut == "columns" else rows * columns, rows * columns if cut == "columns" else 0)
 
 
 def block_counts(decoder: Decoder, is_sparse: bool) -> Counts:
     """Return the counts of a block, dense or with experts."""
     s, h = decoder.sequence, decoder.hidden
-    made = Counts([], [])
-    _norm(decoder, made, "input_layernorm")
-    (_latent_attention if decoder.latent_rank else _attention)(decoder, made)
+    counts = Counts([], [])
+    _norm(decoder, counts, "input_layernorm")
+    (_latent_attention if decoder.latent_rank else _attention)(decoder, counts)
     if decoder.post_norm:
-        _norm(decoder, made, "post_self_attn_layernorm", is_added=True)
-        made.spare(2 * s * h, 0, 1)  # the sum takes its result from registers
-    made.move((3 + decoder.dropout) * s * h, 0, 1)
-    made.spare(s * h, 0, 1)  # and so does the next norm
-    _norm(decoder, made, "post_attention_layernorm", is_added=decoder.adapter_rank > 0)
-    before = made.saved
-    (_experts if is_sparse else _feed_forward)(decoder, made)
+        _norm(decoder, counts, "post_self_attn_layernorm", is_added=True)
+        counts.spare(2 * s * h, 0, 1)  # the sum takes its result from registers
+    counts.move((3 + decoder.dropout) * s * h, 0, 1)
+    counts.spare(s * h, 0, 1)  # and so does the next norm
+    _norm(decoder, counts, "post_attention_layernorm", is_added=decoder.adapter_rank > 0)
+    saved = counts.saved
+    (_experts if is_sparse else _feed_forward)(decoder, counts)
     if decoder.attention == "plain":
         # The gradients of scores before and after the softmax are alive; other activations are already freed.
         keys = decoder.keys or s
-        made.work(2 * s * h + before - made.saved, 2 * decoder.heads * s * keys)
+        counts.work(2 * s * h + saved - counts.saved, 2 * decoder.heads * s * keys)
     if decoder.post_norm:
-        _norm(decoder, made, "post_mlp_layernorm", is_added=True)
-        made.spare(2 * s * h, 0, 1)
-    made.move((3 + decoder.dropout) * s * h, 0, 1)
-    made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # two masks of one byte an element
+        _norm(decoder, counts, "post_mlp_layernorm", is_added=True)
+        counts.spare(2 * s * h, 0, 1)
+    counts.move((3 + decoder.dropout) * s * h, 0, 1)
+    counts.save(2 * 0.5 * decoder.dropout * s * h, 0)  # two masks of one byte an element
     if not (decoder.post_norm or decoder.dropout or (is_sparse and not decoder.shared_experts)):
-        made.products[-1] = replace(made.products[-1], is_repeated=False)  # its result is only added to the stream
-    return made
+        counts.products[-1] = replace(counts.products[-1], is_repeated=False)  # its result is only added to the stream
+    return counts
 
 
-def _attention(decoder: Decoder, made: Counts) -> None:
+def _attention(decoder: Decoder, counts: Counts) -> None:
     s, h, a, k, d = decoder.sequence, decoder.hidden, decoder.heads, decoder.kv, decoder.dim
     if decoder.bias:
-        _linear(decoder, made, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
+        _linear(decoder, counts, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
     else:
         biased = replace(decoder, bias=decoder.qkv_bias)
         for name, heads in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
-            _linear(biased, made, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
+            _linear(biased, counts, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
     if decoder.query_norm:
-        _query_norms(decoder, made)
+        _query_norms(decoder, counts)
     if not decoder.positions:
-        made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
+        counts.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
         if not decoder.fused:
-            made.spare(0, 6 * (a + k) * d * s, 8)
+            counts.spare(0, 6 * (a + k) * d * s, 8)
     if decoder.sinks:
-        made.weight("self_attn.sinks", (a,), Cut(style="column", dim=0, groups=a))
-    _adapters(decoder, made, (a + 2 * k) * d)
-    _scores(decoder, made, d, d)
-    made.save(0, (a + 2 * k) * d * s)
-    _linear(decoder, made, "self_attn.o_proj", s, a * d, h, "inner", a)
+        counts.weight("self_attn.sinks", (a,), Cut(style="column", dim=0, groups=a))
+    _adapters(decoder, counts, (a + 2 * k) * d)
+    _scores(decoder, counts, d, d)
+    counts.save(0, (a + 2 * k) * d * s)
+    _linear(decoder, counts, "self_attn.o_proj", s, a * d, h, "inner", a)
 
 
-def _query_norms(decoder: Decoder, made: Counts) -> None:
+def _query_norms(decoder: Decoder, counts: Counts) -> None:
     """Add the norms of queries and keys: one weight for every head, or one for all heads, cut like its product."""
     a, k, d = decoder.heads, decoder.kv, decoder.dim
     for name, heads in (("q_norm", a), ("k_norm", k)):
         if decoder.query_norm == "head":
-            made.weight(f"self_attn.{name}.weight", (d,), partial="cut")
+            counts.weight(f"self_attn.{name}.weight", (d,), partial="cut")
         else:
             cut = Cut(style="column", dim=0, groups=heads, is_shareable=heads < a)
-            made.weight(f"self_attn.{name}.weight", (heads * d,), cut)
+            counts.weight(f"self_attn.{name}.weight", (heads * d,), cut)
     elements = (a + k) * d * decoder.sequence
-    made.move(0, (2 if decoder.fused else 12) * elements, 2 if decoder.fused else 12)
+    counts.move(0, (2 if decoder.fused else 12) * elements, 2 if decoder.fused else 12)
     if not decoder.fused:
-        made.spare(0, 10 * elements, 10)
+        counts.spare(0, 10 * elements, 10)
     if not decoder.positions:
-        made.spare(0, 2 * elements, 2)  # the rotation takes their results from registers
-    made.save(0, (1 if decoder.fused else 3) * elements)  # their inputs; attention keeps their outputs
+        counts.spare(0, 2 * elements, 2)  # the rotation takes their results from registers
+    counts.save(0, (1 if decoder.fused else 3) * elements)  # their inputs; attention keeps their outputs
 
 
-def _adapters(decoder: Decoder, made: Counts, columns: int) -> None:
+def _adapters(decoder: Decoder, counts: Counts, columns: int) -> None:
     """Add one adapter of q, k and v together, and one of the output, as in Megatron-LM: two products each, a factor and a sum."""
     rank = decoder.adapter_rank
     if rank:
         s, h = decoder.sequence, decoder.hidden
-        made.weight("self_attn.lora_a", (2 * rank, h))
-        made.weight("self_attn.lora_b", (columns + h, rank))
-        made.products.append(Product(rows=s, inner=h, columns=2 * rank, owner="lora"))
-        made.products.append(Product(rows=s, inner=rank, columns=columns + h, owner="lora"))
-        made.save(2 * rank * s, 0)
-        made.move(5 * s * h, 5 * s * columns, 2 + 4)  # both pairs of products are one above, so two more are started
+        counts.weight("self_attn.lora_a", (2 * rank, h))
+        counts.weight("self_attn.lora_b", (columns + h, rank))
+        counts.products.append(Product(rows=s, inner=h, columns=2 * rank, owner="lora"))
+        counts.products.append(Product(rows=s, inner=rank, columns=columns + h, owner="lora"))
+        counts.save(2 * rank * s, 0)
+        counts.move(5 * s * h, 5 * s * columns, 2 + 4)  # both pairs of products are one above, so two more are started
 
 
-def _scores(decoder: Decoder, made: Counts, key_dim: int, value_dim: int) -> None:
+def _scores(decoder: Decoder, counts: Counts, key_dim: int, value_dim: int) -> None:
     """Add the attention itself, fused or with its scores in memory."""
     s, a, keys = decoder.sequence, decoder.heads, decoder.keys or decoder.sequence
     if decoder.attention != "plain":
@@ -304,12 +305,12 @@ def _scores(decoder: Decoder, made: Counts, key_dim: int, value_dim: int) -> Non
             rows=s, inner=key_dim + value_dim, columns=keys, count=a, factors=decoder.attention, cut="count",
             owner="self_attn",
         )  # fmt: skip
-        made.products.append(product)
-        made.save(0, a * value_dim * s)
-        made.result(0, a * value_dim * s)
+        counts.products.append(product)
+        counts.save(0, a * value_dim * s)
+        counts.result(0, a * value_dim * s)
         return
     for inner, columns in ((key_dim, keys), (keys, value_dim)):
-        made.products.append(
+        counts.products.append(
             Product(
                 rows=s,
                 inner=inner,
@@ -322,46 +323,48 @@ def _scores(decoder: Decoder, made: Counts, key_dim: int, value_dim: int) -> Non
             )
         )
     # The softmax reads and writes the scores; dropout reads and writes them, and writes a mask of bytes.
-    made.move(0, (2 + 2.5 * decoder.dropout) * a * s * keys, 1 + decoder.dropout)
-    made.move(0, 2 * 4 * a * s * value_dim, 4)  # heads are transposed for the products, and back
-    made.save(0, (1 + 1.5 * decoder.dropout) * a * s * keys + a * value_dim * s)
-    made.result(0, a * s * keys + a * value_dim * s)
+    counts.move(0, (2 + 2.5 * decoder.dropout) * a * s * keys, 1 + decoder.dropout)
+    counts.move(0, 2 * 4 * a * s * value_dim, 4)  # heads are transposed for the products, and back
+    if not decoder.fused:  # scores are scaled, and a mask is added, by operations of their own
+        counts.move(0, 4 * a * s * keys, 2)
+    counts.save(0, (1 + 1.5 * decoder.dropout) * a * s * keys + a * value_dim * s)
+    counts.result(0, a * s * keys + a * value_dim * s)
 
 
-def _latent_attention(decoder: Decoder, made: Counts) -> None:
+def _latent_attention(decoder: Decoder, counts: Counts) -> None:
     s, h, a, d, r = decoder.sequence, decoder.hidden, decoder.heads, decoder.dim, decoder.rotary_dim
     if decoder.query_rank:
-        _linear(decoder, made, "self_attn.q_a_proj", s, h, decoder.query_rank, "")
-        made.weight("self_attn.q_a_layernorm.weight", (decoder.query_rank,))
-        _linear(decoder, made, "self_attn.q_b_proj", s, decoder.query_rank, a * (d + r), "columns", a)
+        _linear(decoder, counts, "self_attn.q_a_proj", s, h, decoder.query_rank, "")
+        counts.weight("self_attn.q_a_layernorm.weight", (decoder.query_rank,))
+        _linear(decoder, counts, "self_attn.q_b_proj", s, decoder.query_rank, a * (d + r), "columns", a)
     else:
-        _linear(decoder, made, "self_attn.q_proj", s, h, a * (d + r), "columns", a)
-    _linear(decoder, made, "self_attn.kv_a_proj", s, h, decoder.latent_rank + r, "")
-    made.weight("self_attn.kv_a_layernorm.weight", (decoder.latent_rank,))
-    _linear(decoder, made, "self_attn.kv_b_proj", s, decoder.latent_rank, a * 2 * d, "columns", a)
-    made.move(2 * (decoder.query_rank + decoder.latent_rank) * s, 6 * a * (d + r) * s, 8)
-    made.save(2 * (decoder.query_rank + decoder.latent_rank) * s, a * (3 * d + 2 * r) * s)
-    _scores(decoder, made, d + r, d)
-    _linear(decoder, made, "self_attn.o_proj", s, a * d, h, "inner", a)
+        _linear(decoder, counts, "self_attn.q_proj", s, h, a * (d + r), "columns", a)
+    _linear(decoder, counts, "self_attn.kv_a_proj", s, h, decoder.latent_rank + r, "")
+    counts.weight("self_attn.kv_a_layernorm.weight", (decoder.latent_rank,))
+    _linear(decoder, counts, "self_attn.kv_b_proj", s, decoder.latent_rank, a * 2 * d, "columns", a)
+    counts.move(2 * (decoder.query_rank + decoder.latent_rank) * s, 6 * a * (d + r) * s, 8)
+    counts.save(2 * (decoder.query_rank + decoder.latent_rank) * s, a * (3 * d + 2 * r) * s)
+    _scores(decoder, counts, d + r, d)
+    _linear(decoder, counts, "self_attn.o_proj", s, a * d, h, "inner", a)
 
 
-def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int = 0) -> None:
+def _feed_forward(decoder: Decoder, counts: Counts, name: str = "mlp", width: int = 0) -> None:
     s, h, f = decoder.sequence, decoder.hidden, width or decoder.ffn
     for part in ("gate_proj", "up_proj") if decoder.gated else ("up_proj",):
-        _linear(decoder, made, f"{name}.{part}", s, h, f, "columns")
+        _linear(decoder, counts, f"{name}.{part}", s, h, f, "columns")
     separate = decoder.gated and not decoder.fused
-    made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
+    counts.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
     if separate:
-        made.spare(0, 2 * s * f, 1)
+        counts.spare(0, 2 * s * f, 1)
     kept = 4 if separate else 3 if decoder.gated else 2
     kept -= decoder.adapter_rank > 0  # frozen weights alone read the last of them
-    made.save(0, kept * s * f)
+    counts.save(0, kept * s * f)
     # Alive are the gradients of the input and of the activation's inputs and output, one of them in freed memory.
-    made.work(s * h, (1 + decoder.gated) * s * f)
-    _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
-    if not made.dispatches:
+    counts.work(s * h, (1 + decoder.gated) * s * f)
+    _linear(decoder, counts, f"{name}.down_proj", s, f, h, "inner")
+    if not counts.dispatches:
         queries, keys = decoder.heads * decoder.dim, decoder.kv * decoder.dim
-        whole = TokenPart(
+        token_part = TokenPart(
             owner=name,
             tokens=s,
             boundary_elements=2 * s * h,
@@ -372,48 +375,48 @@ def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int 
             * (h + 2 * queries + 2 * keys),  # the gradients of an attention's inputs and output
             weights=(2 + decoder.gated) * h * f * (not decoder.adapter_rank),
         )
-        made.token_parts = (whole,)
+        counts.token_parts = (token_part,)
 
 
-def _experts(decoder: Decoder, made: Counts) -> None:
+def _experts(decoder: Decoder, counts: Counts) -> None:
     """Add a router, and rows that are sorted by expert, multiplied, weighted and put back."""
     s, h, f, e = decoder.sequence, decoder.hidden, decoder.expert_ffn, decoder.experts
     rows = s * decoder.top_k
-    made.weight("mlp.gate.weight", (e, h))
+    counts.weight("mlp.gate.weight", (e, h))
     if decoder.bias:
-        made.weight("mlp.gate.bias", (e,))
-    made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate", is_between=True))
-    made.result(s * e, 0)
+        counts.weight("mlp.gate.bias", (e,))
+    counts.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate", is_between=True))
+    counts.result(s * e, 0)
     plain = replace(decoder, bias=False)
     # A tensor cut leaves experts whole; `ep` shards them.
-    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "", experts=e)
-    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "", experts=e)
+    _linear(plain, counts, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "", experts=e)
+    _linear(plain, counts, "mlp.experts.down_proj", rows, f, h, "", experts=e)
     if decoder.bias:
-        made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
-        made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
-    made.dispatches = (ExpertDispatch(owner="mlp.experts", rows=rows, width=h, experts=e),)
+        counts.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
+        counts.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
+    counts.dispatches = (ExpertDispatch(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # Rows are copied out and back, weighted and summed; the router's scores are sorted.
     inside = (3 if decoder.gated else 2) * rows * f
-    made.move(8 * rows * h + 8 * s * e + inside, 0, 24)
-    made.save(2 * rows * h + inside, 0)
-    made.work(s * h + rows * h + (1 + decoder.gated) * rows * f, 0)
+    counts.move(8 * rows * h + 8 * s * e + inside, 0, 24)
+    counts.save(2 * rows * h + inside, 0)
+    counts.work(s * h + rows * h + (1 + decoder.gated) * rows * f, 0)
     if decoder.shared_experts:
-        _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
+        _feed_forward(plain, counts, "mlp.shared_experts", f * decoder.shared_experts)
 
 
 def head_counts(decoder: Decoder) -> Counts:
     """Return the counts of the last norm and the product that makes the logits."""
     s, h, v = decoder.sequence, decoder.hidden, decoder.vocab
-    made = Counts([], [])
-    made.weight("model.norm.weight", (h,))
+    counts = Counts([], [])
+    counts.weight("model.norm.weight", (h,))
     if decoder.layer_norm:
-        made.weight("model.norm.bias", (h,))
-    made.move(2 * s * h, 0, 1)
-    made.save((2 - (decoder.adapter_rank > 0)) * s * h, 0)
-    made.products.append(Product(rows=s, inner=h, columns=v, cut="columns", owner="lm_head"))
+        counts.weight("model.norm.bias", (h,))
+    counts.move(2 * s * h, 0, 1)
+    counts.save((2 - (decoder.adapter_rank > 0)) * s * h, 0)
+    counts.products.append(Product(rows=s, inner=h, columns=v, cut="columns", owner="lm_head"))
     if not decoder.tied:
-        made.weight("lm_head.weight", (v, h), Cut(style="vocab", dim=0, groups=v))
+        counts.weight("lm_head.weight", (v, h), Cut(style="vocab", dim=0, groups=v))
     # Logits become float32: they are written in twice the bytes, then read for the maximum, the sum and the gradient.
-    made.move(0, (1 + 2 + 2 + 2 + 2) * s * v, 8)
-    made.work(s * h, s * v)  # the gradients of the logits and of the product's input
-    return made
+    counts.move(0, (1 + 2 + 2 + 2 + 2) * s * v, 8)
+    counts.work(s * h, s * v)  # the gradients of the logits and of the product's input
+    return counts

@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Literal
 
 from samestep.models.decoder import Counts, Decoder, block_counts, embedding_counts, head_counts
-from samestep.models.layer_parts import Boundary, BoundaryKind, Exchange, HeadSpec, PartialSum, Product
+from samestep.models.layer_parts import (
+    Boundary,
+    BoundaryKind,
+    Exchange,
+    HeadSpec,
+    OtherWork,
+    PartialSum,
+    Product,
+    WorkingSet,
+)
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec
@@ -107,12 +116,12 @@ _TABLES: dict[str, Literal["", "tokens", "positions"]] = {
 """Weights that are tables of embeddings."""
 
 
-def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
+def _layer(decoder: Decoder, counts: Counts, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
     """Return the layer of the given counts, with its sums and boundaries."""
     stream = decoder.sequence * decoder.hidden
     is_head = name.startswith("norm")
     is_embedding = name.startswith("embed")
-    forward, backward, boundaries = _block_exchanges(decoder, made) if is_block else ((), (), ())
+    forward, backward, boundaries = _block_exchanges(decoder, counts) if is_block else ((), (), ())
     if is_embedding:
         forward = (PartialSum(owner="model.embed_tokens", elements=stream),)
     elif is_head:
@@ -124,49 +133,46 @@ def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], 
         name=name,
         modules=modules,
         is_block=is_block,
-        forward_flops=sum(product.flops for product in made.products),
+        forward_flops=sum(product.flops for product in counts.products),
         output_elements=decoder.sequence * decoder.vocab if is_head else stream,
-        saved_elements=round(made.saved),
-        saved_cut_elements=round(made.saved_cut),
-        working_elements=round(made.working),
-        working_cut_elements=round(made.working_cut),
+        saved_elements=round(counts.saved),
+        saved_cut_elements=round(counts.saved_cut),
+        working=WorkingSet(round(counts.working), round(counts.working_cut)),
         loss_elements=loss,
         loss_working_elements=2 * loss,
-        head=_head_spec(decoder, made) if is_head else None,
-        saved_selective_elements=round(min(given + made.results, made.saved)),
-        saved_selective_cut_elements=round(min(made.results_cut, made.saved_cut)),
+        head=_head_spec(decoder, counts) if is_head else None,
+        saved_selective_elements=round(min(given + counts.results, counts.saved)),
+        saved_selective_cut_elements=round(min(counts.results_cut, counts.saved_cut)),
         input_elements=given,
         backward_reads_weights=not is_embedding,
         forward_sums=forward,
         backward_sums=backward,
         sequence_boundaries=boundaries,
-        products=tuple(made.products),
-        moved_elements=round(made.moved),
-        moved_cut_elements=round(made.moved_cut),
-        kernels=made.kernels + len(made.products),
+        products=tuple(counts.products),
+        moved=OtherWork(round(counts.moved), round(counts.moved_cut), counts.kernels + len(counts.products)),
         # A compiler leaves experts out of its graphs, and what is fused of the rest is not counted.
-        fusible_elements=0 if made.dispatches else round(made.fusible),
-        fusible_cut_elements=0 if made.dispatches else round(made.fusible_cut),
-        fusible_kernels=0 if made.dispatches else made.fusible_kernels,
+        fusible=OtherWork()
+        if counts.dispatches
+        else OtherWork(round(counts.fusible), round(counts.fusible_cut), counts.fusible_kernels),
         exchanges=tuple(_exchanges(decoder)) if is_block else (),
-        dispatches=made.dispatches,
-        token_parts=made.token_parts,
+        dispatches=counts.dispatches,
+        token_parts=counts.token_parts,
     )
 
 
 def _block_exchanges(
-    decoder: Decoder, made: Counts
+    decoder: Decoder, counts: Counts
 ) -> tuple[tuple[PartialSum, ...], tuple[PartialSum, ...], tuple[Boundary, ...]]:
     """Return the sums of a block under a tensor cut, of its forward and of its backward, and its boundaries under sequence parallelism."""
     stream = decoder.sequence * decoder.hidden
     parts = [("self_attn", "q_proj", "o_proj")]
-    if not made.dispatches:
+    if not counts.dispatches:
         parts.append(("mlp", "up_proj", "down_proj"))
     elif decoder.shared_experts:
         parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
     forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
     backward = tuple(
-        PartialSum(owner=f"{part}.{first}", elements=stream, beside=_separable(made, part, decoder.hidden))
+        PartialSum(owner=f"{part}.{first}", elements=stream, beside=_separable(counts, part, decoder.hidden))
         for part, first, _ in reversed(parts)
     )
     kinds: tuple[BoundaryKind, ...] = ("gather", "scatter")
@@ -179,19 +185,23 @@ def _block_exchanges(
     return forward, backward, boundaries
 
 
-def _separable(made: Counts, part: str, inner: int) -> tuple[str, ...]:
+def _separable(counts: Counts, part: str, inner: int) -> tuple[str, ...]:
     """Return the products of a part that are cut by columns and given what the part is given."""
-    mine = (one for one in made.products if one.owner.rpartition(".")[0] == part)
-    return tuple(one.owner for one in mine if one.cut == "columns" and one.inner == inner and one.is_deferrable)
+    mine = (product for product in counts.products if product.owner.rpartition(".")[0] == part)
+    return tuple(
+        product.owner
+        for product in mine
+        if product.cut == "columns" and product.inner == inner and product.is_deferrable
+    )
 
 
-def _head_spec(decoder: Decoder, made: Counts) -> HeadSpec:
+def _head_spec(decoder: Decoder, counts: Counts) -> HeadSpec:
     return HeadSpec(
         owner="lm_head",
         rows=decoder.sequence,
         inner=decoder.hidden,
         columns=decoder.vocab,
-        saved_elements=round(made.saved),
+        saved_elements=round(counts.saved),
         working_elements=decoder.sequence * decoder.hidden,
         is_frozen=decoder.adapter_rank > 0,
     )

@@ -1,4 +1,4 @@
-"""The parts of a layer's shape as data: matrix products, exchanges, gathered tensors, calls that need several samples, and the head.
+"""The parts of a layer's shape as data: products, exchanges, gathered tensors, calls that need several samples, written attentions, the head.
 
 All counts are those of one sample, before any cut. `cut_by` and `sliced_by` return one rank's part: under a tensor cut, and
 under context parallelism, which leaves it a slice of the sequence.
@@ -105,6 +105,78 @@ class Product:
         if self.is_attention:
             return replace(self, count=-(-self.count // degree))
         return replace(self, rows=-(-self.rows // degree))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkingSet:
+    """The elements that are alive at most at once in a backward, besides those that its forward kept, without gradients of weights."""
+
+    elements: int = 0
+    """Less than 0 where more of those that the forward kept have been freed by then."""
+    cut_elements: int = 0
+    """The part of these that a tensor cut divides."""
+    wide_elements: int = 0
+    """Additional elements under bf16 and fp16, because norms compute in float32."""
+    weights: int = 0
+    """Elements of the layer's weights whose gradients have been made by then."""
+
+    def of_one(self, num_samples: int) -> WorkingSet:
+        """Return the working set of one of so many samples."""
+        alive, cut, wide = (part // num_samples for part in (self.elements, self.cut_elements, self.wide_elements))
+        return WorkingSet(alive, cut, wide, self.weights)
+
+    def plus(self, elements: int, cut_elements: int = 0, wide_elements: int = 0) -> WorkingSet:
+        """Return the working set with more elements."""
+        return WorkingSet(
+            self.elements + elements, self.cut_elements + cut_elements, self.wide_elements + wide_elements, self.weights
+        )
+
+    def cut_by(self, degree: int) -> WorkingSet:
+        """Return one rank's part under a tensor cut."""
+        part = self.cut_elements // degree
+        return WorkingSet(self.elements - self.cut_elements + part, part, self.wide_elements, self.weights // degree)
+
+    def divided_by(self, degree: int) -> WorkingSet:
+        """Return one rank's part under sequence parallelism, which divides what a tensor cut leaves whole."""
+        elements = self.cut_elements + (self.elements - self.cut_elements) // degree
+        return WorkingSet(elements, self.cut_elements, self.wide_elements // degree, self.weights)
+
+    def sliced_by(self, degree: int) -> WorkingSet:
+        """Return one rank's part under context parallelism, rounded up."""
+        alive, cut, wide = (-(-part // degree) for part in (self.elements, self.cut_elements, self.wide_elements))
+        return WorkingSet(alive, cut, wide, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWork:
+    """The work of a forward that is no matrix product: elements that operations read and write, and operations that the host launches."""
+
+    elements: int = 0
+    cut_elements: int = 0
+    """The part of these that a tensor cut divides."""
+    kernels: int = 0
+
+    def of_one(self, num_samples: int) -> OtherWork:
+        """Return the work for one of so many samples."""
+        return OtherWork(self.elements // num_samples, self.cut_elements // num_samples, self.kernels)
+
+    def plus(self, elements: int, cut_elements: int = 0, kernels: int = 0) -> OtherWork:
+        """Return the work with more of it."""
+        return OtherWork(self.elements + elements, self.cut_elements + cut_elements, self.kernels + kernels)
+
+    def cut_by(self, degree: int) -> OtherWork:
+        """Return one rank's part under a tensor cut."""
+        part = self.cut_elements // degree
+        return OtherWork(self.elements - self.cut_elements + part, part, self.kernels)
+
+    def divided_by(self, degree: int) -> OtherWork:
+        """Return one rank's part under sequence parallelism, which divides what a tensor cut leaves whole."""
+        elements = self.cut_elements + (self.elements - self.cut_elements) // degree
+        return OtherWork(elements, self.cut_elements, self.kernels)
+
+
+NO_WORKING_SET, NO_WORK = WorkingSet(), OtherWork()
+"""Nothing is alive, and nothing is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +309,7 @@ class GatheredPart:
     @property
     def gathered(self) -> tuple[GatheredTensor, ...]:
         """The arguments that ranks send each other."""
-        return tuple(one for one in self.given if not one.is_known)
+        return tuple(mask for mask in self.given if not mask.is_known)
 
 
 MoveKind = Literal["conv", "pad", "cat", "roll", "write", "edge", "state"]
@@ -335,8 +407,6 @@ class BatchValueCall:
     """Dtype in which it is sent; empty for floating numbers, which are sent in master precision."""
     takes_gradient: bool = True
     """Whether a gradient flows back into it."""
-    is_only_kept: bool = False
-    """Whether nothing but what the step leaves behind depends on it (`samestep.after_step`)."""
     is_everywhere: bool = False
     """Whether every stage of a pipeline makes it, in the model's own code and of what depends on no weight."""
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from samestep.models.layer_parts import (
+    NO_WORK,
+    NO_WORKING_SET,
     BatchNormCall,
     BatchValueCall,
     Boundary,
@@ -20,12 +22,13 @@ from samestep.models.layer_parts import (
     GatheredPart,
     HeadSpec,
     KeptBuffer,
+    OtherWork,
     PartialSum,
     Product,
     TokenMove,
     TokenPart,
+    WorkingSet,
 )
-from samestep.models.written_attention import WrittenAttention
 
 BeginsStage = Literal["", "yes", "if needed", "named", "no"]
 """Whether a pipeline stage begins with a layer: with a block if it is empty; `if needed`: where blocks are fewer than stages;
@@ -67,21 +70,10 @@ class LayerSpec:
     """The part of `saved_elements` that a tensor cut divides."""
     saved_selective_cut_elements: int = 0
     """The part of `saved_selective_elements` that a tensor cut divides."""
-    working_elements: int = 0
-    """Largest number of elements alive in its backward besides those its forward kept, without weight gradients."""
-    working_cut_elements: int = 0
-    """The part of `working_elements` that a tensor cut divides."""
-    working_weights: int = 0
-    """Elements of its weights whose gradients have been made by then."""
-    norm_working_elements: int = 0
-    """Largest number of elements alive in the backward of its norms besides those its forward kept; less than 0 where more of these
-    have been freed by then."""
-    norm_working_cut_elements: int = 0
-    """The part of `norm_working_elements` that a tensor cut divides."""
-    norm_working_wide_elements: int = 0
-    """Additional elements of these under bf16 and fp16, because norms compute in float32."""
-    norm_working_weights: int = 0
-    """Elements of its weights whose gradients have been made by then."""
+    working: WorkingSet = NO_WORKING_SET
+    """What is alive in its backward at most."""
+    norm_working: WorkingSet = NO_WORKING_SET
+    """What is alive in the backward of its norms at most."""
     loss_elements: int = 0
     """Elements that the loss keeps of the last layer's output, in float32 at least; 0 for other layers."""
     loss_working_elements: int = 0
@@ -90,18 +82,10 @@ class LayerSpec:
     """The module of the last layer that makes the logits, if it is known; None of other layers."""
     products: tuple[Product, ...] = ()
     """Its matrix products; empty if only their FLOPs are known."""
-    moved_elements: int = 0
-    """Elements that all other operations of its forward read and write."""
-    moved_cut_elements: int = 0
-    """The part of `moved_elements` that a tensor cut divides."""
-    kernels: int = 0
-    """Operations of its forward that the host launches."""
-    fusible_elements: int = 0
-    """The part of `moved_elements` that is spared where a compiler fuses operations."""
-    fusible_cut_elements: int = 0
-    """The part of `fusible_elements` that a tensor cut divides."""
-    fusible_kernels: int = 0
-    """The part of `kernels` that is spared there."""
+    moved: OtherWork = NO_WORK
+    """What all other operations of its forward read and write; its `kernels` are those of products too."""
+    fusible: OtherWork = NO_WORK
+    """The part of `moved` that is spared where a compiler fuses operations."""
     backward_reads_weights: bool = True
     """Whether a gradient flows through its weights to its input; not so in a layer of embeddings."""
     has_backward: bool = True
@@ -118,8 +102,6 @@ class LayerSpec:
     """Calls of modules that compute all tokens under context parallelism, in order of the forward."""
     token_moves: tuple[TokenMove, ...] = ()
     """Calls that need tokens of neighbours under context parallelism, in order of the forward."""
-    written: tuple[tuple[str, tuple[WrittenAttention, ...]], ...] = ()
-    """The attentions that its blocks write out, by path; empty of a layer whose exchanges leave them out."""
     saved_pair_elements: int = 0
     """The part of `saved_elements` that context parallelism leaves whole: masks of pairs of tokens."""
     sequence_boundaries: tuple[Boundary, ...] = ()
@@ -152,12 +134,12 @@ class LayerSpec:
     def makes_checkpoints(self) -> bool:
         """Whether its code makes checkpoints around what ranks send, where they are not run plainly."""
         places = (
-            *(one.place for one in (*self.forward_sums, *self.backward_sums)),
-            *(one.place for one in self.sequence_boundaries),
-            *(one.place for one in self.dispatches),
-            *(one.place for one in self.exchanges),
-            *(one.place for one in self.gathered_parts),
-            *(one.place for one in self.token_moves),
+            *(token_sum.place for token_sum in (*self.forward_sums, *self.backward_sums)),
+            *(sequence_boundary.place for sequence_boundary in self.sequence_boundaries),
+            *(dispatch.place for dispatch in self.dispatches),
+            *(exchange.place for exchange in self.exchanges),
+            *(gathered_part.place for gathered_part in self.gathered_parts),
+            *(token_move.place for token_move in self.token_moves),
         )
         return any(place.inside for place in places)
 
@@ -174,17 +156,23 @@ class LayerSpec:
     @property
     def sliced_exchanges(self) -> tuple[Exchange, ...]:
         """The all_to_alls of the attentions that are given a slice of the tokens under context parallelism."""
-        return tuple(one for one in self.exchanges if not one.is_within) if self.gathered_parts else self.exchanges
+        return (
+            tuple(exchange for exchange in self.exchanges if not exchange.is_within)
+            if self.gathered_parts
+            else self.exchanges
+        )
 
     def with_attention(self, number: int) -> LayerSpec:
         """Return the layer with one of the attentions alone that are given a slice of the tokens."""
-        attentions = [one for one in self.products if one.is_attention and not self.is_gathered(one.owner)]
+        attentions = [
+            product for product in self.products if product.is_attention and not self.is_gathered(product.owner)
+        ]
         kept = (
-            {id(one) for one in attentions[number : number + 1]}
+            {id(attention) for attention in attentions[number : number + 1]}
             if self.num_sliced_attentions == len(attentions)
             else ()
         )
-        products = tuple(one for one in self.products if id(one) in kept or not one.is_attention)
+        products = tuple(product for product in self.products if id(product) in kept or not product.is_attention)
         return replace(self, products=products, exchanges=self.sliced_exchanges[4 * number : 4 * number + 4])
 
     @property
@@ -246,18 +234,12 @@ class LayerSpec:
             head=self.head.cut_by(degree) if self.head else None,
             saved_elements=self.saved_elements - elsewhere(self.saved_cut_elements),
             saved_selective_elements=self.saved_selective_elements - elsewhere(self.saved_selective_cut_elements),
-            working_elements=self.working_elements - elsewhere(self.working_cut_elements),
-            working_cut_elements=self.working_cut_elements // degree,
-            working_weights=self.working_weights // degree,
-            norm_working_elements=self.norm_working_elements - elsewhere(self.norm_working_cut_elements),
-            norm_working_cut_elements=self.norm_working_cut_elements // degree,
-            norm_working_weights=self.norm_working_weights // degree,
+            working=self.working.cut_by(degree),
+            norm_working=self.norm_working.cut_by(degree),
             saved_cut_elements=self.saved_cut_elements // degree,
             saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
-            moved_elements=self.moved_elements - elsewhere(self.moved_cut_elements),
-            moved_cut_elements=self.moved_cut_elements // degree,
-            fusible_elements=self.fusible_elements - elsewhere(self.fusible_cut_elements),
-            fusible_cut_elements=self.fusible_cut_elements // degree,
+            moved=self.moved.cut_by(degree),
+            fusible=self.fusible.cut_by(degree),
         )
 
     def separable_products(self, paths: Collection[str]) -> tuple[Product, ...]:
@@ -278,7 +260,8 @@ class LayerSpec:
         def sums(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
             """Return the partial sums of one rank's tokens."""
             return tuple(
-                one if self.is_gathered(one.owner) else replace(one, elements=part(one.elements)) for one in parts
+                gathered if self.is_gathered(gathered.owner) else replace(gathered, elements=part(gathered.elements))
+                for gathered in parts
             )
 
         serial = {move.owner for move in self.token_moves if move.kind == "state"}
@@ -302,26 +285,24 @@ class LayerSpec:
             saved_selective_elements=part(self.saved_selective_elements),
             saved_norm_elements=part(self.saved_norm_elements),
             input_norm_elements=part(self.input_norm_elements),
-            working_elements=part(self.working_elements),
-            working_cut_elements=part(self.working_cut_elements),
-            norm_working_elements=part(self.norm_working_elements),
-            norm_working_cut_elements=part(self.norm_working_cut_elements),
-            norm_working_wide_elements=part(self.norm_working_wide_elements),
+            working=self.working.sliced_by(degree),
+            norm_working=self.norm_working.sliced_by(degree),
             saved_cut_elements=part(self.saved_cut_elements) + sum(cut_twice),
             saved_selective_cut_elements=part(self.saved_selective_cut_elements),
-            moved_elements=part(self.moved_elements),
-            moved_cut_elements=part(self.moved_cut_elements),
-            fusible_elements=self.fusible_elements // degree,
-            fusible_cut_elements=self.fusible_cut_elements // degree,
+            moved=OtherWork(part(self.moved.elements), part(self.moved.cut_elements), self.moved.kernels),
+            fusible=self.fusible.of_one(degree),
             forward_sums=sums(self.forward_sums),
             backward_sums=sums(self.backward_sums),
             loss_elements=part(self.loss_elements),
             loss_working_elements=part(self.loss_working_elements),
             dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
-            sequence_boundaries=tuple(replace(one, elements=part(one.elements)) for one in self.sequence_boundaries),
+            sequence_boundaries=tuple(
+                replace(sequence_boundary, elements=part(sequence_boundary.elements))
+                for sequence_boundary in self.sequence_boundaries
+            ),
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
             head=self.head.sliced_by(degree) if self.head else None,
-            token_parts=tuple(one.sliced_by(degree) for one in self.token_parts),
+            token_parts=tuple(token_part.sliced_by(degree) for token_part in self.token_parts),
         )
 
     def _but_states(self, sliced: LayerSpec, serial: Collection[str]) -> LayerSpec:
@@ -329,8 +310,8 @@ class LayerSpec:
         as long as for those of all tokens."""
         weighing = {move.owner for move in self.token_moves if move.is_of_weights}
         products = tuple(
-            one if one.owner in weighing or (one.owner in serial and one.factors == "pair") else mine
-            for one, mine in zip(self.products, sliced.products, strict=True)
+            one if one.owner in weighing or (one.owner in serial and one.factors == "pair") else product
+            for one, product in zip(self.products, sliced.products, strict=True)
         )
         whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
         flops = self.forward_flops * mine // whole if whole else sliced.forward_flops
@@ -343,10 +324,13 @@ class LayerSpec:
 
         It keeps and moves at most what one device does: how much of it these parts do is not known.
         """
-        products = tuple(one if self.is_gathered(one.owner) else one.sliced_by(degree) for one in self.products)
+        products = tuple(
+            product if self.is_gathered(product.owner) else product.sliced_by(degree) for product in self.products
+        )
         whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
         dispatches = tuple(
-            one if self.is_gathered(one.owner) else replace(one, rows=-(-one.rows // degree)) for one in self.dispatches
+            dispatch if self.is_gathered(dispatch.owner) else replace(dispatch, rows=-(-dispatch.rows // degree))
+            for dispatch in self.dispatches
         )
         return replace(
             self,
@@ -358,5 +342,5 @@ class LayerSpec:
             backward_sums=sums(self.backward_sums),
             dispatches=dispatches,
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
-            token_parts=tuple(one.sliced_by(degree) for one in self.token_parts),
+            token_parts=tuple(token_part.sliced_by(degree) for token_part in self.token_parts),
         )

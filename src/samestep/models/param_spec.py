@@ -1,4 +1,7 @@
-"""A parameter's shape as data: how the forward uses it, and where a tensor cut may divide it."""
+"""A parameter's shape as data: how the forward uses it, where a tensor cut may divide it, and the bytes of its elements in 4 bits.
+
+A row of a weight in 4 bits is held as bytes: two elements in a byte, then one float32 scale for each block of elements.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from samestep.models.packing import HeldAs, packed_bytes
+BLOCK = 64
+"""Elements of a row that share a scale."""
+SCALE_BYTES = 4
+
+
+def packed_bytes(numel: int) -> int:
+    """Return the bytes of so many elements, which are whole blocks."""
+    return numel // 2 + numel // BLOCK * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +95,7 @@ class ParamSpec:
     """Pipeline stages that hold it, tied, and sum its gradients, if there are several; empty if one does."""
     follows: str = ""
     """Name of the weight of another model whose moving average it is, behind each step; empty if it is none."""
-    held_as: HeldAs = ""
+    held_as: str = ""
     embeds: Literal["", "tokens", "positions"] = ""
     """Indices into it, if it is the table of an embedding: the contents of a sample, or the positions in a sequence."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from samestep.errors import ModelError, did_you_mean, short_repr
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
-from samestep.models.layer_parts import BatchNormCall, Product
+from samestep.models.layer_parts import BatchNormCall, OtherWork, Product, WorkingSet
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
@@ -214,20 +214,22 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
     """
     if name == "resnet50":
         for field in changes or {}:
-            raise ModelError(f"preset resnet50 has no {field!r}; it has no fields to change")
+            raise ModelError("preset-field", f"preset resnet50 has no {field!r}; it has no fields to change")
         return resnet(name, normed=True)
     if name not in DECODERS:
         hint = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
-        raise ModelError(f"no preset {name!r}{hint}")
+        raise ModelError("preset-unknown", f"no preset {name!r}{hint}")
     known = {field.name for field in fields(Decoder)}
     for field in changes or {}:
         if field not in known:
             hint = did_you_mean(field, known)
-            raise ModelError(f"preset {name} has no {field!r}{hint}; its fields are {', '.join(sorted(known))}")
+            raise ModelError(
+                "preset-field", f"preset {name} has no {field!r}{hint}; its fields are {', '.join(sorted(known))}"
+            )
     given: dict[str, Any] = {**({"sequence": sequence} if sequence else {}), **(changes or {})}
     decoder = replace(DECODERS[name], **given)
     for mistake in chain(_wrong_kinds(decoder), _misfits(decoder)):
-        raise ModelError(f"preset {name}: {mistake}")
+        raise ModelError("preset-field", f"preset {name}: {mistake}")
     return spec(decoder, name)
 
 
@@ -245,7 +247,7 @@ def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
         elif kind is bool and type(value) is not bool:
             yield f"{given} is neither true nor false"
         elif kind not in (int, bool) and value not in get_args(kind):
-            yield f"{given} is none of {', '.join(map(repr, get_args(kind)))}"
+            yield f"{given} must be one of {', '.join(map(repr, get_args(kind)))}"
 
 
 _WHOLES = {
@@ -295,8 +297,8 @@ def gpt_of_size(num_params: float, sequence: int, vocab: int = 50257) -> Decoder
 
 # -- images ------------------------------------------------------------------------------------------------------------
 
-_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
-"""Width and number of blocks of each stage."""
+_WIDTHS = (64, 128, 256, 512)
+"""Channels inside the blocks of each stage."""
 
 
 class _Convolution(NamedTuple):
@@ -322,8 +324,16 @@ class _Convolution(NamedTuple):
         return (self.made, self.given, self.kernel, self.kernel)
 
 
-def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000, *, normed: bool = False) -> ModelSpec:
-    """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), with torchvision's strides in 3x3 convolutions.
+def resnet(
+    name: str = "resnet50",
+    size: int = 224,
+    classes: int = 1000,
+    *,
+    normed: bool = False,
+    stages: Sequence[int] = (3, 4, 6, 3),
+) -> ModelSpec:
+    """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), or one of other numbers of blocks in its `stages`, with torchvision's
+    strides in 3x3 convolutions.
 
     With `normed` its batch norms take the statistics of groups of samples, as a job's do; without, those of each rank alone, as
     in most published runs.
@@ -332,7 +342,7 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000, *, norm
     layers = [_convolution_layer("conv1", stem, size * size * 3, is_block=False)]
     shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]
     channels, side = 64, size // 4
-    for stage, (width, count) in enumerate(_STAGES):
+    for stage, (width, count) in enumerate(zip(_WIDTHS, stages, strict=True)):
         for block in range(count):
             path, half = f"layer{stage + 1}.{block}", 2 if block == 0 and stage > 0 else 1
             parts = [
@@ -356,15 +366,15 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000, *, norm
         name=name,
         layers=tuple(layers),
         params=tuple(ParamSpec(name=path, shape=shape, layer=index) for path, shape, index in shapes),
-        buffer_bytes=sum(2 * 4 * made + 8 for _, made in channels_of) if normed else 0,
+        buffer_bytes=sum(2 * 4 * channels + 8 for _, channels in channels_of) if normed else 0,
         cut_refusal="convolutions have no plan",
     )
 
 
 def _norms_below(layer: LayerSpec, channels_of: Sequence[tuple[str, int]]) -> tuple[BatchNormCall, ...]:
     """Return the batch norms of a layer, in the order of its forward."""
-    mine = ((path, made) for path, made in channels_of if path.startswith(f"{layer.name}."))
-    return tuple(BatchNormCall(owner=path, channels=made) for path, made in mine)
+    mine = ((path, channels) for path, channels in channels_of if path.startswith(f"{layer.name}."))
+    return tuple(BatchNormCall(owner=path, channels=channels) for path, channels in mine)
 
 
 def _shapes(parts: Sequence[_Convolution]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -388,6 +398,8 @@ def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements:
     )
     touched = 3 * sum(part.elements for part in parts)  # the norm reads them twice and writes its result once
     made = parts[2].elements if is_block else parts[-1].elements
+    # A ReLU reads and writes what it is given; the sum of a block reads two and writes one, and a pooling reads once more.
+    bent = 2 * sum(part.elements for part in parts[:2]) + (5 if is_block else 1) * made
     return LayerSpec(
         name=path,
         modules=(path,),
@@ -395,12 +407,11 @@ def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements:
         forward_flops=sum(product.flops for product in products),
         output_elements=made,
         saved_elements=touched,
-        working_elements=2 * max(given_elements, made),
+        working=WorkingSet(2 * max(given_elements, made)),
         saved_selective_elements=sum(part.elements for part in parts),
         input_elements=given_elements,
         products=products,
-        moved_elements=touched + made,
-        kernels=3 * len(products) + 1,
+        moved=OtherWork(touched + bent, kernels=3 * len(products) + 1),
     )
 
 
@@ -413,11 +424,10 @@ def _classifier_layer(channels: int, side: int, classes: int) -> LayerSpec:
         forward_flops=product.flops,
         output_elements=classes,
         saved_elements=channels,
-        working_elements=side * side * channels,
+        working=WorkingSet(side * side * channels),
         loss_elements=classes,
         loss_working_elements=2 * classes,
         input_elements=side * side * channels,
         products=(product,),
-        moved_elements=side * side * channels + 6 * classes,
-        kernels=4,
+        moved=OtherWork(side * side * channels + 6 * classes, kernels=4),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from samestep.job import Job
 from samestep.models.presets import DECODERS, PRESETS, preset
-from samestep.output.text_table import align_columns
+from samestep.output.text import align_columns
 
 USUAL_TOKENS = 4 * 2**20
 """Tokens of a step where none are published: as many as in LLaMA and Llama 2."""
@@ -78,8 +78,8 @@ def as_published(job: Job) -> tuple[Job, str]:
         return job, ""
     said = [] if own_precision else ["in bf16"]
     if not own_batch:
-        given = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
-        samples, words = _batch(str(name), preset(str(name), given, job.model.config).length)
+        sequence_length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
+        samples, words = _batch(str(name), preset(str(name), sequence_length, job.model.config).length)
         job = job.model_copy(update={"train": job.train.model_copy(update={"global_batch": samples})})
         said.append(words)
     if not own_precision:

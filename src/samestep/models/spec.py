@@ -1,24 +1,34 @@
-"""The `ModelSpec`: the shape of a model as data, which strategies, cost and memory read.
+"""The `ModelSpec`: the shape of a model as data, which strategies, cost and memory read; and the `ModelAnalysis`, what else an examination finds.
 
-It is made by tracing a module on the meta device (`tracing/trace.py`), counted from hyperparameters (`decoder_spec.py`), or
+A spec is made by tracing a module on the meta device (`tracing/trace.py`), counted from hyperparameters (`decoder_spec.py`), or
 read from JSON. Layers are in the order of the forward: what comes before the blocks, each block, what comes after. All
 counts are those of one sample; elements become bytes with the job's precision.
+
+Both are plain data without torch, equal on every rank. All code reads them, so modules are not examined twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Concatenate, Literal, TypeVar
+from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
+
+from pydantic import TypeAdapter
 
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.loss_names import LossNames
 from samestep.models.param_spec import ParamSpec
+
+VALUES = "values."
+"""What stands in front of the name of a value in errors."""
+_NONE: Mapping[str, float] = {}
+FORMAT_VERSION = 21
 
 
 def enclosing(path: str) -> Iterator[str]:
@@ -85,6 +95,34 @@ class LossTensor:
         return self.rows is None or self.rows[0] >= 0
 
 
+@dataclass(frozen=True, slots=True)
+class LossNames:
+    """The names of the terms and the values that a loss returns, in their order; an unnamed term is not among them."""
+
+    terms: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    failure: str = ""
+    """The error of the loss when it was to show its names; empty if it did."""
+
+    @property
+    def num_numbers(self) -> int:
+        """The number of sums and counts of named terms and values."""
+        return 2 * (len(self.terms) + len(self.values))
+
+    def means(
+        self, numbers: Sequence[float], least: Mapping[str, float] = _NONE
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the means of the terms and of the values, by name, from `num_numbers` summed numbers; nan where nothing counts.
+
+        A count that a loss guards against zero is at `least` that.
+        """
+        names = (*self.terms, *(f"{VALUES}{name}" for name in self.values))
+        counts = [max(count, least.get(name, 0.0)) for name, count in zip(names, numbers[1::2], strict=True)]
+        means = [total / count if count else float("nan") for total, count in zip(numbers[::2], counts, strict=True)]
+        split = len(self.terms)
+        return dict(zip(self.terms, means[:split], strict=True)), dict(zip(self.values, means[split:], strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """The shape of a model: layers in the order of the forward, parameters in the module's order, buffers, and
@@ -98,7 +136,7 @@ class ModelSpec:
     params: tuple[ParamSpec, ...]
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
-    """Paths of modules that take statistics of samples, such as batch norm, whether the forward calls them or not."""
+    """Paths of modules that take statistics of samples, such as batch norm, and that the forward calls."""
     mixes_samples: str = ""
     """The path of a module and the operation in which samples influence each other otherwise; empty if there is none."""
     tried: tuple[str, ...] = ()
@@ -116,6 +154,8 @@ class ModelSpec:
     called_again: tuple[tuple[str, ...], ...] = ()
     """Paths of modules that a forward of several samples calls several times, as code does that takes samples one by one, in
     groups whose calls alternate."""
+    hooks_scale: bool = False
+    """Whether the forward puts hooks on gradients that make something else of larger ones than something larger, as a limit does."""
     differentiates_at: str = ""
     """Path of a module whose code takes gradients within the forward; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"
@@ -137,8 +177,6 @@ class ModelSpec:
     """Dropout masks of one forward, in the order in which they are drawn."""
     length: int = 0
     """Tokens of a sample; 0 if a sample is no sequence."""
-    attending: tuple[LayerSpec, ...] = ()
-    """Its layers with the attentions exchanged that blocks write out, which they are under context parallelism; empty where there are none."""
     slice_refusal: str = "it is not proven that its blocks work on slices of a sequence"
     """Why context parallelism cannot slice sequences; empty if it can."""
     expert_refusal: str = "it is not proven that its blocks work on a part of the tokens"
@@ -169,6 +207,13 @@ class ModelSpec:
         """FLOPs of one sample's forward."""
         return sum(layer.forward_flops for layer in self.layers)
 
+    @cached_property
+    def sample_flops(self) -> int:
+        """FLOPs of one sample's forward and backward: neither what a mask leaves out nor gradients of frozen weights."""
+        products = [product for layer in self.layers for product in layer.products]
+        masked = sum(product.flops - round(product.flops * product.attended_part) for product in products)
+        return sum(layer.forward_flops + layer.backward_flops for layer in self.layers) - 3 * masked
+
     def repeats_own_code(self, on_stages: bool) -> bool:
         """Return whether checkpoints in its code repeat what ranks send, on pipeline stages or without them."""
         return not self.runs_checkpoints_plainly(on_stages) and self._makes_checkpoints
@@ -179,7 +224,7 @@ class ModelSpec:
 
     @cached_property
     def _makes_checkpoints(self) -> bool:
-        return any(layer.makes_checkpoints for layer in (*self.layers, *self.attending))
+        return any(layer.makes_checkpoints for layer in self.layers)
 
     @cached_property
     def takes_batch_statistics(self) -> bool:
@@ -189,7 +234,11 @@ class ModelSpec:
     @cached_property
     def couples_samples(self) -> bool:
         """Whether samples influence each other by statistics."""
-        return bool(self.coupled_modules) or self.takes_batch_statistics or any(one.batch_values for one in self.layers)
+        return (
+            bool(self.coupled_modules)
+            or self.takes_batch_statistics
+            or any(layer.batch_values for layer in self.layers)
+        )
 
     @cached_property
     def uses_batch_values(self) -> bool:
@@ -246,30 +295,6 @@ def cache_by_model(
     return cached
 
 
-COUNTS = (
-    "forward_flops", "saved_elements", "saved_pair_elements", "saved_norm_elements", "saved_selective_elements", "saved_cut_elements",
-    "saved_selective_cut_elements", "working_elements", "working_cut_elements", "moved_elements", "moved_cut_elements", "kernels",
-    "fusible_elements", "fusible_cut_elements", "fusible_kernels",
-)  # fmt: skip
-"""Fields of a layer that add up what its operations do and keep, attentions among them."""
-_OF_ATTENTIONS = (
-    *COUNTS, "products", "exchanges", "gathered_parts", "token_moves", "written",
-)  # fmt: skip
-"""What the attentions of a layer, exchanged or not, make of it."""
-
-
-@cache_by_model
-def with_attentions(model: ModelSpec) -> ModelSpec:
-    """Return the model as ranks of `cp` compute it, with the attentions exchanged that its blocks write out."""
-    if not model.attending:
-        return model
-    layers = (
-        replace(layer, **{name: getattr(other, name) for name in _OF_ATTENTIONS})
-        for layer, other in zip(model.layers, model.attending, strict=True)
-    )
-    return replace(model, layers=tuple(layers), attending=())
-
-
 def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
     """Return whether a weight is in no module of the layer that uses it first, by any of its names."""
     roots = [root for root in model.layers[param.layer].called if root]
@@ -288,3 +313,103 @@ def gradients_within(model: ModelSpec) -> str:
         f"the forward at {model.differentiates_at} takes gradients itself, and what ranks exchange within a forward has no "
         "gradient of its gradient"
     )
+
+
+def to_json(model: ModelSpec) -> str:
+    """Return a spec as JSON, with its format version."""
+    return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(model)})
+
+
+def from_json(text: str) -> ModelSpec:
+    """Return the spec that `to_json` wrote.
+
+    Raises:
+        ValueError: the text is of another format version, or a field has another type.
+    """
+    fields: dict[str, Any] = json.loads(text)
+    version = fields.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise ValueError(f"a model spec of format {version}; this version reads {FORMAT_VERSION}")
+    return _reader().validate_python(fields)
+
+
+@functools.cache
+def _reader() -> TypeAdapter[ModelSpec]:
+    return TypeAdapter(ModelSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertModules:
+    """The modules of a model that hold experts."""
+
+    counts: Mapping[str, int]
+    """Number of experts of each module, by its path."""
+    switchable: tuple[str, ...]
+    """Paths of the modules whose library offers several implementations of the experts."""
+
+
+StateKind = Literal["buffer", "weight", "attribute", "variable", "counts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """Something that a forward keeps, and that another forward may read."""
+
+    owner: str
+    """Path of the module that holds it."""
+    name: str
+    """Name of the buffer, the parameter or the attribute."""
+    kind: StateKind
+    """The kind of state: "variable" is one outside of the modules, "counts" a gradient that is divided by the tokens counted in
+    a micro-batch."""
+    of_samples: bool = False
+    """Whether it depends on the samples of the forward, or on their number."""
+    is_read: bool = True
+    """Whether the outputs depend on it, or the code looks at it."""
+    is_restorable: bool = False
+    """Whether a module of the model holds it, in a form that can be put back, and it depends on no samples."""
+
+    @property
+    def full_name(self) -> str:
+        """The path of the module and the name."""
+        return f"{self.owner}.{self.name}".lstrip(".")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnalysis:
+    """The findings about one model: its shape, and how tensor, sequence and expert parallelism apply to its modules."""
+
+    spec: ModelSpec
+    """Shape of the model, with its cuts, boundaries and slices."""
+    experts: ExpertModules
+    has_dropout: bool
+    """Whether a module or a configuration has a dropout probability above 0."""
+    cut_styles: Mapping[str, str] = field(default_factory=dict)
+    """Style of the tensor cut of each module that is cut, by its path: a style of `independence/tensor_plan.py`."""
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    """Modules that a plan cuts otherwise, whose outputs are gathered or which stay whole under a tensor cut, and why."""
+    copied: frozenset[str] = frozenset()
+    """Modules whose input goes through `copy` under a tensor cut, by their paths."""
+    counts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
+    """Attributes that a rank divides, for each degree of a tensor cut that was tried: the path of a module that has it,
+    its name, and the divisor."""
+    shareable_heads: Mapping[str, int] = field(default_factory=dict)
+    """Number of heads of keys or values that ranks may share, by the path of the projection."""
+    sequence_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Children of each block that take whole sequences, by the block's path; empty without sequence parallelism."""
+    slices_between: tuple[int, ...] = ()
+    """Degrees of sequence parallelism for which it has been examined whether blocks work token by token."""
+    expert_calls: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """The call of each module of experts, by its path: positional and named arguments, on the meta device."""
+    parts_examined: tuple[int, ...] = ()
+    """Numbers of slices into which it has been examined whether sequences can be cut."""
+    samples_examined: tuple[int, ...] = ()
+    """Samples of micro-batches of which it has been examined which modules their forward calls several times."""
+    chunks_examined: bool = True
+    """Whether it has been examined whether logits and loss can be computed in chunks of tokens."""
+    states: tuple[StateSpec, ...] = ()
+    """State that a forward keeps, other than the statistics of torch's norms."""
+    stages: tuple[str, ...] = ()
+    """The modules that `model.stages` names."""
+    detached_checkpoints: bool = False
+    """Whether it has reentrant checkpoints whose inputs take no gradient, inside of which torch trains nothing."""

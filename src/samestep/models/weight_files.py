@@ -9,6 +9,7 @@ Only names, shapes and dtypes are read here: they stand at the head of a file, a
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import Any
 import xxhash
 
 from samestep.errors import ModelError
-from samestep.output import regular_files
+from samestep.models.presets import PRESETS
+from samestep.output import durable_files
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
@@ -49,26 +51,34 @@ def configuration(folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: there is no such folder or configuration.
     """
-    if not folder.is_dir():
-        raise ModelError(
-            f"model.source: there is no folder {folder}; a folder that transformers' save_pretrained wrote works, and so "
-            "does a family by its name, such as hf:llama"
-        )
+    _check_exists(folder)
     path = folder / CONFIG
     try:
-        found = regular_files.read_json(path, _LARGEST_HEAD, _with_number)
+        configuration = durable_files.read_json(path, _LARGEST_HEAD, _with_number)
     except FileNotFoundError:
         adapter = (
             " but an adapter, to be merged into its model first" if (folder / "adapter_config.json").exists() else ""
         )
         raise ModelError(
-            f"model.source: {folder} has no {CONFIG}{adapter}; a folder that transformers' save_pretrained wrote works"
+            "model-folder-missing",
+            f"model.source: {folder} has no {CONFIG}{adapter}; a folder that transformers' save_pretrained wrote works",
         ) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.source: {path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"model.source: {path} holds no table of fields")
-    return found
+        raise ModelError("model-folder-damaged", f"model.source: {path} cannot be read: {error}") from None
+    if not isinstance(configuration, dict):
+        raise ModelError("model-folder-damaged", f"model.source: {path} holds no table of fields")
+    return configuration
+
+
+def _check_exists(folder: Path) -> None:
+    if not folder.is_dir():
+        near = difflib.get_close_matches(folder.name.lower(), PRESETS, n=1, cutoff=0.6)
+        planned = f" To plan, use preset:{near[0]}." if near else ""
+        raise ModelError(
+            "model-folder-missing",
+            f"model.source: there is no folder {folder}. samestep downloads nothing: use a folder that transformers' save_pretrained "
+            f"wrote, or a family such as hf:llama.{planned}",
+        )
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -77,24 +87,31 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ModelError: there are no such files, or one is missing or damaged.
     """
+    _check_exists(folder)
     index = folder / INDEX
     if (folder / ONE_FILE).exists():
         return _in_file(folder / ONE_FILE)
     if not index.exists():
-        raise ModelError(_without_weights(folder))
+        raise _without_weights(folder)
     try:
-        files: Mapping[str, str] = regular_files.read_json(index, _LARGEST_HEAD)["weight_map"]
+        files: Mapping[str, str] = durable_files.read_json(index, _LARGEST_HEAD)["weight_map"]
         names = sorted(set(files.values()), key=Path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise ModelError(f"model.source: {index} is damaged: it has no weight_map from tensors to files") from None
-    found: dict[str, StoredTensor] = {}
+        raise ModelError(
+            "model-folder-damaged",
+            f"model.source: {index} is damaged: it has no weight_map from tensors to files",
+        ) from None
+    stored_tensors: dict[str, StoredTensor] = {}
     for name in names:
         if Path(name).name != name:
-            raise ModelError(f"model.source: {index} names {name}, which is outside its folder")
-        found |= _in_file(folder / name)
-    if lost := next((name for name in files if name not in found), ""):
-        raise ModelError(f"model.source: {index} says that {files[lost]} holds {lost}, and it does not")
-    return {name: found[name] for name in files}
+            raise ModelError("model-folder-damaged", f"model.source: {index} names {name}, which is outside its folder")
+        stored_tensors |= _in_file(folder / name)
+    if lost := next((name for name in files if name not in stored_tensors), ""):
+        raise ModelError(
+            "model-folder-damaged",
+            f"model.source: {index} says that {files[lost]} holds {lost}, and it does not",
+        )
+    return {name: stored_tensors[name] for name in files}
 
 
 def digest_of(folder: Path) -> str:
@@ -103,7 +120,9 @@ def digest_of(folder: Path) -> str:
     Raises:
         ModelError: the folder lacks one of them.
     """
-    heads = [[name, str(one.path.name), one.shape, one.dtype] for name, one in sorted(tensors(folder).items())]
+    heads = [
+        [name, str(stored.path.name), stored.shape, stored.dtype] for name, stored in sorted(tensors(folder).items())
+    ]
     return xxhash.xxh3_128_hexdigest(json.dumps([configuration(folder), heads], sort_keys=True).encode())
 
 
@@ -114,29 +133,36 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
         ModelError: it is missing or damaged.
     """
     try:
-        with regular_files.open_regular(path) as file:
+        with durable_files.open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
-            head: dict[str, Any] = regular_files.parse_json(file.read(min(size, _LARGEST_HEAD)))
-        tables = {name: one for name, one in head.items() if name != "__metadata__"}
-        found = {name: StoredTensor(path, tuple(one["shape"]), one["dtype"]) for name, one in tables.items()}
-        end = 8 + size + max((one["data_offsets"][1] for one in tables.values()), default=0)
+            head: dict[str, Any] = durable_files.parse_json(file.read(min(size, _LARGEST_HEAD)))
+        tables = {name: entry for name, entry in head.items() if name != "__metadata__"}
+        found = {name: StoredTensor(path, tuple(table["shape"]), table["dtype"]) for name, table in tables.items()}
+        end = 8 + size + max((table["data_offsets"][1] for table in tables.values()), default=0)
     except FileNotFoundError:
-        raise ModelError(f"model.source: {path} is missing, and {INDEX} names it") from None
+        raise ModelError("model-folder-damaged", f"model.source: {path} is missing, and {INDEX} names it") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise ModelError(f"model.source: {path} is no file of safetensors, or a damaged one") from None
+        raise ModelError(
+            "model-folder-damaged", f"model.source: {path} is no file of safetensors, or a damaged one"
+        ) from None
     if path.stat().st_size != end:
-        raise ModelError(f"model.source: {path} has {path.stat().st_size} bytes and should have {end}: copy it again")
+        raise ModelError(
+            "model-folder-damaged",
+            f"model.source: {path} has {path.stat().st_size} bytes and should have {end}: copy it again",
+        )
     return found
 
 
-def _without_weights(folder: Path) -> str:
+def _without_weights(folder: Path) -> ModelError:
     """Return that a folder has no weights that can be read, and what works."""
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
-        return (
+        return ModelError(
+            "model-folder-without-weights",
             f"model.source: {folder / pickles[0]} is a pickle, which can run any code when it is read, so samestep reads "
-            f"none; {ONE_FILE}, which transformers' from_pretrained and then save_pretrained write from it, works"
+            f"none; {ONE_FILE}, which transformers' from_pretrained and then save_pretrained write from it, works",
         )
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     there = f", only {', '.join(others[:3])}" if others else ""
-    return f"model.source: {folder} has no weights{there}; {ONE_FILE} works, or {INDEX} and the files that it names"
+    text = f"model.source: {folder} has no weights{there}; {ONE_FILE} works, or {INDEX} and the files that it names"
+    return ModelError("model-folder-without-weights", text)

@@ -1,21 +1,27 @@
-"""The calls to the file system by which a checkpoint is written: what has returned is on disk, what failed left no trace.
+"""Files on disk: written as a whole or not at all, opened once and read up to a bound, and checked before the work starts. No torch.
 
-A file is new, written in pieces and hashed on the way, and waited for (fsync). A folder is written under a draft name, and
-renamed when all in it is on disk; so whatever happens, a folder under its final name is whole. This is the one module
-through which checkpoints touch the disk, so that a test can fail any of its calls. No torch.
+What `write_new`, `copy`, `rename` and `make_folder` have written is on disk when they return (fsync), and what failed left no trace. A
+folder is written under a draft name, and renamed when all in it is on disk. So a folder under its final name is always complete. This
+is the one module through which checkpoints touch the disk, so that a test can fail any of its calls.
+
+Anybody may have written a file of a checkpoint or of a model's folder. Its name may be a link to a device, which never ends, or a pipe
+without a writer, and its real size may differ from the size that its folder lists. So `open_regular` refuses everything but regular files.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, BinaryIO, TextIO
 
 import xxhash
 
 from samestep.errors import InputError
-from samestep.output import regular_files
 
 _PIECE_BYTES = 1 << 24
 
@@ -28,8 +34,9 @@ def refuse_remote(folder: Path) -> None:
     """
     if found := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", str(folder)):
         raise InputError(
+            "address-not-folder",
             f"{found[1]}://{found[2]} is an address of {found[1]}, and samestep reads and writes folders: "
-            "a local one works, or one in which the store is mounted"
+            "a local one works, or a mounted store",
         )
 
 
@@ -96,7 +103,123 @@ def remove_folder(folder: Path) -> None:
 def digest_of(path: Path) -> str:
     """Return the digest of a file, as `write_new` returned it."""
     digest = xxhash.xxh3_128()
-    with regular_files.open_regular(path) as file:
+    with open_regular(path) as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before the work whose result it will hold.
+
+    Raises:
+        InputError: its folder does not exist, the path is a folder, or the system does not allow it.
+    """
+    if not path.parent.is_dir():
+        raise InputError("output-unwritable", f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise InputError("output-unwritable", f"{path} cannot be written: it is a folder")
+    existed = path.exists()
+    if existed and not path.is_file():
+        return  # opening and closing a pipe would end it for its reader
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise InputError("output-unwritable", f"{path} cannot be written: {error.strerror}") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Write text to a file or a pipe.
+
+    Raises:
+        InputError: the system does not allow it.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError("output-unwritable", f"{path} cannot be written: {error.strerror}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is either complete or unchanged, even if the process dies meanwhile; links are not followed."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    write_new(draft, [text.encode()])
+    draft.replace(path)
+
+
+class LastingStream:
+    """A text stream for a log, whose writes never fail: once one has, its file is exchanged for one that keeps nothing."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, or lose it: the reader of a pipe has gone, or a disk is full."""
+        self._lasting(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what waits, or lose it."""
+        self._lasting(self._stream.flush)
+
+    def _lasting(self, act: Callable[..., object], *given: str) -> None:
+        try:
+            act(*given)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; links to one are followed.
+
+    Raises:
+        OSError: it is missing, cannot be read, or is a device, a pipe or a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read(path: Path, most_bytes: int) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it holds more than `most_bytes`.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= most_bytes:
+            found = file.read(most_bytes + 1)
+            if len(found) <= most_bytes:
+                return found
+    raise ValueError(f"it holds more than {most_bytes:,} bytes")
+
+
+def read_json(path: Path, most_bytes: int, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Return the value in a JSON file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it holds more than `most_bytes`, or no JSON.
+    """
+    return parse_json(read(path, most_bytes), object_hook)
+
+
+def parse_json(text: bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is none, or one that is nested too deeply to be read.
+    """
+    try:
+        return json.loads(text.decode(), object_hook=object_hook)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None

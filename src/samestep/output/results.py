@@ -5,7 +5,7 @@ and the user's own code included, goes to standard error:
 
 ```
 {"samestep": "0.1.0", "format": 1, "verb": "plan", "result": {...}}
-{"samestep": "0.1.0", "format": 1, "verb": "plan", "error": {"class": "LayoutError", "slug": "...", ...}}
+{"samestep": "0.1.0", "format": 1, "verb": "plan", "error": {"class": "LayoutError", "code": "...", ...}}
 ```
 The exit status is that of the same command without `--json`. `--json FILE` prints the text as usual, and writes the result alone.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from samestep.errors import SamestepError
-from samestep.output.output_file import write
+from samestep.output.durable_files import write
 
 FORMAT = 1
 """The version of the form: it rises when a key of it goes away or gets another meaning, and not when one is added."""
@@ -54,18 +54,19 @@ class VerbFailure:
 
     @property
     def text(self) -> str:
-        """The error in words, its slug in brackets at the end of the first line."""
+        """The error in words, its code in brackets at the end of the first line."""
         first, *more = self._message.split("\n")
-        return "\n".join([f"{first} [{self.error.slug}]" if isinstance(self.error, SamestepError) else first, *more])
+        return "\n".join([f"{first} [{self.error.code}]" if isinstance(self.error, SamestepError) else first, *more])
 
     def to_record(self) -> dict[str, object]:
-        """Return the error as plain data: the class of the public error, its slug, its text, and what to do about it."""
+        """Return the error as plain data: the class of the public error, its code, its text, and what to do about it."""
         if not isinstance(self.error, SamestepError):
-            slug = "interrupted" if isinstance(self.error, KeyboardInterrupt) else "mistake-of-samestep"
-            return {"class": type(self.error).__name__, "slug": slug, "message": self._message}
-        name = next(one.__name__ for one in type(self.error).__mro__ if one.__module__ == SamestepError.__module__)
-        kind = self.error.kind
-        return {"class": name, "slug": kind.slug, "message": self._message, "remedy": kind.remedy_for(self._message)}
+            code = "interrupted" if isinstance(self.error, KeyboardInterrupt) else "mistake-of-samestep"
+            return {"class": type(self.error).__name__, "code": code, "message": self._message}
+        name = next(
+            class_.__name__ for class_ in type(self.error).__mro__ if class_.__module__ == SamestepError.__module__
+        )
+        return {"class": name, "code": self.error.code, "message": self._message, "remedy": self.error.remedy}
 
     @property
     def _message(self) -> str:
@@ -112,14 +113,14 @@ def _descriptor_kept(stdout: IO[str]) -> Iterator[IO[str]]:
         os.close(own)
 
 
-def write_file(path: Path, found: Result) -> None:
+def write_file(path: Path, result: Result) -> None:
     """Write the result alone to a file, where this process has it.
 
     Raises:
         InputError: the system does not allow it.
     """
-    if found.record is not None:
-        write(path, json.dumps(plain(found.record()), indent=1, allow_nan=False) + "\n")
+    if result.record is not None:
+        write(path, json.dumps(plain(result.record()), indent=1, allow_nan=False) + "\n")
 
 
 def plain(value: Any) -> Any:
@@ -129,7 +130,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return str(value)

@@ -75,15 +75,15 @@ class Bucket:
         """Number of elements without padding."""
         return sum(member.numel for member in self.members)
 
-    def coded(self, made: Contributions) -> CodedPart:
+    def coded(self, contributions: Contributions) -> CodedPart:
         """Return the part that a rank encodes: all, or the chunk that it keeps within a contribution."""
-        is_cut_before = self.holding.data_axis != made.axis
+        is_cut_before = self.holding.data_axis != contributions.axis
         numel = self.padded_numel // (self.holding.num_shards if is_cut_before else 1)
         return CodedPart(numel, self.block, self.matrices)
 
-    def gathers_codes(self, made: Contributions) -> bool:
+    def gathers_codes(self, contributions: Contributions) -> bool:
         """Return whether every rank has all sums, rather than only the chunk that ZeRO leaves it, whose weights it sends back."""
-        return self.holding.num_shards == 1 or self.holding.data_axis != made.axis
+        return self.holding.num_shards == 1 or self.holding.data_axis != contributions.axis
 
     def parts_at(self, index: int) -> Iterator[tuple[Member, int]]:
         """Yield each member, with the number of its elements in a chunk of those that ZeRO divides the buffer into."""
@@ -176,9 +176,9 @@ def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool
     So it is where other stages or chunks use the weight too, where the gradient is summed over other axes before it is encoded, and
     where the trace had none, so that none is waited for.
     """
-    holding, made = step.holding(param), step.contributions
+    holding, contributions = step.holding(param), step.contributions
     # What is encoded has been summed before over the ranks that work on the same contribution.
-    sums_first = made is not None and bool(holding.partial_over or made.inside)
+    sums_first = contributions is not None and bool(holding.partial_over or contributions.inside)
     return bool(holding.tied_over) or sums_first or param.is_idle or is_in_several(param, chunks)
 
 
@@ -284,11 +284,11 @@ def _shape_of_factors(step: StepSpec, param: ParamSpec) -> tuple[int, ...]:
 def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return for each weight the rank that updates it whole: the largest first, each to the rank with least so far."""
     loads = [0] * ranks
-    found = [0] * len(sizes)
+    owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        found[index] = min(range(ranks), key=loads.__getitem__)
-        loads[found[index]] += sizes[index]
-    return found
+        owners[index] = min(range(ranks), key=loads.__getitem__)
+        loads[owners[index]] += sizes[index]
+    return owners
 
 
 Reduction = Callable[[Bucket], tuple[Op, ...]]
@@ -339,8 +339,8 @@ def finish_reductions(
         parts = reduction(bucket)
         if bucket.is_late and parts:
             yield parts[0].but(after=(*parts[0].after, f"{kind}:{last}"))
-        for before, part in itertools.pairwise(parts):
-            yield part.but(after=(*part.after, before.name))
+        for previous, part in itertools.pairwise(parts):
+            yield part.but(after=(*part.after, previous.name))
 
 
 def _is_filled_by(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
@@ -349,17 +349,19 @@ def _is_filled_by(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
 
 
 def coded_reductions(
-    step: StepSpec, made: Contributions, bucket: Bucket, op: Callable[[OpKind, str, int], Op]
+    step: StepSpec, contributions: Contributions, bucket: Bucket, op: Callable[[OpKind, str, int], Op]
 ) -> Iterator[Op]:
     """Yield the collectives that sum a bucket within a contribution in full, and then those that sum the codes.
 
     `op` returns a collective of the bucket over an axis, of so many elements.
     """
-    holding, part = bucket.holding, bucket.coded(made)
+    holding, part = bucket.holding, bucket.coded(contributions)
     if part.numel < bucket.padded_numel:
         yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
-    for axis in (*made.inside, *holding.tied_over, *holding.partial_over):
+    for axis in (*contributions.inside, *holding.tied_over, *holding.partial_over):
         yield op(OpKind.ALL_REDUCE, axis, part.numel)
-    if made.ranks > 1 and not step.sharing.trains_apart:
-        gathers, dtype = bucket.gathers_codes(made), step.master_dtype
-        yield from exchange(bucket.name, bucket.codec, made.axis, (part,), made.each, dtype, gathers=gathers)
+    if contributions.ranks > 1 and not step.sharing.trains_apart:
+        gathers, dtype = bucket.gathers_codes(contributions), step.master_dtype
+        yield from exchange(
+            bucket.name, bucket.codec, contributions.axis, (part,), contributions.each, dtype, gathers=gathers
+        )

@@ -7,7 +7,7 @@ the file says what torch does.
 ```
 part of a rank    │ codes of its blocks, one after the other │ what each block needs besides, such as a scale │   bytes
 ```
-Blocks are those of the whole weight (`state_blocks.block_of`), whatever a layout leaves of it to a rank.
+Blocks are those of the whole weight (`update_rules.block_of`), whatever a layout leaves of it to a rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ class CodecSpec:
     name: str
     module: str
     """Name of the module whose `codec()` returns a `runtime.codecs.codec.Codec`, imported where a run is assembled."""
-    element_bits: int
-    """Bits of an element as it is sent."""
-    one_of: int = 1
-    """Elements of a block for each one that is sent; of each block at least one is sent."""
+    element_bytes: int
+    """Bytes of an element as it is sent."""
     block_bytes: int = 0
     """Bytes that a block takes besides its elements."""
     feeds_back: bool = False
@@ -42,48 +40,23 @@ class CodecSpec:
 
     def size_bytes(self, numel: int, block: int) -> int:
         """Return the bytes of `numel` elements in blocks of `block` as they are sent."""
-        bits = self.num_sent(block) * self.element_bits
-        return numel // block * (-(-bits // 8) + self.block_bytes)
-
-    def num_sent(self, block: int) -> int:
-        """Return the number of elements of a block that are sent."""
-        return -(-block // self.one_of)
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether what is sent of an element depends on its block."""
-        return self.block_bytes > 0 or self.one_of > 1
-
-    @property
-    def element_bytes(self) -> float:
-        """Bytes for each element that is encoded, without those of blocks."""
-        return self.element_bits / 8 / self.one_of
+        return numel * self.element_bytes + numel // block * self.block_bytes
 
 
 PLAIN = "plain"
 """The codec of a reduction that sums gradients as they are, in master precision."""
 CODECS = {
-    "bf16": CodecSpec(name="bf16", module="samestep.runtime.codecs.bf16", element_bits=16),
-    "fp16": CodecSpec(name="fp16", module="samestep.runtime.codecs.fp16", element_bits=16),
+    "bf16": CodecSpec(name="bf16", module="samestep.runtime.codecs.bf16", element_bytes=2),
     "int8": CodecSpec(
         name="int8",
         module="samestep.runtime.codecs.int8",
-        element_bits=8,
+        element_bytes=1,
         block_bytes=1,
         feeds_back=True,
         can_be_fused=True,
     ),
-    "int4": CodecSpec(
-        name="int4",
-        module="samestep.runtime.codecs.int4",
-        element_bits=4,
-        block_bytes=1,
-        feeds_back=True,
-        can_be_fused=True,
-    ),
-    "topk": CodecSpec(name="topk", module="samestep.runtime.codecs.topk", element_bits=40, one_of=16, feeds_back=True),
     "powersgd": CodecSpec(
-        name="powersgd", module="samestep.runtime.codecs.powersgd", element_bits=32, feeds_back=True, factors=True
+        name="powersgd", module="samestep.wings.slow_links.powersgd", element_bytes=4, feeds_back=True, factors=True
     ),
 }
 """All codecs, by the words of `numerics.compression`."""

@@ -49,7 +49,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.holding import REPLICAS, SHARDS
 from samestep.program.ranks import BESIDE
-from samestep.program.state_blocks import block_of
+from samestep.program.update_rules import block_of
 
 
 class Phase(StrEnum):
@@ -87,14 +87,14 @@ class ExchangeTimes:
 
     def behind(self, step: int) -> tuple[ExchangeEvent, ...]:
         """Return the events after step `step` (from 1), in order."""
-        before = [part for part in range(self.parts) if self._last_start(part, step - 1) + self.delay >= step]
+        parts = [part for part in range(self.parts) if self._last_start(part, step - 1) + self.delay >= step]
         if step == self.last:
-            ended = [event for part in before for event in self._events(part, step, rest=True)]
+            ended = [event for part in parts for event in self._events(part, step, rest=True)]
             return (*ended, *at_once(range(self.parts)))
-        found = [event for part in before for event in self._events(part, step)]
+        events = [event for part in parts for event in self._events(part, step)]
         starting = [part for part in range(self.parts) if self._last_start(part, step) == step]
         started = [ExchangeEvent(Phase.START, part) for part in starting]
-        return (*found, *started) if self.delay else at_once(starting)
+        return (*events, *started) if self.delay else at_once(starting)
 
     def _events(self, part: int, step: int, rest: bool = False) -> Iterable[ExchangeEvent]:
         """Yield the phases, after a step, of an exchange in flight, or all that are left of it."""
@@ -191,7 +191,7 @@ class Sharing:
         numerics, codec = job.numerics, CODECS.get(job.numerics.compression)
         if codec is None and numerics.exchange_every == 1:
             return SUMMED
-        has_blocks = codec is not None and codec.has_blocks
+        has_blocks = codec is not None and codec.block_bytes > 0
         return cls(
             codec=PLAIN if codec is None else codec.name,
             backend=job.run.compile_backend if job.run.compile != "none" else "",

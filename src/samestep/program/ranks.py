@@ -16,7 +16,7 @@ An axis is a size and a stride, the distance between neighbours; the rest follow
 `dp_beside` and `dp_replicate_beside` have the same groups as `dp` and `dp_replicate`.
 The pipeline stages that share a weight are an axis too, a *tie*, which is named by its stages: `tie_of((0, 3))`.
 
->>> ranks = Ranks.of(Layout.parse("dp_replicate=2 dp_shard=2"))
+>>> ranks = Ranks.of(Layout("dp_replicate=2 dp_shard=2"))
 >>> ranks.groups("dp_shard"), ranks.groups("dp_replicate")
 (((0, 1), (2, 3)), ((0, 2), (1, 3)))
 """
@@ -63,7 +63,7 @@ class Ranks:
     def stride(self, axis: str) -> int:
         """Return the distance between two neighbours on an axis, in ranks; on a tie the largest one."""
         if stages := stages_of(axis):
-            return max(after - before for before, after in itertools.pairwise(stages)) * self.axes["pp"].stride
+            return max(after - first for first, after in itertools.pairwise(stages)) * self.axes["pp"].stride
         return self.axes[axis].stride
 
     def coordinate(self, rank: int, axis: str) -> int:

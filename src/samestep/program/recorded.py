@@ -15,6 +15,15 @@ of `run.step`, `until_ns` the begin of the next one. An event is `[form, name, b
     region    other work of the host: `data`, `host:gc`, `watching`, `checkpoint`
     copy      a copy of a layer's input between device and host (`recompute=offload`): the layer, begin, end, `to host` or `from host`
     awaited   a wait of the device for it, with the same
+
+With `train.record_kernels` each rank also writes its kernels, to a file next to its record:
+
+    {"format": "samestep kernels", "version": 1, "rank": 0, "missing": ""}
+    {"step": 101, "names": ["aten::mm", ...], "kernels": [[0, 1200, 1200, 5100, 3100], ...], "events": []}
+
+A kernel is `[name, issued, begin, end, own]`: the index of its name, the middle of the time in which the host issued it, and the
+times at which it ran, in nanoseconds since the step's `begin_ns`, and the nanoseconds that are its own and not those of an operation
+that it called. On a GPU, where the events of the record have the device's times, `events` are the same with those of the host.
 """
 
 from __future__ import annotations
@@ -36,6 +45,7 @@ FOLDER = "record"
 """The folder of the records in a run folder."""
 MODEL, JOB = "model.json", "job.toml"
 """Files beside the records: the model's shape and the job, from which a prediction is made."""
+_KERNEL_FORMAT, _KERNEL_VERSION = "samestep kernels", 1
 
 
 class MemoryMark(NamedTuple):
@@ -152,19 +162,25 @@ def read_record(path: Path) -> RankRecord:
     Raises:
         RecordError: the file is no record, is damaged, or was written by another version.
     """
-    lines = json_lines(path)
+    lines = _json_lines(path)
     number, first = next(lines, (1, {}))
     if not first and not path.stat().st_size:
-        raise RecordError(f"{path} is empty: its rank was ended before it could write; records of all ranks work")
+        raise RecordError(
+            "record-unreadable",
+            f"{path} is empty: its rank was ended before it could write; records of all ranks work",
+        )
     if not isinstance(first, dict) or first.get("format") != FORMAT:
-        raise RecordError(f"{path} is no record of samestep: its first line has no format {FORMAT!r}")
+        raise RecordError(
+            "record-unreadable", f"{path} is no record of samestep: its first line has no format {FORMAT!r}"
+        )
     if first.get("version") not in _READ:
         raise RecordError(
-            f"{path} is a record of version {first.get('version')}; this samestep reads version {VERSION}"
+            "record-unreadable",
+            f"{path} is a record of version {first.get('version')}; this samestep reads version {VERSION}",
         )
     try:
         head = RecordHead(**{key: value for key, value in first.items() if key not in ("format", "version")})
-        found = RankRecord(path, _with_ops(head))
+        rank_record = RankRecord(path, _with_ops(head))
         for number, line in lines:  # noqa: B007 - the message names the line
             step = RecordedStep(**{**line, "memory": [MemoryMark(*mark) for mark in line.get("memory", ())]})
             if not step.begin_ns <= step.end_ns <= step.until_ns:
@@ -173,12 +189,12 @@ def read_record(path: Path) -> RankRecord:
                 form, name, begin, end = event[:4]
                 if not (isinstance(form, str) and isinstance(name, str) and isinstance(begin + end, int)):
                     raise TypeError("an event without a name or times")
-            found.steps[step.step] = step
+            rank_record.steps[step.step] = step
     except RecordError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise RecordError(f"{path}:{number}: damaged: {error}") from None
-    return found
+        raise RecordError("record-unreadable", f"{path}:{number}: damaged: {error}") from None
+    return rank_record
 
 
 def _with_ops(head: RecordHead) -> RecordHead:
@@ -186,7 +202,7 @@ def _with_ops(head: RecordHead) -> RecordHead:
     return RecordHead(**{**known, "ops": tuple(SentOp(*op) for op in head.ops)})
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each line; a last line that is cut off is left out.
 
     Raises:
@@ -200,26 +216,23 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 except ValueError:
                     if not text.endswith("\n") and number > 1:
                         return
-                    raise RecordError(f"{path}:{number}: damaged: the line is no JSON") from None
+                    raise RecordError("record-unreadable", f"{path}:{number}: damaged: the line is no JSON") from None
                 if number > 1 and not isinstance(value, dict):
-                    raise RecordError(f"{path}:{number}: damaged: the line is no step")
+                    raise RecordError("record-unreadable", f"{path}:{number}: damaged: the line is no step")
                 yield number, value
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise RecordError(f"{path} cannot be read: {reason}") from None
+        raise RecordError("record-unreadable", f"{path} cannot be read: {reason}") from None
 
 
-def asked_steps(step: int | None, steps: str | None) -> range | None:
-    """Return the steps that `--step N` or `--steps A:B` asks for; None where none are named.
+def asked_steps(step: int | str | None) -> range | None:
+    """Return the steps that `--step N` or `--step A:B` specifies; None if none are named.
 
     Raises:
-        InputError: `steps` names no steps.
+        InputError: `step` names no steps.
     """
-    if step is not None:
-        return range(step, step + 1)
-    if steps is not None and steps.isdecimal():
-        raise InputError(f"--steps {steps} is one number: --steps {steps}:{steps} works, and --step {steps} does")
-    return None if steps is None else parse_steps(steps, 0)
+    text = str(step)
+    return None if step is None else parse_steps(text if ":" in text else f"{text}:{text}", 0)
 
 
 def parse_steps(text: str, first_step: int) -> range:
@@ -236,7 +249,74 @@ def parse_steps(text: str, first_step: int) -> range:
         or not int(first)
         or (colon and int(last) < int(first))
     ):
-        raise InputError(f"{text!r} names no steps: FIRST:LAST works, such as 100:104, and so does a number of steps")
+        raise InputError(
+            "steps-range",
+            f"{text!r} names no steps: FIRST:LAST works, such as 100:104, or a number of steps",
+        )
     if colon:
         return range(int(first), int(last) + 1)
     return range(first_step + 4, first_step + 5 + int(first))
+
+
+class Kernel(NamedTuple):
+    """A kernel of a GPU or an operation of torch, in nanoseconds since the begin of its step."""
+
+    name: int
+    """Index among the names of its step."""
+    issued: int
+    begin: int
+    end: int
+    own: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKernels:
+    """The kernels of one step of a rank."""
+
+    step: int
+    names: Sequence[str]
+    kernels: Sequence[Kernel]
+    events: Sequence[Sequence[Any]] = ()
+    """The events of the record with times of the host; empty where the record has them."""
+
+
+def kernel_path(record: Path) -> Path:
+    """Return the path of the kernels of a rank's record."""
+    return record.with_name(f"kernels-{record.name}")
+
+
+def kernel_head(rank: int, missing: str) -> str:
+    """Return the first line of a file; `missing` says why there are no kernels, where there are none."""
+    return json.dumps({"format": _KERNEL_FORMAT, "version": _KERNEL_VERSION, "rank": rank, "missing": missing}) + "\n"
+
+
+def kernel_line(step: StepKernels) -> str:
+    """Return the line of a step."""
+    return json.dumps(asdict(step), separators=(",", ":")) + "\n"
+
+
+def read_kernels(path: Path) -> tuple[Mapping[int, StepKernels], str]:
+    """Return the kernels of each step of a rank, and what the file says is missing; nothing where there is no file.
+
+    Raises:
+        RecordError: the file is damaged, or was written by another version.
+    """
+    if not path.is_file():
+        return {}, ""
+    lines = _json_lines(path)
+    number, head = next(lines, (1, {}))
+    if not isinstance(head, dict) or (head.get("format"), head.get("version")) != (_KERNEL_FORMAT, _KERNEL_VERSION):
+        raise RecordError(
+            "record-unreadable",
+            f"{path} holds no kernels that this samestep reads: its first line has no format {_KERNEL_FORMAT!r} of version {_KERNEL_VERSION}",
+        )
+    found = {}
+    try:
+        for number, line in lines:  # noqa: B007 - the message names the line
+            step = StepKernels(**{**line, "kernels": [Kernel(*map(int, fields)) for fields in line["kernels"]]})
+            if any(not 0 <= kernel.name < len(step.names) for kernel in step.kernels):
+                raise ValueError("a kernel without a name")
+            found[step.step] = step
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise RecordError("record-unreadable", f"{path}:{number}: damaged: {error}") from None
+    return found, str(head.get("missing", ""))

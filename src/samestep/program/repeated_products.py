@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
-from samestep.program.graphs import repeats_in_graphs
-from samestep.program.step import StepSpec
+from samestep.program.step import StepSpec, repeats_in_graphs
 
 KEEPS_PRODUCTS = ("selective", "alternate")
 """The values of `recompute` that keep results of products."""
@@ -53,9 +52,9 @@ class KeptProducts(NamedTuple):
 def kept_products(step: StepSpec, layer: LayerSpec, products: tuple[Product, ...] | None = None) -> KeptProducts:
     """Return which results are kept of a layer's products, or of those of them that one of its modules runs."""
     products = layer.products if products is None else products
-    counted = [one for one in products if _is_counted(one)]
+    counted = [product for product in products if _is_counted(product)]
     repeats_all = _repeats_all(step, layer)
-    repeated = sum(repeats_all or one.is_repeated for one in counted)
+    repeated = sum(repeats_all or product.is_repeated for product in counted)
     every = 2 if step.layout.recompute == "alternate" else 1
     return KeptProducts(every, repeated, len(counted), keeps_last=repeats_in_graphs(step))
 
@@ -65,15 +64,15 @@ def repeated_products(step: StepSpec, layer: LayerSpec) -> tuple[Product, ...]:
     repeats_all = _repeats_all(step, layer)
     dropped = _dropped(step, layer)
     return tuple(
-        one
-        for one, is_dropped in zip(layer.products, dropped, strict=True)
-        if is_dropped and (repeats_all or one.is_repeated)
+        product
+        for product, is_dropped in zip(layer.products, dropped, strict=True)
+        if is_dropped and (repeats_all or product.is_repeated)
     )
 
 
 def repeated_flops(step: StepSpec, layer: LayerSpec) -> int:
     """Return the FLOPs of a sample's repeated forward, an estimate where the products are not known."""
-    whole, again = (sum(one.flops for one in part) for part in (layer.products, repeated_products(step, layer)))
+    whole, again = (sum(product.flops for product in part) for part in (layer.products, repeated_products(step, layer)))
     if not whole:
         return {"selective": 0, "alternate": layer.forward_flops // 2}.get(step.layout.recompute, layer.forward_flops)
     return layer.forward_flops * again // whole
@@ -82,9 +81,9 @@ def repeated_flops(step: StepSpec, layer: LayerSpec) -> int:
 def dropped_elements(step: StepSpec, layer: LayerSpec) -> int:
     """Return the elements of the results of products that are not kept, under a policy that keeps some."""
     return sum(
-        one.result_elements
-        for one, is_dropped in zip(layer.products, _dropped(step, layer), strict=True)
-        if is_dropped and not one.chunk_rows  # those of chunks are not among what a layer keeps
+        product.result_elements
+        for product, is_dropped in zip(layer.products, _dropped(step, layer), strict=True)
+        if is_dropped and not product.chunk_rows  # those of chunks are not among what a layer keeps
     )
 
 
@@ -109,11 +108,11 @@ def _dropped(step: StepSpec, layer: LayerSpec) -> list[bool]:
     if recompute not in KEEPS_PRODUCTS:
         return [True] * len(layer.products)
     kept, number, found = kept_products(step, layer), 0, list[bool]()
-    for one in layer.products:
-        if _is_counted(one):
+    for product in layer.products:
+        if _is_counted(product):
             found.append(not kept.keeps(number))
             number += 1
         else:
-            hidden = one.is_hidden or bool(one.chunk_rows)
-            found.append(hidden or (one.is_batched and recompute == "alternate"))
+            hidden = product.is_hidden or bool(product.chunk_rows)
+            found.append(hidden or (product.is_batched and recompute == "alternate"))
     return found

@@ -7,23 +7,22 @@ collects the part of each weight that the rank holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from samestep.job import Job
 from samestep.job_tables import Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, cache_by_model, with_attentions
+from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.exchange_times import SUMMED, Contributions, Sharing
 from samestep.program.holding import SHARDS, WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, FLAG_SLOTS, REPLICA_SCALARS, TF32, BodyKey, ends_step
 from samestep.program.ranks import Ranks
-from samestep.program.sample_groups import SampleGroups
-from samestep.program.state_blocks import HeldStates
-from samestep.program.update_rules import with_whole_updates
+from samestep.program.update_rules import HeldStates, with_whole_updates
 from samestep.records import changed
 from samestep.schedules import SCHEDULES, TaskKind
 from samestep.shares import Shares
@@ -41,7 +40,7 @@ class StepSpec:
     precision: Precision
     global_batch: int
     """Samples of one step over all ranks."""
-    coupled_samples: int
+    batch_norm_group: int
     """Samples of a group whose statistics batch norm takes."""
     ranks_per_node: int
     stage: int = 0
@@ -54,12 +53,10 @@ class StepSpec:
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
     loss_over_batch: bool = False
     """Whether the loss sees the outputs of all samples of the step."""
-    compile: Literal["none", "blocks", "model"] = "none"
+    compile: Literal["none", "blocks"] = "none"
     """The part of a model that runs as a graph of `torch.compile`."""
-    fuses: Literal["none", "blocks", "model"] = "none"
+    fuses: Literal["none", "blocks"] = "none"
     """The part of a model of which the compiler joins operations into kernels, as inductor does."""
-    captures: bool = False
-    """Whether the compiler captures CUDA graphs, which write what they return into the same memory in each run."""
     attention: Literal["auto", "flash", "cudnn", "math", "efficient"] = "auto"
     """The kernel of attention that the job chooses; `auto` leaves it to the hardware profile."""
     tf32: bool = False
@@ -99,12 +96,11 @@ class StepSpec:
             layout=layout,
             precision=job.numerics.precision,
             global_batch=job.train.global_batch,
-            coupled_samples=job.numerics.coupled_samples or job.train.global_batch,
+            batch_norm_group=job.numerics.batch_norm_group or job.train.global_batch,
             ranks_per_node=layout.world_size,
             loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compile=job.run.compile,
             fuses=job.run.compile if job.run.compile_backend == "inductor" else "none",
-            captures=job.run.compile != "none" and job.run.captures,
             attention=job.run.attention,
             tf32=job.numerics.tf32,
             deterministic=job.numerics.deterministic,
@@ -128,7 +124,7 @@ class StepSpec:
         """Return the same job's step in another layout; the job says what is None."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return self.but(
-            model=with_whole_updates(with_attentions(model) if layout.cp > 1 else model, job, layout),
+            model=with_whole_updates(model, job, layout),
             layout=layout,
             ranks_per_node=min(per_node, layout.world_size),
             cuts_loss=(job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss)
@@ -171,7 +167,7 @@ class StepSpec:
         """The groups of samples whose statistics batch norm takes; None in a model without one."""
         if not self.model.takes_batch_statistics:
             return None
-        return SampleGroups.of(self.global_batch, self.coupled_samples, self.layout.dp, self.num_microbatches)
+        return SampleGroups.of(self.global_batch, self.batch_norm_group, self.layout.dp, self.num_microbatches)
 
     @cached_property
     def compute_dtype(self) -> str:
@@ -197,8 +193,8 @@ class StepSpec:
     @property
     def scatters_codes(self) -> bool:
         """Whether ranks scatter the gradients of units encoded: those of zero=2 and 3 over all data ranks."""
-        made = self.contributions
-        return made is not None and self.zero >= 2 and made.axis == SHARDS
+        contributions = self.contributions
+        return contributions is not None and self.zero >= 2 and contributions.axis == SHARDS
 
     @property
     def num_reported(self) -> int:
@@ -208,8 +204,8 @@ class StepSpec:
     @property
     def num_scalars(self) -> int:
         """The number of scalars that all ranks sum at the end of a step; independently trained replicas add some for each replica."""
-        own = self.sharing.replicas if self.sharing.trains_apart else 1
-        return own * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
+        replicas = self.sharing.replicas if self.sharing.trains_apart else 1
+        return replicas * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + FLAG_SLOTS
 
     @cached_property
     def replicas_each(self) -> int:
@@ -295,3 +291,104 @@ def _master_dtype(precision: Precision) -> str:
 def _unsure_weights(model: ModelSpec) -> tuple[str, ...]:
     """Return the names of the trained weights that a step may give no gradient."""
     return tuple(p.name for p in model.params if p.trainable and p.may_be_unused and p.numel)
+
+
+def one_graph(step: StepSpec) -> str:
+    """Return the part that runs as one graph, in words of a refusal; empty where nothing is compiled."""
+    return "run.compile = 'blocks' makes one graph of a block" if step.compile == "blocks" else ""
+
+
+def repeats_in_graphs(step: StepSpec) -> bool:
+    """Return whether blocks that are recomputed are repeated by a graph that contains their forward and backward."""
+    return step.compile == "blocks" and step.layout.recompute in ("selective", "alternate")
+
+
+class GroupPart(NamedTuple):
+    """Samples side by side that belong to one group."""
+
+    group: int
+    """Index of the group in its micro-batch."""
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class SampleGroups:
+    """The groups of `size` samples in a batch, and the shares of its ranks and micro-batches.
+
+    Group g holds the positions [gK, (g + 1)K) of the global batch, so it is the same one in every layout. A rank reads runs of
+    them, and the statistics that ranks compute of their runs are put together in slots:
+
+        K=8, 4 ranks of 6 samples      rank 0: 6 of group 0      rank 1: 2 of group 0, 4 of group 1      rank 2: 4 of group 1, ...
+    """
+
+    shares: Shares
+    size: int
+
+    @classmethod
+    def of(cls, global_batch: int, size: int, num_ranks: int, num_microbatches: int) -> SampleGroups:
+        """Return the groups of a batch in which all ranks together read a micro-batch side by side."""
+        return cls(Shares(global_batch, num_ranks, num_microbatches, by_microbatch=True), size)
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """The different numbers of samples of a micro-batch, over all ranks."""
+        shares = self.shares
+        least = shares.global_batch // shares.num_ranks
+        # The sizes of a rank's micro-batches change once, where its remainder ends.
+        ends = {0, least % shares.num_microbatches, (least + 1) % shares.num_microbatches}
+        return tuple(sorted({shares.total(index) for index in ends}))
+
+    @property
+    def fit(self) -> bool:
+        """Whether every micro-batch of all ranks consists of whole groups."""
+        return self.shares.num_microbatches == 1 or all(total % self.size == 0 for total in self.totals)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """The largest number of groups in a micro-batch."""
+        return -(-self.totals[-1] // self.size)
+
+    @property
+    def is_one_forward(self) -> bool:
+        """Whether every forward of a rank computes one whole group, whose statistics nobody else needs."""
+        return self.shares.num_ranks == 1 and self.totals == (self.size,)
+
+    @cached_property
+    def spans_ranks(self) -> bool:
+        """Whether the samples of a group may be spread over several ranks."""
+        return self.shares.num_ranks > 1 and not (self._each and self._each % self.size == 0)
+
+    @cached_property
+    def num_slots(self) -> int:
+        """The number of runs for which a rank has a place, the same on every rank: at least those that it reads."""
+        largest = self._each or self.shares.size(0, 0)
+        step = (
+            math.gcd(self._each, self.size) if self._each else 1
+        )  # every run begins at a multiple of it within a group
+        return min(self.num_groups, -(-(self.size - step + largest) // self.size))
+
+    @cached_property
+    def _each(self) -> int:
+        """The samples of every rank in every micro-batch, if all have as many; else 0."""
+        each, rest = divmod(self.shares.global_batch, self.shares.num_ranks * self.shares.num_microbatches)
+        return 0 if rest else each
+
+    def runs(self, rank: int, microbatch: int) -> tuple[GroupPart, ...]:
+        """Return the runs that a rank reads in a micro-batch; none where its place is empty."""
+        first, mine = self.shares.first(microbatch), self.shares.positions(rank, microbatch)
+        found = []
+        start = mine.start - first
+        while start < mine.stop - first:
+            group = start // self.size
+            stop = min(mine.stop - first, (group + 1) * self.size)
+            found.append(GroupPart(group, stop - start))
+            start = stop
+        return tuple(found)
+
+    def slots(self, microbatch: int) -> tuple[range, ...]:
+        """Return for each group of a micro-batch its slots, counted over all ranks in their order."""
+        spans: dict[int, tuple[int, int]] = {}
+        for rank in range(self.shares.num_ranks):
+            for index, run in enumerate(self.runs(rank, microbatch), rank * self.num_slots):
+                spans[run.group] = spans.get(run.group, (index, 0))[0], index + 1
+        return tuple(range(*spans[group]) for group in sorted(spans))

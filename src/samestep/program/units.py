@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from samestep.models.packing import packed_bytes
-from samestep.models.param_spec import ParamSpec
+from samestep.models.param_spec import ParamSpec, packed_bytes
 from samestep.models.spec import enclosing, is_below
 from samestep.program.buckets import round_up
 from samestep.program.codecs import CodedPart
@@ -142,8 +141,8 @@ def _with_spans(step: StepSpec, units: list[Unit]) -> list[Unit]:
     if step.microbatch_samples == 1:
         return units
     for group in step.model.called_again:
-        mine = {unit.name for unit in units if not {*unit.modules}.isdisjoint(group)}
-        layers = [layer for unit in units if unit.name in mine for layer in (unit.first_layer, unit.last_layer)]
+        names = {unit.name for unit in units if not {*unit.modules}.isdisjoint(group)}
+        layers = [layer for unit in units if unit.name in names for layer in (unit.first_layer, unit.last_layer)]
         units = [
             replace(
                 unit,
@@ -152,7 +151,7 @@ def _with_spans(step: StepSpec, units: list[Unit]) -> list[Unit]:
                 is_called_again=True,
                 keep_after_forward=_is_kept(step, max(layers)),
             )
-            if unit.name in mine
+            if unit.name in names
             else unit
             for unit in units
         ]
@@ -249,10 +248,10 @@ def _with_prefetch(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, 
         by_use = sorted(
             (u for u in units if u.shard_axis == axis and not (chunks and u.modules == ("",))), key=last_use
         )
-        for before, unit in itertools.pairwise(by_use):
-            together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
+        for previous, unit in itertools.pairwise(by_use):
+            together = not chunks or any({previous.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
             if together and not unit.is_called_again:
-                prefetch[unit.name] = before.name
+                prefetch[unit.name] = previous.name
     return tuple(replace(unit, prefetch=prefetch.get(unit.name)) for unit in units)
 
 
@@ -352,18 +351,20 @@ def exchanged_parts(step: StepSpec, unit: Unit) -> list[int]:
 
 
 def coded_parts(
-    step: StepSpec, made: Contributions, unit: Unit, exchanged: int = 0
+    step: StepSpec, contributions: Contributions, unit: Unit, exchanged: int = 0
 ) -> dict[CodedPart, tuple[str, ...]]:
     """Return the buffers of gradients that a rank encodes of a unit, each with blocks of one size, and their weights.
 
     They hold the rank's shard, or all of the unit where codes are scattered, of the weights of the part `exchanged`.
     """
     left_of = 1 if step.scatters_codes else unit.num_shards
-    mine = {name for name in unit.params if step.sharing.part_of(name) == exchanged}
-    params = [param for param in step.model.params if param.name in mine and param.trainable and param.numel]
-    found: dict[CodedPart, tuple[str, ...]] = {}
+    names = {name for name in unit.params if step.sharing.part_of(name) == exchanged}
+    params = [param for param in step.model.params if param.name in names and param.trainable and param.numel]
+    coded_parts: dict[CodedPart, tuple[str, ...]] = {}
     for block in sorted({step.sharing.block_of(param) for param in params}, reverse=True):
         alike = [param for param in params if step.sharing.block_of(param) == block]
         numel = sum(padded_rows(param, unit.num_shards) // left_of for param in alike)
-        found[CodedPart(round_up(numel, made.ranks * block), block)] = tuple(param.name for param in alike)
-    return found
+        coded_parts[CodedPart(round_up(numel, contributions.ranks * block), block)] = tuple(
+            param.name for param in alike
+        )
+    return coded_parts

@@ -1,28 +1,57 @@
-"""Facts about torch's optimizers, without torch: the states that each keeps of a weight, and those that need it whole."""
+"""The table of torch's own optimizers, without torch: the states that each keeps of a weight, those that need it whole, and states in 8 bits.
+
+States in 8 bits share a scale by blocks: runs of elements of the flattened whole weight that divide its rows, so a cut between rows cuts
+no block. A vector, such as a bias or the weight of a norm, has float32 states: it has few elements, and its rows are single numbers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from samestep.errors import JobError, did_you_mean
 from samestep.job import Job
+from samestep.job_tables import OptimizerStates
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 
-_STATES = {
-    "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
-    "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
-}  # fmt: skip
-"""Number of tensors of a weight's shape that each usable class of torch.optim keeps."""
-_MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
-"""Options of these classes that add one such tensor each."""
 
-UPDATED_WHOLE = ("adafactor", "muon")
-"""Classes that update a weight whole: `runtime/optimizers/update_rule.py` says why."""
+class TorchRule(NamedTuple):
+    """The rule of one class of torch.optim, which updates every weight by itself."""
+
+    states: int
+    """Number of tensors of a weight's shape that it keeps."""
+    more: tuple[str, ...] = ()
+    """Options that add one such tensor each."""
+    whole: str = ""
+    """The operation in which elements of a weight influence each other, so that it is updated whole; empty if there is none."""
+
+
+TORCH_RULES = {
+    "adadelta": TorchRule(2),
+    "adafactor": TorchRule(0, whole="a mean over its elements"),
+    "adagrad": TorchRule(1),
+    "adam": TorchRule(2, ("amsgrad",)),
+    "adamax": TorchRule(2),
+    "adamw": TorchRule(2, ("amsgrad",)),
+    "asgd": TorchRule(1),
+    "muon": TorchRule(1, whole="a product of matrices"),
+    "nadam": TorchRule(2),
+    "radam": TorchRule(2),
+    "rmsprop": TorchRule(1, ("momentum", "centered")),
+    "rprop": TorchRule(2),
+    "sgd": TorchRule(0, ("momentum",)),
+}
+"""Each usable class of torch.optim, by its name in small letters. `tests/unit/test_update.py` holds it against a trial."""
+
+UPDATED_WHOLE = tuple(name for name, rule in TORCH_RULES.items() if rule.whole)
+LARGEST_BLOCK = 256
+SCALE_BYTES = 4
+"""Bytes of the scale of a block."""
+_SIZES = (LARGEST_BLOCK, 128, 64, 32, 16)
 
 
 def states_per_param(job: Job) -> int:
@@ -34,7 +63,7 @@ def states_per_param(job: Job) -> int:
     return _states_of_any(job.optimizer.name, job.optimizer.options, "optimizer.name")
 
 
-def own_states(model: ModelSpec, job: Job) -> dict[str, int]:
+def _own_states(model: ModelSpec, job: Job) -> dict[str, int]:
     """Return that number for each trained weight whose group in the job names another class, or options.
 
     Raises:
@@ -55,10 +84,14 @@ def _states_of_any(name: str, options: Mapping[str, Any], key: str) -> int:
     if ":" in name:
         return 2
     kind = name.lower()
-    if kind not in _STATES:
-        hint = did_you_mean(kind, _STATES)
-        raise JobError(f"{key} = {name!r} is none of {', '.join(_STATES)}{hint}, nor module:function")
-    return _STATES[kind] + sum(bool(options.get(option)) for option in _MORE_STATES.get(kind, ()))
+    if kind not in TORCH_RULES:
+        hint = did_you_mean(kind, TORCH_RULES)
+        raise JobError(
+            "none-nor-module-function",
+            f"{key} = {name!r} must be one of {', '.join(TORCH_RULES)}{hint}, or module:function",
+        )
+    rule = TORCH_RULES[kind]
+    return rule.states + sum(bool(options.get(option)) for option in rule.more)
 
 
 def with_whole_updates(model: ModelSpec, job: Job, layout: Layout) -> ModelSpec:
@@ -114,3 +147,63 @@ def update_chunks(numels: Sequence[int]) -> list[range]:
             chunks.append(range(index, index + 1))
             size = numel
     return chunks
+
+
+def block_of(shape: Sequence[int]) -> int:
+    """Return the elements of a block of a whole weight's 8-bit states; 0 where its states are float32.
+
+    The largest power of two up to 256 of which a row has a multiple of four, so that rows can be cut too; otherwise the
+    largest that divides a row.
+    """
+    row = math.prod(shape[1:]) if len(shape) > 1 else 0
+    return next((size for times in (4, 1) for size in _SIZES if row and row % (times * size) == 0), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldStates:
+    """The form in which the states of an optimizer are held between two updates, and the number of them for each weight."""
+
+    precision: OptimizerStates = "float32"
+    wide_bytes: int = 4
+    """Bytes of an element as the optimizer computes with it."""
+    blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Elements of a block of each weight's 8-bit states; 0 for a weight whose states are float32."""
+    own: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Number of states of each weight whose group in the job has another optimizer."""
+
+    @classmethod
+    def of(cls, model: ModelSpec, job: Job, wide_bytes: int) -> HeldStates:
+        """Return how a job holds the states of a model's weights."""
+        kind = job.numerics.optimizer_states
+        blocks = {param.name: block_of(param.shape) for param in model.params} if kind == "8bit" else {}
+        return cls(precision=kind, wide_bytes=wide_bytes, blocks=blocks, own=_own_states(model, job))
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether they are held in fewer bits than the optimizer computes with."""
+        return self.precision != "float32"
+
+    @property
+    def alignment(self) -> int:
+        """The elements by which a rank's part of a weight begins with a block."""
+        return LARGEST_BLOCK if self.precision == "8bit" else 1
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest bytes that one element of a state takes."""
+        return {"bf16": 2, "8bit": 1}.get(self.precision, self.wide_bytes)
+
+    def bytes_of(self, param: ParamSpec, numel: int) -> int:
+        """Return the bytes of one state for `numel` elements of a weight."""
+        if self.precision == "bf16":
+            return 2 * numel
+        block = self.blocks.get(param.name, 0)
+        return numel + numel // block * SCALE_BYTES if block else numel * self.wide_bytes
+
+    def number(self, param: ParamSpec, states_per_param: int) -> int:
+        """Return the number of a weight's states: `states_per_param`, unless its group has another optimizer."""
+        return self.own.get(param.name, states_per_param)
+
+    def least_number(self, states_per_param: int) -> int:
+        """Return the smallest number of states that a weight has."""
+        return min(states_per_param, *self.own.values()) if self.own else states_per_param

@@ -13,8 +13,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from samestep.models.spec import is_below
-from samestep.proof.comparison import Comparison, Misfit, copies_of, match_places, unclip_gradients, whole_of
-from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
+from samestep.proof.comparison import (
+    CLOSE,
+    BatchPart,
+    Comparison,
+    Evidence,
+    Found,
+    Misfit,
+    copies_of,
+    held_part,
+    match_places,
+    numbers,
+    unclip_gradients,
+    whole_of,
+)
 from samestep.proof.gradient_causes import gradients_cause, scales_of, spread_of
 from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.observation import GIVEN, Observation, Output
@@ -26,7 +38,7 @@ SMALL_OUTPUT = 1e-12
 
 def find_cause(evidence: Evidence) -> Found | None:
     """Return the likely cause of the first difference in the order of a step; None where nothing differs."""
-    first = next((one for one in evidence.comparisons if one.misfits), None)
+    first = next((comparison for comparison in evidence.comparisons if comparison.misfits), None)
     if first is None:
         return None
     return _BY_KIND[first.what](evidence, first)
@@ -44,14 +56,14 @@ def _start(evidence: Evidence, first: Comparison) -> Found:
             Cause.ROWS_SWAPPED,
             f"rank {misfit.rank} starts with elements of {misfit.name} that belong elsewhere in it",
         )
-    names = {one.name for one in first.misfits}
+    names = {misfit.name for misfit in first.misfits}
     return Cause.START, f"{len(names)} of {first.compared} weights start from different values, first {misfit.name}"
 
 
-def _is_elsewhere(reference: Sequence[HeldTensor], held: HeldTensor) -> bool:
+def _is_elsewhere(reference: Sequence[HeldTensor], tensor: HeldTensor) -> bool:
     """Return whether every held element occurs in the whole tensor, in another place."""
-    whole = whole_of(reference)[held.name]
-    values, _, _ = match_places(held, whole)
+    whole = whole_of(reference)[tensor.name]
+    values, _, _ = match_places(tensor, whole)
     return bool(torch.isin(values, whole).all()) and bool((values != values[0]).any())
 
 
@@ -109,21 +121,21 @@ def _other_call(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
     """Return a text that shows that a call of a module gives another call's result on one device; None where none
     does."""
     path, expected = misfit.name, evidence.reference.steps[step - 1].outputs
-    seen = next(one for one in evidence.ranks if one.rank == misfit.rank)
+    seen = next(rank for rank in evidence.ranks if rank.rank == misfit.rank)
     given = {key: output for key, output in seen.steps[step - 1].outputs.items() if key[0] == path and key in expected}
     wrong = [key for key in given if not _is_same(given[key], expected[key])]
     for call in sorted({key[1] for key in wrong}):
-        mine = [key for key in wrong if key[1] == call]
+        keys = [key for key in wrong if key[1] == call]
         for other in sorted({key[1] for key in expected if key[0] == path and key[1] != call}):
-            pairs = [(given[key], expected.get((path, other, key[2]))) for key in mine]
+            pairs = [(given[key], expected.get((path, other, key[2]))) for key in keys]
             if all(right is not None and _is_same(output, right) for output, right in pairs):
                 return f"call {call + 1} of {path} gives what call {other + 1} gives on one device"
     return None
 
 
-def _is_same(given: Output, right: Output) -> bool:
+def _is_same(output: Output, right: Output) -> bool:
     scale = CLOSE * max(right.norm, SMALL_OUTPUT)
-    return abs(given.projection - right.projection) <= scale and abs(given.norm - right.norm) <= scale
+    return abs(output.projection - right.projection) <= scale and abs(output.norm - right.norm) <= scale
 
 
 def _find_random_part(evidence: Evidence, misfit: Misfit, step: int) -> tuple[Cause, str] | None:
@@ -132,15 +144,15 @@ def _find_random_part(evidence: Evidence, misfit: Misfit, step: int) -> tuple[Ca
 
     Such a module ran after the last output that agrees, or contains the one that differs.
     """
-    seen = next(one for one in evidence.ranks if one.rank == misfit.rank)
+    seen = next(rank for rank in evidence.ranks if rank.rank == misfit.rank)
     if not any(len(group) > 1 for axis, group in seen.axes.items() if axis in ("tp", "cp")):
         return None
-    expected, given = evidence.reference.steps[step - 1].outputs, seen.steps[step - 1].outputs
+    expected, outputs = evidence.reference.steps[step - 1].outputs, seen.steps[step - 1].outputs
     between: list[str] = []
     for key, right in expected.items():
         if key[0] == misfit.name:
             break
-        is_compared = key in given and given[key].numel == right.numel
+        is_compared = key in outputs and outputs[key].numel == right.numel
         between = [] if is_compared else [*between, key[0]]
     for owner, is_numbers in evidence.draws.items():
         if owner in between or is_below(misfit.name, owner):
@@ -152,10 +164,10 @@ def _projections(evidence: Evidence, path: str, step: int) -> list[tuple[Observa
     """Return (rank, its projection, the right projection) for each sample of one module's output."""
     expected = evidence.reference.steps[step - 1].outputs
     return [
-        (seen, given.projection, expected[key].projection)
+        (seen, output.projection, expected[key].projection)
         for seen in evidence.ranks
-        for key, given in seen.steps[step - 1].outputs.items()
-        if key[0] == path and key in expected and given.numel == expected[key].numel
+        for key, output in seen.steps[step - 1].outputs.items()
+        if key[0] == path and key in expected and output.numel == expected[key].numel
     ]
 
 
@@ -179,7 +191,7 @@ def _sum_over_copies(evidence: Evidence, path: str, step: int) -> str | None:
 def _output_ratio(evidence: Evidence, path: str, step: int) -> float | None:
     """Return the one factor between a module's outputs and the right ones; None where there is no such factor."""
     pairs = [(given, right) for _, given, right in _projections(evidence, path, step) if abs(right) > SMALL_OUTPUT]
-    ratios = [given / right for given, right in pairs]
+    ratios = [value / right for value, right in pairs]
     if ratios and max(ratios) - min(ratios) <= CLOSE * abs(ratios[0]) and abs(ratios[0] - 1) > CLOSE:
         return round(ratios[0], 6)
     return None
@@ -215,7 +227,9 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     if last and abs(_ratio(kept) - ours) <= CLOSE * abs(ours):
         return Cause.LAST_MICROBATCH, f"the loss {ours:g} of step {step} is that of the last micro-batches alone"
     times = f"the loss of step {step} is {ours / right:.6g} times the right one"
-    if scales_of(evidence, step, {held.name: held for held in unclip_gradients(evidence.reference, step - 1)}):
+    if scales_of(
+        evidence, step, {gradient.name: gradient for gradient in unclip_gradients(evidence.reference, step - 1)}
+    ):
         return Cause.LOSS_SCALE, f"forwards agree, but {times}"
     where = f"{times}, and gradients are no multiple of the right ones: no module differs whose output has a row for each sample"
     return (Cause.DROPOUT, f"first the masks: {where}") if evidence.dropout("") else (Cause.FORWARD, where)
@@ -224,8 +238,8 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
 def _explain_coupling(evidence: Evidence, step: int) -> str | None:
     """Return a text that shows that one device computes different results on the parts of a batch; None where it
     does not."""
-    if evidence.balances:
-        return None  # a part has no balancing loss
+    if evidence.balances or evidence.shares_values:
+        return None  # a part has no balancing loss, nor the values of all samples
     right, parts = evidence.reference.steps[step - 1].loss, evidence.parts(step - 1)
     alone = _ratio(parts)
     if len(parts) == 1 or abs(alone - right) <= CLOSE * abs(right):
@@ -243,14 +257,14 @@ def _mean_of_means(parts: Sequence[BatchPart]) -> list[tuple[str, float]]:
         ("the ranks' means", lambda part: part.dp_index),
         ("the means over ranks of each micro-batch", lambda part: part.microbatch),
     ]
-    found = []
+    ratios = []
     for words, key in groupings:
         groups: dict[object, list[BatchPart]] = {}
         for part in parts:
             groups.setdefault(key(part), []).append(part)
         means = [_ratio(group) for group in groups.values() if sum(part.count for part in group)]
-        found.append((words, sum(means) / len(means)))
-    return found
+        ratios.append((words, sum(means) / len(means)))
+    return ratios
 
 
 def _ratio(parts: Sequence[BatchPart]) -> float:
@@ -262,11 +276,11 @@ def _ratio(parts: Sequence[BatchPart]) -> float:
 
 def _norm(evidence: Evidence, first: Comparison) -> Found:
     step = first.step or 1
-    right, given = evidence.reference.steps[step - 1].norm, {seen.steps[step - 1].norm for seen in evidence.ranks}
+    right, norms = evidence.reference.steps[step - 1].norm, {seen.steps[step - 1].norm for seen in evidence.ranks}
     return (
         Cause.CLIP_NORM,
-        f"gradients agree, but their global norm in step {step} is {numbers(given)}, not {right:g} "
-        f"(its square is {numbers({one**2 / right**2 for one in given})} times the right one{_axis_of_norm(evidence, step)})",
+        f"gradients agree, but their global norm in step {step} is {numbers(norms)}, not {right:g} "
+        f"(its square is {numbers({norm**2 / right**2 for norm in norms})} times the right one{_axis_of_norm(evidence, step)})",
     )
 
 
@@ -283,10 +297,10 @@ def _axis_of_norm(evidence: Evidence, step: int) -> str:
         if (
             len(index) < len(norms)
             or len(squares) < 2
-            or any(max(one) - min(one) > CLOSE * right**2 for one in squares.values())
+            or any(max(values) - min(values) > CLOSE * right**2 for values in squares.values())
         ):
             continue
-        if abs(sum(max(one) for one in squares.values()) - right**2) <= CLOSE * right**2:
+        if abs(sum(max(values) for values in squares.values()) - right**2) <= CLOSE * right**2:
             return f"; those of ranks with other places on {axis} add up to it, so a sum over {axis} is missing"
     return ""
 
@@ -297,8 +311,8 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
     if skipped and len(skipped) < len(evidence.ranks):
         return Cause.SKIP, f"ranks {sorted(skipped)} skip step {step}, and the others take it"
     before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
-    held = held_part(evidence, misfit, lambda seen: seen.steps[step - 1].weights)
-    values, wanted, _ = match_places(held, whole_of(before)[misfit.name])
+    tensor = held_part(evidence, misfit, lambda seen: seen.steps[step - 1].weights)
+    values, wanted, _ = match_places(tensor, whole_of(before)[misfit.name])
     if torch.allclose(values, wanted, rtol=1e-9, atol=1e-12):
         return Cause.STALE_WEIGHT, f"{misfit.name} on rank {misfit.rank} still has the values from before step {step}"
     if (idle := _explain_idle_move(evidence, misfit.name, step)) is not None:
@@ -339,11 +353,11 @@ def _optimizer(evidence: Evidence, first: Comparison) -> Found:
 
 def _stays(evidence: Evidence, name: str, step: int) -> bool:
     """Return whether the job's optimizer leaves a weight without a gradient unchanged on one device."""
-    one = evidence.reference
-    before = one.start if step == 1 else one.updated[step - 2]
-    gradient = whole_of(one.steps[step - 1].gradients).get(name)
+    reference = evidence.reference
+    before = reference.start if step == 1 else reference.updated[step - 2]
+    gradient = whole_of(reference.steps[step - 1].gradients).get(name)
     is_without = gradient is None or not bool(gradient.any())
-    return is_without and torch.equal(whole_of(one.updated[step - 1])[name], whole_of(before)[name])
+    return is_without and torch.equal(whole_of(reference.updated[step - 1])[name], whole_of(before)[name])
 
 
 def _buffers(evidence: Evidence, first: Comparison) -> Found:

@@ -7,12 +7,14 @@ The error of a tensor is
 so that the bias of an attention key, whose true gradient is near 0, is not judged by its noise. An element that no
 rank holds counts as wrong. Each kind is compared step by step in the order in which a step computes it: the first error
 is at the cause, and all later errors follow from it.
+
+The `Evidence` of a search for the cause is both sides' observations, and runs on one device that it may request.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +22,14 @@ from torch import Tensor
 
 from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.observation import MASKED, Observation, Output
-from samestep.proof.verdict import Check
+from samestep.proof.verdict import Cause, Check
 
 SMALL = 1e-6
 """The least scale of an error, as a fraction of the model's largest value of that kind."""
+CLOSE = 1e-6
+"""The largest relative difference of coefficients and ratios that count as equal; they come from rounded sums."""
+Found = tuple[Cause, str]
+"""A cause, and its explanation in one sentence with names and numbers."""
 
 
 @dataclass(slots=True)
@@ -106,18 +112,18 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
 
 def compare_updates(reference: Observation, ranks: Sequence[Observation], limit: Limit) -> list[Comparison]:
     """Compare the job's optimizer on equal gradients: the weights after each step, and its state after the last."""
-    found = [
+    comparisons = [
         compare_held("optimizer", index + 1, weights, [(r.rank, r.updated[index]) for r in ranks], limit)
         for index, weights in enumerate(reference.updated)
     ]
     states = [(r.rank, r.state) for r in ranks]
-    return [*found, compare_held("optimizer state", None, reference.state, states, limit)]
+    return [*comparisons, compare_held("optimizer state", None, reference.state, states, limit)]
 
 
 def checks_of(comparisons: Sequence[Comparison]) -> tuple[Check, ...]:
     """Return one check for each kind of comparison, in their order."""
     kinds = dict.fromkeys(comparison.what for comparison in comparisons)
-    return tuple(_check(what, [one for one in comparisons if one.what == what]) for what in kinds)
+    return tuple(_check(what, [comparison for comparison in comparisons if comparison.what == what]) for what in kinds)
 
 
 def _check(what: str, comparisons: Sequence[Comparison]) -> Check:
@@ -127,7 +133,12 @@ def _check(what: str, comparisons: Sequence[Comparison]) -> Check:
         step = f" in step {first.step}" if first.step else ""
         lacking = f" ({first.missing} elements that no rank holds)" if first.missing else ""
         where = f"first {first.name}{step} on rank {first.rank}{lacking}"
-    worst = max(comparisons, key=lambda one: one.largest / one.allowance if one.allowance else one.largest)
+    worst = max(
+        comparisons,
+        key=lambda comparison: (
+            comparison.largest / comparison.allowance if comparison.allowance else comparison.largest
+        ),
+    )
     return Check(
         what=what,
         error=worst.largest,
@@ -147,7 +158,7 @@ def _starts(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
 
 def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
     """Compare the samples that ranks read: each once on the data axis, in every chunk, with one device's content."""
-    found = Comparison("data", None)
+    comparison = Comparison("data", None)
     for index, expected in enumerate(reference.steps):
         wanted = sorted(sample for _, _, samples in expected.shares for sample in samples)
         places: dict[tuple[int, int, int], list[int]] = {}  # dp index, stage, chunk
@@ -159,14 +170,14 @@ def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
             for chunk, read in mine.items():
                 place = (seen.indices["dp"], seen.indices["stage"], chunk)
                 agrees = places.setdefault(place, read) == read
-                found.note(f"samples of step {index + 1}", float(not agrees), seen.rank)
+                comparison.note(f"samples of step {index + 1}", float(not agrees), seen.rank)
             for sample, digest in step.digests.items():
                 if sample in expected.digests and expected.digests[sample] != digest:
-                    found.note(f"content of sample {sample}", 1.0, seen.rank)
+                    comparison.note(f"content of sample {sample}", 1.0, seen.rank)
         for stage, chunk in sorted({place[1:] for place in places}):
             everyone = sorted(s for place, mine in places.items() if place[1:] == (stage, chunk) for s in mine)
-            found.note(f"samples of step {index + 1}", float(everyone != wanted), ranks[0].rank)
-    return found
+            comparison.note(f"samples of step {index + 1}", float(everyone != wanted), ranks[0].rank)
+    return comparison
 
 
 def _outputs(reference: Observation, ranks: Sequence[Observation], index: int, limit: Limit) -> Comparison:
@@ -175,30 +186,30 @@ def _outputs(reference: Observation, ranks: Sequence[Observation], index: int, l
     largest: dict[str, float] = {}
     for (path, _, _), output in expected.items():
         largest[path] = max(largest.get(path, 0.0), output.norm)
-    found = Comparison("forward", index + 1, allowance=limit("forward", "", index + 1))
+    comparison = Comparison("forward", index + 1, allowance=limit("forward", "", index + 1))
     for key, output in expected.items():
         for seen in ranks:
             given = seen.steps[index].outputs.get(key)
             if given is not None and given.numel == output.numel:
                 error = _output_error(given, output, largest[key[0]])
-                found.note(key[0], error, seen.rank, limit("forward", key[0], index + 1))
-    return found
+                comparison.note(key[0], error, seen.rank, limit("forward", key[0], index + 1))
+    return comparison
 
 
-def _output_error(given: Output, expected: Output, largest: float) -> float:
+def _output_error(output: Output, expected: Output, largest: float) -> float:
     scale = max(expected.norm, SMALL * largest)
-    most = max(abs(given.projection - expected.projection), abs(given.norm - expected.norm))
+    most = max(abs(output.projection - expected.projection), abs(output.norm - expected.norm))
     return most / scale if scale else most
 
 
 def _numbers(what: str, reference: Observation, ranks: Sequence[Observation], index: int, limit: Limit) -> Comparison:
     """Compare the step's loss or gradient norm, as every rank reports it."""
-    found = Comparison(what, index + 1, allowance=limit(what, what, index + 1))
+    comparison = Comparison(what, index + 1, allowance=limit(what, what, index + 1))
     for seen in ranks:
         ours, theirs = seen.steps[index], reference.steps[index]
         pair = (ours.loss, theirs.loss) if what == "loss" else (ours.norm, theirs.norm)
-        found.note(what, relative(*pair), seen.rank)
-    return found
+        comparison.note(what, relative(*pair), seen.rank)
+    return comparison
 
 
 def relative(ours: float, theirs: float) -> float:
@@ -213,7 +224,7 @@ def unclip_gradients(seen: Observation, index: int) -> list[HeldTensor]:
     step = seen.steps[index]
     if step.factor == 1.0:
         return step.gradients
-    return [HeldTensor(held.name, held.values / step.factor, held.places) for held in step.gradients]
+    return [HeldTensor(gradient.name, gradient.values / step.factor, gradient.places) for gradient in step.gradients]
 
 
 # -- tensors, of which a rank holds parts ----------------------------------------------------------
@@ -229,7 +240,7 @@ def compare_held(
     partly: bool = False,
 ) -> Comparison:
     """Compare tensors of one kind, of which each rank holds parts; unless `partly`, some rank must hold each element."""
-    found = Comparison(what, step, allowance=limit(what, "", step or 1))
+    comparison = Comparison(what, step, allowance=limit(what, "", step or 1))
     whole = whole_of(reference)
     most = max((_largest(tensor) for tensor in whole.values()), default=0.0)
     held: dict[str, list[tuple[int, HeldTensor]]] = {name: [] for name in whole}
@@ -239,7 +250,7 @@ def compare_held(
     for name, copies in held.items():
         expected = whole.get(name)
         if expected is None:
-            found.note(name, math.inf, copies[0][0], 0.0)
+            comparison.note(name, math.inf, copies[0][0], 0.0)
             continue
         scale = max(_largest(expected), SMALL * most) or 1.0
         seen = torch.zeros(expected.numel(), dtype=torch.bool)
@@ -251,23 +262,23 @@ def compare_held(
             if not error <= worst:
                 worst, at = error, rank
         missing = 0 if partly else int((~seen).sum())
-        found.note(name, worst, at, limit(what, name, step or 1), missing)
-    return found
+        comparison.note(name, worst, at, limit(what, name, step or 1), missing)
+    return comparison
 
 
-def match_places(held: HeldTensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slice]:
+def match_places(tensor: HeldTensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slice]:
     """Return the held values without padding, the expected values in their places, and the places."""
-    if isinstance(held.places, range):
-        index = slice(held.places.start, held.places.stop)
-        return held.values, expected[index], index
-    real = held.places >= 0
-    places = held.places[real]
-    return held.values[real], expected[places], places
+    if isinstance(tensor.places, range):
+        index = slice(tensor.places.start, tensor.places.stop)
+        return tensor.values, expected[index], index
+    real = tensor.places >= 0
+    places = tensor.places[real]
+    return tensor.values[real], expected[places], places
 
 
 def whole_of(reference: Sequence[HeldTensor]) -> dict[str, Tensor]:
     """Return one device's tensors, flattened, by name."""
-    return {held.name: held.values for held in reference}
+    return {tensor.name: tensor.values for tensor in reference}
 
 
 def _largest(values: Tensor) -> float:
@@ -303,3 +314,71 @@ def constant(limits: Mapping[str, float] | float) -> Limit:
     if isinstance(limits, float):
         return lambda *_: limits
     return lambda what, *_: limits[what]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """The loss and gradients of one micro-batch of one data rank, computed on one device as sums, not means."""
+
+    dp_index: int
+    microbatch: int
+    """The index of the micro-batch on its data rank, counted from 0."""
+    gradients: Mapping[str, Tensor]
+    """The sum of the gradients over counted tokens, by parameter."""
+    loss: float
+    """The sum of the losses of counted tokens."""
+    count: float
+    """The number of counted tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All inputs of the search for a cause: both sides' observations, and runs that it may request."""
+
+    reference: Observation
+    ranks: Sequence[Observation]
+    comparisons: Sequence[Comparison]
+    layers: Mapping[str, int]
+    """The index of the layer of each parameter, in the order of the forward."""
+    aliases: Mapping[str, tuple[str, ...]]
+    """The other names of each tied weight, by parameter."""
+    dropout: Callable[[str], bool]
+    """Return whether the module at a path applies dropout."""
+    weighted: Callable[[str], bool]
+    """Return whether the module at a path has parameters."""
+    draws: Mapping[str, bool]
+    """Whether a module, by its path, draws random numbers other than masks of dropout."""
+    positional: Callable[[str], bool]
+    """Return whether the output of the module at a path depends on positions alone, as known of the model's family."""
+    boundaries: Sequence[tuple[str, ...]]
+    """The modules of the first layer of each pipeline chunk but the first."""
+    collectives: Callable[[str], str]
+    """Describe the collectives that the program sends for a module, bucket or unit."""
+    parts: Callable[[int], Sequence[BatchPart]]
+    """Compute the parts of a step on one device; steps count from 0."""
+    uses: Callable[[str, int], Sequence[Tensor]]
+    """Compute the gradient of each single use of a tied weight in a step; steps count from 0."""
+    chunks: Callable[[str, int], Sequence[Tensor]]
+    """Compute the gradient of a weight from each chunk of the loss in a step; empty where the loss has no chunks."""
+    stages: Sequence[Set[str]]
+    """The parameters of each pipeline stage; empty without a pipeline."""
+    experts: Callable[[str], tuple[int, str]]
+    """Return how many experts a parameter holds along its first dimension, and as text the index of its expert where
+    it belongs to one alone; (0, "") where it belongs to none."""
+    clips: bool
+    """Whether the job clips gradients."""
+    balances: bool
+    """Whether the job adds a loss that balances experts; a single part of a batch has none."""
+    shares_values: bool = False
+    """Whether code takes values of all samples by name (`samestep.batch_cat`), so that parts of a batch do not add up to it."""
+
+
+def held_part(evidence: Evidence, misfit: Misfit, of: Callable[[Observation], Sequence[HeldTensor]]) -> HeldTensor:
+    """Return the held part of a misfit's tensor on the misfit's rank."""
+    seen = next(rank for rank in evidence.ranks if rank.rank == misfit.rank)
+    return next(tensor for tensor in of(seen) if tensor.name == misfit.name)
+
+
+def numbers(values: Iterable[float]) -> str:
+    """Return numbers as text, the smallest first."""
+    return ", ".join(f"{value:.6g}" for value in sorted(values))

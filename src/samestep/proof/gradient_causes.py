@@ -22,8 +22,20 @@ import torch
 from torch import Tensor
 
 from samestep.program.ranks import stages_of
-from samestep.proof.comparison import Comparison, Misfit, copies_of, match_places, unclip_gradients, whole_of
-from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
+from samestep.proof.comparison import (
+    CLOSE,
+    BatchPart,
+    Comparison,
+    Evidence,
+    Found,
+    Misfit,
+    copies_of,
+    held_part,
+    match_places,
+    numbers,
+    unclip_gradients,
+    whole_of,
+)
 from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.verdict import Cause
 
@@ -35,24 +47,24 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
     """Return the likely cause of the first gradients that differ."""
     step = first.step or 1
     # Backward goes from the last layer to the first, so the error begins at the last layer with a wrong gradient.
-    order = sorted(first.misfits, key=lambda one: -evidence.layers.get(one.name, 0))
+    order = sorted(first.misfits, key=lambda misfit: -evidence.layers.get(misfit.name, 0))
     misfit = order[0]
     affected = f"{len(first.misfits)} of {first.compared} gradients differ in step {step}, first {misfit.name}"
     if misfit.missing:
         return Cause.MISSING_GRADIENT, f"{affected}: no rank holds {misfit.missing} of its elements"
-    right = {held.name: held for held in unclip_gradients(evidence.reference, step - 1)}
+    right = {gradient.name: gradient for gradient in unclip_gradients(evidence.reference, step - 1)}
     holders = [(seen.rank, unclip_gradients(seen, step - 1)) for seen in evidence.ranks]
     held = held_part(evidence, misfit, lambda seen: unclip_gradients(seen, step - 1))
     values, wanted, _ = match_places(held, right[misfit.name].values)
     if len(first.misfits) < first.compared and not values.abs().max() and wanted.abs().max():
         return Cause.MISSING_GRADIENT, f"{affected}: it has none at all on rank {misfit.rank}"
-    tied = next((one.name for one in order if evidence.aliases.get(one.name)), None)
+    tied = next((tensor.name for tensor in order if evidence.aliases.get(tensor.name)), None)
     if (
         tied is not None
         and len(first.misfits) <= max(2, first.compared // 2)
-        and (found := _explain_tied_weight(evidence, tied, step))
+        and (combination := _explain_tied_weight(evidence, tied, step))
     ):
-        return found
+        return combination
     scales = scales_of(evidence, step, right) if evidence.clips else {}
     if scales and max(scales.values()) - min(scales.values()) > CLOSE:
         return (
@@ -65,17 +77,17 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
         evidence, _largest(order, right), step
     ):
         return Cause.PART_SCALE, f"{affected}: {part}"
-    found = _combination(evidence, misfit, step, len(first.misfits) == first.compared) or _elsewhere(
+    combination = _combination(evidence, misfit, step, len(first.misfits) == first.compared) or _elsewhere(
         evidence, misfit, step
     )
-    if found is not None:
-        return found[0], f"{affected}: {found[1]}"
+    if combination is not None:
+        return combination[0], f"{affected}: {combination[1]}"
     if axis := _copies_add_up(evidence, misfit.name, right[misfit.name].values, holders):
         return Cause.MISSING_REDUCTION, f"{affected}: its copies over the {axis} ranks add up to the right gradient"
     if torch.allclose(values.sort().values, wanted.sort().values, rtol=CLOSE, atol=1e-12):
         return Cause.ROWS_SWAPPED, f"{affected}: it has the right elements in other places"
-    if tied is not None and (found := _explain_tied_weight(evidence, tied, step)):
-        return found
+    if tied is not None and (combination := _explain_tied_weight(evidence, tied, step)):
+        return combination
     spread = max((spread_of(copies) for copies in copies_of(holders, misfit.name)), default=0.0)
     if spread > CLOSE * float(wanted.abs().max()):
         return Cause.DRIFT, f"{affected}: ranks that hold the same elements of it hold different values"
@@ -85,7 +97,7 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
 
 def _explain_coupled_gradient(evidence: Evidence, name: str, step: int, right: Tensor) -> str | None:
     """Return text that shows that on one device a gradient is not the sum over parts of the batch; None where it is."""
-    if evidence.balances:
+    if evidence.balances or evidence.shares_values:
         return None
     parts = evidence.parts(step - 1)
     total = sum(part.count for part in parts)
@@ -100,9 +112,9 @@ def scales_of(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) ->
     scales = {}
     for seen in evidence.ranks:
         held = [
-            match_places(one, right[one.name].values)[:2]
-            for one in unclip_gradients(seen, step - 1)
-            if one.name in right
+            match_places(gradient, right[gradient.name].values)[:2]
+            for gradient in unclip_gradients(seen, step - 1)
+            if gradient.name in right
         ]
         if not held:
             continue
@@ -123,8 +135,8 @@ def _explain_scaled_part(evidence: Evidence, step: int, right: Mapping[str, Held
         return None
     names = {name for name, _ in wrong}
     times = f"{found[0]:.6g} times the right gradients{_degree(evidence, found[0])}"
-    for number, held in enumerate(evidence.stages):
-        if names == {name for name, _ in factors if name in held}:
+    for number, stage in enumerate(evidence.stages):
+        if names == {name for name, _ in factors if name in stage}:
             return f"those of pipeline stage {number + 1} of {len(evidence.stages)} are {times}"
     if any(not expert and not evidence.experts(name)[0] for name, expert in wrong):
         return None
@@ -136,8 +148,10 @@ def _explain_scaled_part(evidence: Evidence, step: int, right: Mapping[str, Held
 
 def _factors(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> dict[tuple[str, str], float | None]:
     """Return the factor of each gradient, by weight and expert: None where it has no single one on all ranks that hold it."""
-    found: dict[tuple[str, str], float | None] = {}
-    for held in (held for seen in evidence.ranks for held in unclip_gradients(seen, step - 1) if held.name in right):
+    factors: dict[tuple[str, str], float | None] = {}
+    for held in (
+        gradient for seen in evidence.ranks for gradient in unclip_gradients(seen, step - 1) if gradient.name in right
+    ):
         whole = right[held.name].values
         values, wanted, index = match_places(held, whole)
         stacked, own = evidence.experts(held.name)
@@ -151,15 +165,15 @@ def _factors(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> 
             size = float(theirs @ theirs)
             factor = float(ours @ theirs) / size if size else math.inf
             fits = math.isfinite(factor) and float((ours - factor * theirs).norm()) <= CLOSE * float(ours.norm())
-            known = found.get(key, factor)
+            known = factors.get(key, factor)
             agrees = fits and known is not None and abs(factor - known) <= CLOSE * abs(factor)
-            found[key] = factor if agrees else None
-    return found
+            factors[key] = factor if agrees else None
+    return factors
 
 
 def _largest(misfits: Sequence[Misfit], right: Mapping[str, HeldTensor]) -> Misfit:
     """Return the one with the most elements, to which the most coefficients can be fitted."""
-    return max(misfits, key=lambda one: right[one.name].values.numel())
+    return max(misfits, key=lambda gradient: right[gradient.name].values.numel())
 
 
 def _explain_scaled_chunk(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
@@ -169,11 +183,11 @@ def _explain_scaled_chunk(evidence: Evidence, misfit: Misfit, step: int) -> str 
         return None
     total = sum(part.count for part in evidence.parts(step - 1))
     for seen in evidence.ranks:
-        for held in unclip_gradients(seen, step - 1):
-            if held.name != misfit.name:
+        for gradient in unclip_gradients(seen, step - 1):
+            if gradient.name != misfit.name:
                 continue
-            columns = [match_places(held, part.flatten() / total)[1] for part in parts]
-            fit = _fit(held.values, columns)
+            columns = [match_places(gradient, part.flatten() / total)[1] for part in parts]
+            fit = _fit(gradient.values, columns)
             if fit is not None and max(fit) - min(fit) > CLOSE:
                 counts = ", ".join(
                     f"chunk {i + 1} counts {c:.4g} times" for i, c in enumerate(fit) if abs(c - 1) > CLOSE
@@ -189,12 +203,12 @@ def _explain_tied_weight(evidence: Evidence, name: str, step: int) -> Found | No
     right = whole_of(unclip_gradients(evidence.reference, step - 1))[name]
     scale = float(right.flatten() @ total.flatten() / (total.flatten() @ total.flatten()))
     for seen in evidence.ranks:
-        for held in unclip_gradients(seen, step - 1):
-            if held.name != name:
+        for gradient in unclip_gradients(seen, step - 1):
+            if gradient.name != name:
                 continue
-            columns = [match_places(held, use.flatten() * scale)[1] for use in uses]
-            fit = _fit(held.values, columns)
-            if fit is not None and any(abs(one - 1) > CLOSE for one in fit):
+            columns = [match_places(gradient, use.flatten() * scale)[1] for use in uses]
+            fit = _fit(gradient.values, columns)
+            if fit is not None and any(abs(coefficient - 1) > CLOSE for coefficient in fit):
                 names = (name, *evidence.aliases[name])
                 counts = ", ".join(f"{c:.4g} x {n}" for c, n in zip(fit, names, strict=False))
                 return Cause.TIED, f"the gradient of {name} on rank {seen.rank} is {counts}, where each counts once"
@@ -207,14 +221,14 @@ def _combination(evidence: Evidence, misfit: Misfit, step: int, everywhere: bool
     total = sum(part.count for part in parts)
     fits: dict[int, list[float]] = {}
     for seen in evidence.ranks:
-        for held in unclip_gradients(seen, step - 1):
-            if held.name == misfit.name:
-                columns = [match_places(held, part.gradients[misfit.name].flatten() / total)[1] for part in parts]
-                fit = _fit(held.values, columns)
+        for gradient in unclip_gradients(seen, step - 1):
+            if gradient.name == misfit.name:
+                columns = [match_places(gradient, part.gradients[misfit.name].flatten() / total)[1] for part in parts]
+                fit = _fit(gradient.values, columns)
                 if fit is None:
                     return None
                 fits[seen.rank] = fit
-    if not fits or all(abs(one - 1) <= CLOSE for fit in fits.values() for one in fit):
+    if not fits or all(abs(coefficient - 1) <= CLOSE for fit in fits.values() for coefficient in fit):
         return None
     return _name_cause(evidence, parts, fits, everywhere)
 
@@ -268,9 +282,9 @@ def _name_cause(
             Cause.WRONG_GROUP,
             f"rank {rank} holds the sum over data ranks {sorted(mine)}, and is not one of them",
         )
-    fit = max(fits.values(), key=lambda one: max(abs(c - 1) for c in one))
+    fit = max(fits.values(), key=lambda fit: max(abs(c - 1) for c in fit))
     if max(fit) - min(fit) <= CLOSE * abs(fit[0]):
-        ratios = sorted({round(one[0], 6) for one in fits.values()})
+        ratios = sorted({round(fit[0], 6) for fit in fits.values()})
         times = f"{numbers(ratios)} times the right gradient{_degree(evidence, fit[0])}"
         if everywhere or fit[0] < 1:
             return Cause.GRADIENT_SCALE, f"every one is {times}" if everywhere else f"it is {times}"
@@ -311,10 +325,10 @@ def _degree(evidence: Evidence, ratio: float) -> str:
     return ""
 
 
-def _fit(held: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
+def _fit(tensor: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     """Return the coefficients c of the least-squares fit held = sum c_i column_i; None where it does not fit."""
-    kept = torch.linspace(0, held.numel() - 1, min(_SAMPLED, held.numel())).long()
-    target = held.flatten()[kept].double()
+    kept = torch.linspace(0, tensor.numel() - 1, min(_SAMPLED, tensor.numel())).long()
+    target = tensor.flatten()[kept].double()
     matrix = torch.stack([column.flatten()[kept].double() for column in columns], dim=1)
     size = float(target.norm())
     if not math.isfinite(size) or not torch.isfinite(matrix).all() or len(target) <= len(columns):

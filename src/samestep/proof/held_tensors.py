@@ -120,7 +120,7 @@ def _copy_to_host(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[H
         parts = torch.split(torch.cat([flat[index] for index in members]), [flat[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
             kept[index] = part
-    return [HeldTensor(*one) for one in zip(names, kept, places, strict=True)]
+    return [HeldTensor(*fields) for fields in zip(names, kept, places, strict=True)]
 
 
 def places_of(run: Run, piece: Piece) -> Tensor | range:

@@ -1,7 +1,7 @@
 """The values that the workers of a proof exchange by files: NOTE.json, and the tensors that it names in
 NOTE.safetensors.
 
-The folder is among temporary files, so a note is read as plain data (`runtime/processes/plain_data.py`), which runs no
+The folder is among temporary files, so a note is read as plain data (`runtime/processes/messages.py`), which runs no
 code.
 """
 
@@ -17,7 +17,7 @@ from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.observation import Observation, ObservedStep, Output, PlainSteps
 from samestep.proof.verdict import Check
 from samestep.runtime.checkpoints import writer
-from samestep.runtime.processes.plain_data import Packer, unpack_plain
+from samestep.runtime.processes.messages import Packer, unpack_plain
 
 _CLASSES = (Observation, ObservedStep, PlainSteps, HeldTensor, Output, Check)
 

@@ -43,11 +43,9 @@ from samestep.proof.held_tensors import (
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw
 from samestep.runtime.axes.expert import RouteMode, Routes
-from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.step_batch import Indices
-from samestep.runtime.step_observer import MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.weights.pieces import Piece
 from samestep.schedules import TaskKind
 from samestep.strategies.chunked_mlp import chunked_owners
@@ -244,16 +242,16 @@ class ObservedRun(StepObserver):
         program, model = self.run.program, self.run.model
         apart = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
         apart += chunked_owners(program.step.model)
-        mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].called]
+        paths = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].called]
         in_graph = self.run.assembly.model.compiled.in_graph
         for path, module in model.named_modules():
             if module in in_graph or any(path.startswith(f"{holder}.") for holder in apart):
                 continue
-            if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
+            if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in paths)):
                 module.register_forward_hook(_hook(self._note, path))
         blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
         for path in blocks:
-            if not program.chunks or path in mine:
+            if not program.chunks or path in paths:
                 model.get_submodule(path).register_forward_pre_hook(_hook(self._note_given, path), with_kwargs=True)
 
     def begin(self, batch: Batch) -> None:
@@ -286,12 +284,12 @@ class ObservedRun(StepObserver):
     def _route_mode(self, routes: list[Routes], model: nn.Module, draw: Draw, part: MaskSlice | None) -> RouteMode:
         return RouteMode(model, draw, part, routes[draw.step], self._own_tokens)
 
-    def _own_tokens(self, whole: Tensor, parts: int) -> Tensor:
+    def _own_tokens(self, tensor: Tensor, parts: int) -> Tensor:
         """Return this rank's tokens of a tensor [samples, tokens, ...], of which as many ranks hold a part each."""
         parallel = self.run.assembly.parallel
         if parts > 1 and parallel.slicing.degree > 1:
-            whole, parts = parallel.slicing.rows_of(whole), parts // parallel.slicing.degree
-        return whole.chunk(parts, dim=1)[parallel.mesh.index("tp")] if parts > 1 else whole
+            tensor, parts = parallel.slicing.rows_of(tensor), parts // parallel.slicing.degree
+        return tensor.chunk(parts, dim=1)[parallel.mesh.index("tp")] if parts > 1 else tensor
 
     def agreed(self, scalars: StepScalars) -> None:
         """Set the learning rate of plain SGD before the update; the first step derives it from its gradient norm."""
@@ -328,20 +326,20 @@ class ObservedRun(StepObserver):
                 call = self._calls[name] = self._calls.get(name, self._called.get(path, 0) - 1) + 1
                 self._project(name, call, leaf)
 
-    def _project(self, path: str, call: int, found: Tensor) -> None:
+    def _project(self, path: str, call: int, tensor: Tensor) -> None:
         """Record a tensor's projection and norm for each sample."""
-        if found.dim() < 2 or not self._samples:
+        if tensor.dim() < 2 or not self._samples:
             return
         for_all = ALL_SAMPLES - self._replicas.get(self._samples[0], 0)
-        samples = self._samples if len(found) == len(self._samples) else [for_all]
-        if len(found) != len(samples):
+        samples = self._samples if len(tensor) == len(self._samples) else [for_all]
+        if len(tensor) != len(samples):
             self._picked.add((path, call))
             return
-        parts = torch.view_as_real(found.detach()) if found.is_complex() else found.detach()
-        rows = parts.reshape(len(found), -1).double()
+        parts = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        rows = parts.reshape(len(tensor), -1).double()
         rows = torch.where(rows.abs() > MASKED, MASKED * rows.sign(), rows)  # which leaves nan as it is
         signs, slicing = None, self.run.assembly.parallel.slicing
-        is_part = bool(slicing.block) and found.shape[1] * slicing.degree == slicing.length
+        is_part = bool(slicing.block) and tensor.shape[1] * slicing.degree == slicing.length
         if is_part:
             whole = _signs(rows.shape[1] * slicing.degree, rows.device)
             signs = slicing.rows_of(whole.view(1, slicing.length, -1)).reshape(-1)
@@ -366,9 +364,9 @@ def join_slices(ranks: Sequence[Observation]) -> None:
                 parts = [step.outputs[key] for step in steps if key in step.outputs]
                 if mine.is_part and len(parts) == len(members):
                     norm = math.sqrt(sum(part.norm**2 for part in parts))
-                    whole = Output(sum(p.projection for p in parts), norm, sum(p.numel for p in parts))
+                    output = Output(sum(p.projection for p in parts), norm, sum(p.numel for p in parts))
                     for step in steps:
-                        step.outputs[key] = whole
+                        step.outputs[key] = output
 
 
 def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
@@ -432,13 +430,13 @@ def feed(
 
     Collective over the world: every rank must iterate; if one does not, the others wait for it when weights are gathered.
     """
-    for index, whole in enumerate(gradients):
+    for index, gradient in enumerate(gradients):
         step = first_step + index
         for whose, assembly in replicas_of(run):
             updater = assembly.weights.updater
             for piece in updater.pieces:
                 # In a step with an exchange after it, each replica is given the averaged move.
-                given = whole.get(f"{piece.name}{whose}", whole.get(piece.name))
+                given = gradient.get(f"{piece.name}{whose}", gradient.get(piece.name))
                 assert given is not None
                 _give(run, piece, given)
             left_out = {name for name in unused[index] if name.endswith(whose)} if unused else ()
@@ -449,17 +447,16 @@ def feed(
             updater.publish()
             assembly.weights.store.publish()
         run.steps_taken = step + 1
-        if isinstance(run.replicas, LocalReplicas):
-            run.replicas.is_fresh = False
+        run.replicas.is_fresh = False
         yield held_weights(run)
 
 
-def _give(run: Run, piece: Piece, whole: Tensor) -> None:
+def _give(run: Run, piece: Piece, tensor: Tensor) -> None:
     """Set the gradient of a piece to the piece's part of a whole one."""
     places = places_of(run, piece)
     index = slice(places.start, places.stop) if isinstance(places, range) else places
     given = piece.gradient()
-    values = whole.flatten()[index].to(given)
+    values = tensor.flatten()[index].to(given)
     if isinstance(places, Tensor):
         values = values * (places >= 0).to(values)
     given.copy_(values.view_as(given))

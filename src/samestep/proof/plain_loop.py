@@ -29,27 +29,29 @@ from torch import Tensor, nn
 
 from samestep.building import drawn_rows
 from samestep.building.families import facts_of
-from samestep.building.loss_result import loss_result, whole_loss
+from samestep.building.loss_result import is_plain_sum, loss_result, whole_loss
 from samestep.building.model import call_model, give_labels
-from samestep.building.model_loss import ModelLoss, Rule
+from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import cast_floating, copy_module, map_attributes, tensors_of
 from samestep.building.training_modules import set_training
 from samestep.datasets import Batch, Dataset, batches
 from samestep.examination.examine import Source
-from samestep.program.codecs import PLAIN
-from samestep.proof import comparison, plain_replicas
+from samestep.program.codecs import CODECS, PLAIN, is_factored
+from samestep.program.step import StepSpec
+from samestep.proof import comparison
 from samestep.proof.comparison import Comparison, Limit
 from samestep.proof.held_tensors import HeldTensor, copy_whole
 from samestep.proof.observation import Observation, PlainSteps
-from samestep.proof.plain_contributions import PlainContributions
 from samestep.proof.verdict import Cause
 from samestep.randomness.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.axes import precision
+from samestep.runtime.codecs.codec import codec_of
 from samestep.runtime.run import Run
 from samestep.runtime.weights.pieces import Piece
 from samestep.tracing.batch_norms import without_own_groups
 from samestep.tracing.checkpointed import replaced_checkpoint, without_reentry
 from samestep.trees import map_tensors
+from samestep.wings import required
 
 WHAT = "plain torch"
 """The name of the check."""
@@ -62,7 +64,7 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
         if run.replicas.are_apart:
             return _follow_apart(run, source, dataset, seen)
         model = _model(run, source, steps)
-        start = {name: param.detach().clone() for name, param in _trained_params(model).items()}
+        start = {name: param.detach().clone() for name, param in trained_params(model).items()}
         unused = _take_steps(model, run, source, dataset, seen, steps)
         _update(model, run, start, source, seen, steps, unused)
     except Exception as error:  # the user's code, in which anything may fail
@@ -84,8 +86,10 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
     def part_of(name: str) -> int:
         return run.program.step.sharing.part_of(canonical[name])
 
-    made = _contributions(run, source)
-    steps = plain_replicas.take_steps(models, loss, run.job, dataset, seen, made, part_of)
+    plain_contributions = _contributions(run, source)
+    steps: PlainSteps = required("slow_links", "plain_replicas").take_steps(
+        models, loss, run.job, dataset, seen, plain_contributions, part_of
+    )
     return replace(steps, other_values=built.other_values)
 
 
@@ -107,7 +111,7 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
         if isinstance(source.model, nn.Module)
         else drawn_rows.call(source.model, job.train.seed)
     )
-    for name, tensor in {one.name: one.tensor for one in tensors_of(model)}.items():
+    for name, tensor in {tensor.name: tensor.tensor for tensor in tensors_of(model)}.items():
         if name not in ours.canonical:
             continue
         value = ours.materialize(name, torch.device("cpu"))
@@ -129,7 +133,8 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
     return model
 
 
-def _trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights that take a gradient, by name."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
@@ -138,7 +143,7 @@ def _take_steps(
 ) -> list[set[str]]:
     """Take the steps with the same SGD as one device; record the parameters without a gradient in each step."""
     unused: list[set[str]] = []
-    params, limit = _trained_params(model), run.job.optimizer.clip_norm
+    params, limit = trained_params(model), run.job.optimizer.clip_norm
     optimizer = torch.optim.SGD(params.values(), lr=seen.learning_rate, momentum=0.9)
     contributions = _contributions(run, source)
     for batch in batches(dataset, run.job):
@@ -147,7 +152,7 @@ def _take_steps(
         unused.append(without)
         steps.unused.append(sorted(without))
         steps.losses.append(loss)
-        steps.gradients.append(copy_whole({name: _gradient(param) for name, param in params.items()}))
+        steps.gradients.append(copy_whole({name: gradient_of(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
         for name in without:  # a codec feeds the losses of earlier gradients back
@@ -198,7 +203,7 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
     checkpoints = replaced_checkpoint(lambda begin, own: begin(own), without_reentry)
     moved = cast_floating(map_tensors(samples, lambda tensor: tensor.to(device)), torch.float64)
     found, balances = [], []
-    size = run.job.numerics.coupled_samples if run.assembly.model.spec.couples_samples else None
+    size = run.job.numerics.batch_norm_group if run.assembly.model.spec.couples_samples else None
     for start in range(0, len(indices), size or len(indices)):
         rows = slice(start, start + (size or len(indices)))
         part = map_tensors(moved, operator.itemgetter(rows)) if size else moved
@@ -210,12 +215,13 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
             count = found[-1].only[1] if len(found[-1].terms) == 1 else len(indices[rows])
             balances.append(run.assembly.objective.balance.added_to(none, outputs, count, 1.0))
     total, counted = whole_loss(found, len(indices))
-    if isinstance(source.loss, ModelLoss) and source.loss.rule is Rule.SUM:
+    if is_plain_sum(source.loss):
         total = total * len(indices)
     return total + torch.stack(balances).sum(), counted
 
 
-def _gradient(param: Tensor) -> Tensor:
+def gradient_of(param: Tensor) -> Tensor:
+    """Return the gradient of a weight, zeros where it has none."""
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
@@ -231,7 +237,7 @@ def _update(
 ) -> None:
     """Take the steps of the job's optimizer on one device's gradients, leaving out weights to which the plain loop
     gives none."""
-    params = _trained_params(model)
+    params = trained_params(model)
     for name, value in start.items():
         params[name].copy_(value)
     optimizer = source.optimizer(list(params.items()))
@@ -253,41 +259,43 @@ def _round_states(
     canonical = source.prepared.blueprint.canonical
     for name, param in params.items() if packing is not None else ():
         assert packing is not None
-        whole = Piece(canonical[name], 0, param.numel(), param, functools.partial(_gradient, param), is_uncut=True)
+        piece = Piece(canonical[name], 0, param.numel(), param, functools.partial(gradient_of, param), is_uncut=True)
         if param in optimizer.state:
-            packing.pack(whole, optimizer.state[param], step)
-            packing.widen(whole, optimizer.state[param])
+            packing.pack(piece, optimizer.state[param], step)
+            packing.widen(piece, optimizer.state[param])
 
 
-def compare(one: Observation, limit: Limit) -> list[Comparison]:
+def compare(observation: Observation, limit: Limit) -> list[Comparison]:
     """Compare one device with its plain loop: losses, norms, gradients and weights of every step, and the updates."""
-    steps = one.plain
+    steps = observation.plain
     if steps is None or steps.hindrance:
         return []
     found = []
-    for index, seen in enumerate(one.steps):
+    for index, seen in enumerate(observation.steps):
         numbers = Comparison(WHAT, index + 1, allowance=limit(WHAT, "", index + 1))
         for what, mine, theirs in (("loss", seen.loss, steps.losses[index]), ("norm", seen.norm, steps.norms[index])):
             numbers.note(what, comparison.relative(mine, theirs), 0)
-        gradients = comparison.unclip_gradients(one, index)
+        gradients = comparison.unclip_gradients(observation, index)
         found.append(numbers)
         found += _tensors("gradient", index, steps.gradients[index], gradients, limit)
         found += _tensors("weight", index, steps.weights[index], seen.weights, limit)
     # The job's optimizer is compared with the loop where one model is trained.
-    for index, updated in enumerate(one.updated if steps.updated else ()):
+    for index, updated in enumerate(observation.updated if steps.updated else ()):
         found += _tensors("update", index, steps.updated[index], updated, limit)
     return found
 
 
-def _tensors(what: str, index: int, theirs: list[HeldTensor], mine: list[HeldTensor], limit: Limit) -> list[Comparison]:
-    named = [[HeldTensor(f"{what} of {t.name}", t.values, t.places) for t in side] for side in (theirs, mine)]
+def _tensors(
+    what: str, index: int, theirs: list[HeldTensor], tensors: list[HeldTensor], limit: Limit
+) -> list[Comparison]:
+    named = [[HeldTensor(f"{what} of {t.name}", t.values, t.places) for t in side] for side in (theirs, tensors)]
     return [comparison.compare_held(WHAT, index + 1, named[0], [(0, named[1])], limit)]
 
 
-def cause(one: Observation, first: Comparison) -> tuple[Cause, str]:
+def cause(observation: Observation, first: Comparison) -> tuple[Cause, str]:
     """Return the cause of the first difference from the plain loop, with its place and the wrong values, if known."""
     misfit = first.misfits[0]
-    steps = one.plain
+    steps = observation.plain
     assert steps is not None
     text = f"{misfit.name} in step {misfit.step} of one device is off by {misfit.error:.1e}"
     if steps.other_values:
@@ -303,3 +311,62 @@ def cause(one: Observation, first: Comparison) -> tuple[Cause, str]:
     if kind in ("weight", "update") and name in unused:
         return Cause.IDLE, f"{text}: a plain torch loop has no gradient for it in that step, and leaves it as it is"
     return Cause.PLAIN, f"{text}, on the same samples, with the same masks"
+
+
+class PlainContributions:
+    """The gradients of the contributions to each step, and the losses of their codes: one whole weight after another is coded, without
+    buckets, ranks or messages."""
+
+    def __init__(self, step: StepSpec, canonical: Mapping[str, str]) -> None:
+        """Follow the codec of a step; `canonical` gives the name in its model of each weight's name in the loop."""
+        self.number = step.sharing.replicas
+        self._rank, self._canonical = step.sharing.rank, canonical
+        self._blocks = {name: step.sharing.blocks.get(known, 1) for name, known in canonical.items()}
+        self._spec = CODECS[step.sharing.codec]
+        self._codec = None if self._spec.factors else codec_of(step.sharing.codec)
+        self._lost: dict[tuple[str, int], Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._directions: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, index: int, params: Mapping[str, nn.Parameter]) -> None:
+        """Add the decoded gradients of one contribution, and clear them."""
+        for name, param in params.items():
+            self._sums[name] = self._sums.get(name, 0.0) + self._coded(name, index, gradient_of(param))
+            param.grad = None
+
+    @torch.no_grad()
+    def finish(self, params: Mapping[str, nn.Parameter], count: float) -> None:
+        """Set gradients to their decoded sums, divided by the count."""
+        for name, param in params.items():
+            total = self._sums.pop(name)
+            factors = self._rank and is_factored(total.shape, self._rank)
+            param.grad = (self._projected(name, total) if factors else self._coded(name, self.number, total)) / count
+
+    def _coded(self, name: str, index: int, gradient: Tensor) -> Tensor:
+        """Return a gradient as it is decoded, and keep the loss of its code."""
+        if self._codec is None:
+            return gradient.detach()
+        values = gradient.detach().reshape(1, -1)
+        lost = self._lost.setdefault((name, index), torch.zeros_like(values)) if self._spec.feeds_back else None
+        size = self._spec.size_bytes(values.numel(), self._blocks[name])
+        wire = torch.zeros((1, size), dtype=torch.uint8, device=values.device)
+        self._codec.encode(values, self._blocks[name], wire, lost)
+        decoded = torch.zeros_like(values)
+        self._codec.decode(wire, self._blocks[name], decoded)
+        return decoded.view_as(gradient)
+
+    def _projected(self, name: str, total: Tensor) -> Tensor:
+        """Return the projection of a sum of contributions, and keep the remainder."""
+        powersgd = required("slow_links", "powersgd")
+        whole = total.detach().reshape(len(total), -1) + self._lost.get((name, self.number), 0.0)
+        if name not in self._directions:
+            drawn = powersgd.first_directions(self._canonical[name], self._rank, whole.shape[1])
+            self._directions[name] = drawn.to(whole)
+        left = self._directions[name] @ whole.T
+        powersgd.orthonormalise([left[None]])
+        right = left @ whole
+        decoded = left.T @ right
+        self._lost[name, self.number] = whole - decoded
+        powersgd.next_directions([right[None]], [self._directions[name][None]])
+        return decoded.view_as(total)

@@ -11,17 +11,17 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 import xxhash
 
 from samestep.building.imported import installed_folders, own_sources
 from samestep.job import Job
-from samestep.job_paths import model_folder
+from samestep.job_files import model_folder
 from samestep.layout import Layout
 from samestep.models.weight_files import digest_of
-from samestep.output.output_file import write_whole
+from samestep.output.durable_files import write_whole
+from samestep.output.text import installed_version
 from samestep.proof.verdict import Verdict
 
 FILE = "proof.json"
@@ -58,13 +58,15 @@ class ProofRecord:
         return f"proven on {self.when}: {self.steps} steps in {self.precision} equal those of one device{notes}"
 
 
-NOT_PROVEN = "not proven: `samestep verify` proves this layout, and so does `samestep train --prove`"
+NOT_PROVEN = (
+    "not verified yet: `samestep verify` compares this layout with one device; so does `samestep train --prove`"
+)
 
 
 def record_of(job: Job, verdict: Verdict) -> ProofRecord:
     """Return the record of a verdict that found no difference."""
     assert verdict.proven
-    layout = Layout.parse(verdict.layout)
+    layout = Layout(verdict.layout)
     when = time.strftime("%Y-%m-%d %H:%M")
     precision, notes = verdict.precision, verdict.notes
     key = key_of(job, layout)
@@ -115,19 +117,12 @@ def key_of(job: Job, layout: Layout) -> str:
     data["tokenizer"] = Path(job.data.tokenizer).name
     if (folder := model_folder(job)) is not None:  # a proof holds wherever the folder is
         tables["model"]["source"] = digest_of(folder)
-    versions = {name: _version(name) for name in _VERSIONS}
+    versions = {name: installed_version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
     run = job.run
     compiled = (run.compile, run.compile_backend, run.compile_mode) if run.compile != "none" else ""
     parts = [tables, str(layout), compiled, versions, own_sources(), files]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def _files_of(job: Job) -> list[Path]:

@@ -65,24 +65,24 @@ def _copy_held(run: Run) -> list[HeldTensor]:
     return [*held_tensors.held_weights(run), *held_tensors.held_state(run)]
 
 
-def _errors(given: Sequence[HeldTensor], right: Sequence[HeldTensor], when: str) -> Iterator[tuple[str, float]]:
+def _errors(tensors: Sequence[HeldTensor], right: Sequence[HeldTensor], when: str) -> Iterator[tuple[str, float]]:
     """Yield the error of each tensor, over its largest element."""
-    found = {held.name: held.values.double() for held in given}
-    for held in right:
-        wanted = held.values.double()
-        values = found.get(held.name)
+    found = {tensor.name: tensor.values.double() for tensor in tensors}
+    for tensor in right:
+        wanted = tensor.values.double()
+        values = found.get(tensor.name)
         largest = float(wanted.abs().max()) if wanted.numel() else 0.0
         apart = float("inf") if values is None else float((values - wanted).abs().max()) if wanted.numel() else 0.0
-        yield f"{held.name} {when}", apart / (largest or 1.0)
+        yield f"{tensor.name} {when}", apart / (largest or 1.0)
 
 
 def compare(ranks: Sequence[Observation], allowance: float) -> list[Comparison]:
     """Return the comparison of the ranks' resumed runs; none where none resumed."""
-    found = Comparison(WHAT, None, allowance=allowance)
+    comparison = Comparison(WHAT, None, allowance=allowance)
     for seen in ranks:
         for what, error in seen.resumed:
-            found.note(what, abs(error), seen.rank)
-    return [found] if found.compared else []
+            comparison.note(what, abs(error), seen.rank)
+    return [comparison] if comparison.compared else []
 
 
 def cause(first: Comparison) -> tuple[Cause, str]:

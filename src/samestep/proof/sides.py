@@ -37,8 +37,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.proof import causes, comparison, held_tensors, notes, observation, plain_loop, resumes
-from samestep.proof.comparison import Comparison
-from samestep.proof.evidence import BatchPart, Evidence
+from samestep.proof.comparison import BatchPart, Comparison, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.randomness import masks
@@ -137,18 +136,18 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
 
     Collective over the world, see [Note: collective calls].
     """
-    one: Observation = notes.read(subject.note("one"))
+    observation: Observation = notes.read(subject.note("one"))
     observed = subject.observed(subject.layout, subject.job, place)
-    seen = _observe_steps(observed, subject, one)
-    if one.updated:
+    seen = _observe_steps(observed, subject, observation)
+    if observation.updated:
         if place.rank == 0:
             shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(subject.folder / "resumed", ignore_errors=True)
         checkpoint.save(observed.run, subject.folder / "checkpoints", keep=1)
         if not observed.run.replicas.are_apart:
-            gradients = comparison.whole_of(comparison.unclip_gradients(one, -1))
+            gradients = comparison.whole_of(comparison.unclip_gradients(observation, -1))
             folders = (subject.folder / "checkpoints", subject.folder / "resumed")
-            seen.resumed = list(resumes.compare_resumes(observed.run, gradients, one.steps[-1].unused, folders))
+            seen.resumed = list(resumes.compare_resumes(observed.run, gradients, observation.steps[-1].unused, folders))
     notes.write(subject.note(f"rank-{place.rank}"), seen)
 
 
@@ -185,8 +184,8 @@ def compiler_results(subject: Subject) -> tuple[str, ...]:
 
 def hindrance(subject: Subject) -> str:
     """Return why one device could not be compared with a plain torch loop; empty where it was."""
-    one: Observation = notes.read(subject.note("one"))
-    return one.plain.hindrance if one.plain else ""
+    observation: Observation = notes.read(subject.note("one"))
+    return observation.plain.hindrance if observation.plain else ""
 
 
 Judgement = tuple[tuple[Check, ...], Cause | None, str]
@@ -292,6 +291,7 @@ def _evidence(
         experts=functools.partial(_experts, spec),
         clips=subject.job.optimizer.clip_norm is not None,
         balances=spec.balanced_experts > 0,
+        shares_values=spec.uses_batch_values,
     )
 
 
@@ -347,14 +347,14 @@ def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
     layout, count = subject.layout, subject.programs()[0].step.num_microbatches
     batch = _batch(subject, step)
     run.adopt(_without_balance)  # the balancing loss of a part is not a part of the batch's
-    found = []
+    parts = []
     for rank in range(layout.dp):
         for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):
             gradients, loss, counted = _gradients(
                 run, Batch(step, indices, subject.dataset, seed=subject.job.train.seed)
             )
-            found.append(BatchPart(rank, microbatch, gradients, loss, counted))
-    return found
+            parts.append(BatchPart(rank, microbatch, gradients, loss, counted))
+    return parts
 
 
 def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[Tensor]:
@@ -380,15 +380,15 @@ def _chunks(run: Run, subject: Subject, name: str, step: int) -> list[Tensor]:
         return []
     run.adopt(_without_balance)
     layout, count, batch = subject.layout, subject.programs()[0].step.num_microbatches, _batch(subject, step)
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for rank in range(layout.dp):
         for indices in batch.shares(rank, layout.dp, count):
             part = Batch(step, indices, subject.dataset, seed=subject.job.train.seed)
             for number in range(-(-len(indices) * head.rows // size)):
                 with _of_rows(run.model.get_submodule(head.owner), slice(number * size, (number + 1) * size)):
                     gradients, _, _ = _gradients(run, part)
-                found[number] = found.get(number, 0.0) + gradients[name]
-    return [found[number] for number in sorted(found)]
+                tensors[number] = tensors.get(number, 0.0) + gradients[name]
+    return [tensors[number] for number in sorted(tensors)]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
-from samestep.output.page.page import in_notebook
+from samestep import wings
 
 
 class Cause(StrEnum):
@@ -77,7 +77,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result of a proof: whether a layout computes what one device computes."""
+    """The result of a proof: whether a layout equals one device."""
 
     layout: str
     job: str
@@ -121,8 +121,8 @@ class Verdict:
             lines += [f"differs: {cause}", f"  {self.explanation}"]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        return in_notebook("samestep.proof.verdict_page", self)
+    def _repr_html_(self) -> str | None:
+        return wings.in_notebook("verdict_page", self)
 
     def to_line(self) -> str:
         """Return the report in one line: layout, largest error, result."""

@@ -30,11 +30,12 @@ from torch.optim import Optimizer
 
 from samestep import calls
 from samestep.building.families import facts_named, family_of
-from samestep.building.loss import loss_of, named_loss
+from samestep.building.loss import loss_from, loss_of
 from samestep.building.loss_scope import scoped
 from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Dataset, example_of, open_dataset
+from samestep.enumeration import legality
 from samestep.errors import InputError, JobError, ModelError, WorkerError
 from samestep.examination.examine import Loss, Source, with_new_blueprint
 from samestep.job import Job
@@ -42,8 +43,7 @@ from samestep.job_tables import RunTable
 from samestep.layout import Layout
 from samestep.optimizer_tables import ScheduleTable
 from samestep.output import temporary_folder
-from samestep.output.byte_sizes import readable
-from samestep.planning import legality
+from samestep.output.text import readable
 from samestep.proof import notes, record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Cause, Check, Verdict
@@ -73,31 +73,30 @@ def verify(
     device: str | None = None,
     stages: Sequence[str] | None = None,
 ) -> Verdict:
-    """Prove that `layout` computes what one device computes; the call starts workers on this machine.
+    """Prove that `layout` computes the result of one device; the call starts workers on this machine.
 
     Args:
-        job: what is computed; by default the default job.
-        layout: where it is computed.
+        job: the computation; by default the default job.
+        layout: the layout to prove.
         model: a function that builds the model, or an instance; by default the job's model.
-        loss: a function (outputs, batch) -> (sum, count), or a word of `train.loss`; by default the job's loss.
+        loss: as for `parallelize`; by default the loss of the job.
         optimizer: a function of a list of parameters, or an instance over `model` that has not taken a step; by default
             the job's optimizer.
         dataset: a map-style dataset; by default the job's data.
         steps: the number of steps to compare, at least two, since a stale weight shows in the second step.
         precision: `float64` leaves out the second check, in the job's own precision.
-        device: cpu, cuda or auto, where the proof runs; by default that of the job. A layout is the same on both.
-        stages: names of modules with which the later stages of a pipeline may begin; by default those of `job.model.stages`.
+        device: cpu, cuda or auto, for the proof; by default the device of the job. A layout is the same on both.
+        stages: names of modules at which pipeline stages may begin; by default `job.model.stages`.
 
     Raises:
-        InputError: the layout cannot be tried; the text says why and what would work.
+        InputError: the layout cannot be tried; the text has the reason and a fix.
         WorkerError: a worker process died.
     """
     began = time.perf_counter()
     job = (job or Job()).with_modules(stages=stages)
-    loss = named_loss(loss) if isinstance(loss, str) else loss
-    loss = loss if loss is None else scoped(loss, job)
+    loss = None if loss is None else scoped(loss_from(loss), job)
     job, notes = _on_device(job, device, steps)
-    where = Layout.parse(layout) if isinstance(layout, str) else layout
+    where = Layout(layout) if isinstance(layout, str) else layout
     compiled_blocks.check(job.run)
     given = (model, loss, optimizer, dataset)
     folder = temporary_folder.make()
@@ -107,10 +106,12 @@ def verify(
         try:
             verdict = _prove(subject, job, precision)
         except WorkerError as error:
-            raise WorkerError(f"layout {str(where)!r} could not be tried: {error}") from error
+            raise WorkerError("layout-could-not-tried", f"layout {str(where)!r} could not be tried: {error}") from error
         notes = (*notes, *found, *verdict.notes)
         verdict = dataclasses.replace(verdict, notes=notes, seconds=time.perf_counter() - began)
-        if verdict.proven and all(one is None for one in given):  # otherwise the job does not describe the proven run
+        if verdict.proven and all(
+            verdict is None for verdict in given
+        ):  # otherwise the job does not describe the proven run
             record.keep(record.record_of(job, verdict))
         return verdict
     finally:
@@ -121,7 +122,8 @@ def _on_device(job: Job, device: str | None, steps: int) -> tuple[Job, tuple[str
     """Return the job as it is proven on a device, None for the job's, and a note on that."""
     if steps < 2:
         raise JobError(
-            f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"
+            "value-out-of-range",
+            f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works",
         )
     if device is None:
         return job, ()
@@ -243,11 +245,14 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
     key = _depth_key(subject.job)
     if key is None:
         raise JobError(
+            "proof-too-large",
             f"a proof on one device needs {gibibytes}, and model.config has no key for the number of layers "
-            f"({', '.join(_depth_fields(subject.job))}); a smaller model or a smaller train.global_batch works"
+            f"({', '.join(_depth_fields(subject.job))}); a smaller model or a smaller train.global_batch works",
         )
     if rest + depth * a_block > free or depth >= len(blocks):
-        raise JobError(f"a proof on one device needs {gibibytes}; a smaller train.global_batch works")
+        raise JobError(
+            "proof-too-large", f"a proof on one device needs {gibibytes}; a smaller train.global_batch works"
+        )
     table = subject.job.model
     smaller = table.model_copy(update={"config": {**table.config, key: depth}})
     job = subject.job.model_copy(update={"model": smaller})
@@ -269,9 +274,9 @@ def _proof_bytes(subject: Subject, index: int) -> int:
 
 def _depth_key(job: Job) -> str | None:
     fields = _depth_fields(job)
-    given = [key for key in fields if key in job.model.config]
-    if given or not job.model.source.startswith("hf:"):
-        return next(iter(given), None)
+    keys = [key for key in fields if key in job.model.config]
+    if keys or not job.model.source.startswith("hf:"):
+        return next(iter(keys), None)
     config = configuration_of(job)
     return next((key for key in fields if hasattr(config, key)), None)
 

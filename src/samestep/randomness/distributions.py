@@ -11,7 +11,6 @@ when a forward is repeated. Distributions that are not uniform are the inverse o
     integers       low + floor(n (h + 2^31) / 2^32)
     choices        the largest of p / exponential without replacement (Efraimidis and Spirakis 2006), else the inverse
                    of the cumulative sum at u
-        gamma, Dirichlet, Poisson    quantiles that are computed by iteration (`gamma.py`)
 
 They are computed in at least float32 and then cast, so that bf16 has float32's numbers, rounded.
 """
@@ -27,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samestep.errors import ModelError
-from samestep.randomness.gamma import Gamma, dirichlet, poisson_quantile
 from samestep.randomness.mask_source import MaskSource
 
 _BITS = {torch.bfloat16: 8, torch.float16: 11}
@@ -162,17 +160,6 @@ def _bernoulli(mode: MaskSource, func: Any, /, input: Tensor, p: float | None = 
     with torch.no_grad():
         drawn = _uniform(mode.hashes(input, input.shape, input.device, func.__name__), torch.float32)
         return (drawn < (input if p is None else p)).to(input.dtype)
-
-
-def _quantile_of(quantile: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return the handler of a function of parameters alone, given the quantile at (1 + v) / 2."""
-
-    def handler(mode: MaskSource, func: Any, /, input: Tensor, generator: Any = None) -> Tensor:
-        _check_others(mode, func, {"generator": generator})
-        bits = mode.hashes(input, input.shape, input.device, func.__name__)
-        return quantile(input, _centred_numbers(bits, torch.float64)).to(input.dtype)
-
-    return handler
 
 
 def _choices(
@@ -321,9 +308,6 @@ DRAWS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.normal: _normal_of,
     torch.bernoulli: _bernoulli,
     torch.multinomial: _choices,
-    torch._standard_gamma: _quantile_of(Gamma.apply),
-    torch._sample_dirichlet: _quantile_of(dirichlet),
-    torch.poisson: _quantile_of(poisson_quantile),
     torch.rrelu: _rrelu,
     torch.rrelu_: _rrelu,
     F.rrelu: _rrelu,

@@ -1,17 +1,18 @@
-"""The interface by which all replacements of torch's random functions get hashed bits and masks; `mode.DropoutMode` implements it."""
+"""The interface by which all replacements of torch's random functions get hashed bits and masks (`mode.DropoutMode` implements it), and the
+full names of the modules in whose names they are drawn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall, DroppedWeights
-from samestep.building.attention.score_form import DropLater, WrittenCall
 from samestep.building.torch_seams import current_function_modes
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import ModelError
 
 
 def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: int) -> DroppedWeights | None:
@@ -26,33 +27,6 @@ def dropped_weights(call: AttentionCall, source: MaskSource | None, num_keys: in
     assert source is not None, "a training forward that may drop weights runs under a mode"
     shape = torch.Size((*call.heads, call.query.size(-2), num_keys))
     return source.drop_weights(call.query, shape, call.dropout_p, "scaled_dot_product_attention")
-
-
-def dropped_of_written(written: WrittenCall, num_keys: int, call: AttentionCall) -> DroppedWeights | None:
-    """Return the weights that a dropout of written-out weights drops, for the heads and queries of a call and so many keys.
-
-    Raises:
-        LayoutError: the call has some of the heads, and the code has the weights of all samples in another order than by samples.
-    """
-    if written.draw is None:
-        return None
-    samples, heads, num_queries = call.query.shape[:3]
-    all_heads, shared = written.call.query.shape[1], list(written.drawn_shape)
-    if heads != all_heads and len(shared) > 1 and shared[0] != samples:
-        raise LayoutError(
-            f"dropout drops weights of shape {(*shared, num_queries, num_keys)}, and where heads are exchanged the first "
-            f"dimension must hold the {samples} samples: exchange=ring works"
-        )
-    if len(shared) > 1:
-        shared[1] = shared[1] * heads // all_heads
-    else:
-        shared = [samples * heads]
-    dropped = written.draw(call.query, torch.Size((*shared, num_queries, num_keys)))
-
-    def in_heads(start: int, stop: int, count: int) -> Tensor:
-        return dropped.part(start, stop, count).reshape(samples, heads, stop - start, count)
-
-    return dropped._replace(part=in_heads)
 
 
 class MaskSource(TorchFunctionMode):
@@ -73,10 +47,6 @@ class MaskSource(TorchFunctionMode):
 
     def drop_weights(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DroppedWeights:
         """Return such a mask of the weights of an attention, which is drawn in parts, or by a kernel, at any time."""
-        raise NotImplementedError
-
-    def drop_later(self, p: float, what: str) -> DropLater:
-        """Count such a mask now; return a function that makes it, given the tensor to be dropped and the shape."""
         raise NotImplementedError
 
     def drop_in_graph(
@@ -101,3 +71,71 @@ class MaskSource(TorchFunctionMode):
     def refuse(self, reason: str) -> ModelError:
         """Return the error that refuses an operation of the innermost module."""
         raise NotImplementedError
+
+
+WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Components of a module's name that wrappers add; the names in a job do not have them."""
+
+DRAWING_NOTHING: frozenset[type[nn.Module]] = frozenset(
+    {
+        nn.Linear,
+        nn.Bilinear,
+        nn.Identity,
+        nn.Embedding,
+        nn.EmbeddingBag,
+        nn.LayerNorm,
+        nn.RMSNorm,
+        nn.GroupNorm,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+        nn.ReLU,
+        nn.ReLU6,
+        nn.LeakyReLU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Mish,
+        nn.ELU,
+        nn.SELU,
+        nn.CELU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Softplus,
+        nn.Softmax,
+        nn.LogSoftmax,
+        nn.Hardswish,
+        nn.Hardsigmoid,
+        nn.PReLU,
+        nn.GLU,
+        nn.MaxPool1d,
+        nn.MaxPool2d,
+        nn.MaxPool3d,
+        nn.AvgPool1d,
+        nn.AvgPool2d,
+        nn.AvgPool3d,
+        nn.AdaptiveAvgPool1d,
+        nn.AdaptiveAvgPool2d,
+        nn.AdaptiveAvgPool3d,
+        nn.Flatten,
+        nn.Unflatten,
+        nn.Upsample,
+        nn.ZeroPad2d,
+        nn.PixelShuffle,
+    }
+)
+"""Modules of torch whose code draws nothing, and calls no other module: a hook would make each call longer."""
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by full name, without the components that wrappers add; a wrapper itself has no name."""
+    modules = {}
+    for name, module in model.named_modules():
+        # A wrapper comes before the module it wraps and has the same name here, so the inner module stays.
+        modules[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
+    return modules

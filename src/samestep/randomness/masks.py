@@ -32,7 +32,7 @@ from samestep.errors import LayoutError
 from samestep.kernels.dropped_elements import HashedMask, mask_of
 from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.param_spec import Cut, ParamSpec
-from samestep.models.spec import ModelSpec, is_below, with_attentions
+from samestep.models.spec import ModelSpec, is_below
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as a signed number
 _MIX_1 = -0x40A7B892E31B1A47
@@ -69,7 +69,6 @@ class MaskSlice:
         cls, model: ModelSpec, tp: tuple[int, int], cp: tuple[int, int], *, cuts_sequence: bool, cp_heads: int = 1
     ) -> MaskSlice | None:
         """Return the part of a rank whose degree and index on tp and cp are given; None where no axis cuts a mask."""
-        model = with_attentions(model) if cp[0] > 1 else model
         return cls(model, *tp, cuts_sequence, *cp, cp_heads) if tp[0] * cp[0] > 1 else None
 
     def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
@@ -93,7 +92,7 @@ class MaskSlice:
         owner, what = mask[0] or "the model itself", "random numbers" if mask[2] < 0 else "a dropout mask"
         one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
         if whole is None:
-            raise LayoutError(f"{owner} draws {what} that the traced forward did not: {one} works")
+            raise LayoutError("random-numbers", f"{owner} draws {what} that the traced forward did not: {one} works")
         found: list[MaskCut] = []
         unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
@@ -112,9 +111,10 @@ class MaskSlice:
             return tuple(found)
         layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
         raise LayoutError(
+            "random-numbers",
             f"{owner} draws {what} of shape {list(shape)} for a sample, and "
             f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank; a "
-            f"tensor where they have a dimension of their own works, and so does {one}"
+            f"tensor where they have a dimension of their own works, or {one}",
         )
 
     def _cut_by_groups(self, dims: list[int], whole: tuple[int, ...], shape: tuple[int, ...]) -> list[MaskCut]:

@@ -6,14 +6,14 @@ the same on one device, in every cut of the batch or of the tensor, on every pip
 and on a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` the number of its
 earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. The hash of the first five,
 the draw's key, is computed here, once a draw; the rest is in `masks.py`. The trace records which dimension of a tensor
-is that of samples (`examination/recording.py`); by default it is dimension 0. Numbers whose shape does not grow with
+is that of samples (`examination/traced_forward.py`); by default it is dimension 0. Numbers whose shape does not grow with
 the samples are the same for all samples of a step.
 
 A model cut over tp runs its code on fewer heads or neurons. The shape of a mask shows which ones it is
 for: the trace records the shape of each mask on one device, and the dimension that is smaller is cut.
 
 A new `DropoutMode` is entered around the forward of each micro-batch (on each stage, of each chunk). `recompute_contexts` lets
-a recomputation (`recomputed_draws.py`), which `recompute.in_our_modes` gives to every call of torch's `checkpoint`, enter it again; a backward needs none.
+a recomputation (`dropout_state.py`), which `recompute.in_our_modes` gives to every call of torch's `checkpoint`, enter it again; a backward needs none.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.building.attention import DroppedWeights
-from samestep.building.attention.score_form import DropLater
 from samestep.building.torch_seams import disable_compiler, is_transformed
 from samestep.errors import ModelError
 from samestep.kernels.kernel_choice import runs_kernels
 from samestep.models.spec import MaskSpec
-from samestep.randomness.by_name import WITHIN_TRANSFORM, DrawsByName, Watch
-from samestep.randomness.counted_draws import CountedDraw, RunningForward
-from samestep.randomness.drawing_modules import DRAWING_NOTHING, named_modules
 from samestep.randomness.graph_draws import report_uncompiled
-from samestep.randomness.mask_source import MaskSource
+from samestep.randomness.mask_source import DRAWING_NOTHING, MaskSource, named_modules
 from samestep.randomness.masks import (
     HashedPositions,
     MaskCuts,
@@ -51,8 +47,17 @@ from samestep.randomness.masks import (
     mix,
     positions,
 )
-from samestep.randomness.replacements import HANDLERS
-from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, Drawn, ForwardRows, KnownDraws, part_of
+from samestep.randomness.replacements import HANDLERS, WITHIN_TRANSFORM, DrawsByName, Watch
+from samestep.randomness.row_hashes import (
+    OF_NO_SAMPLE,
+    CountedDraw,
+    DrawBits,
+    Drawn,
+    ForwardRows,
+    KnownDraws,
+    RunningForward,
+    part_of,
+)  # fmt: skip
 
 DrawKey = tuple[str, int, int]
 """A mask, or a tensor of random numbers: the module that draws it, its entry, and the draw, as in `MaskSpec`."""
@@ -294,7 +299,7 @@ class DropoutMode(MaskSource):
 
     def refuse(self, reason: str) -> ModelError:
         """Return the error that refuses an operation of the innermost module."""
-        return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
+        return ModelError("random-numbers", f"{self._frames[-1].name or 'the model itself'}: {reason}")
 
     def _next_draw(self) -> DrawKey:
         """Count a mask of the innermost module; return the module's name, the entry and the draw."""
@@ -344,10 +349,6 @@ class DropoutMode(MaskSource):
             return self._counted(p, what).weights(x, shape)
         return DroppedWeights(p, functools.partial(part_of, known))
 
-    def drop_later(self, p: float, what: str) -> DropLater:
-        """Count such a mask of the innermost module; return a function that makes it; it raises what `drop` does."""
-        return self._counted(p, what).weights
-
     def drop_in_graph(
         self, x: Tensor, shape: torch.Size, p: float, what: str, mask: DrawKey, entries: dict[str, int]
     ) -> Tensor:
@@ -358,7 +359,7 @@ class DropoutMode(MaskSource):
         """
         name, call, draw = mask
         if not 0.0 <= p <= 1.0:
-            raise ModelError(f"{name}: {what} with probability {p}; it is between 0 and 1")
+            raise ModelError("value-out-of-range", f"{name}: {what} with probability {p}; it is between 0 and 1")
         frame = next((frame for frame in reversed(self._frames) if frame.name == name), None)
         if frame is not None:
             entry = frame.entry
@@ -369,7 +370,8 @@ class DropoutMode(MaskSource):
         key, rows = (name, entry, draw), self._tracker.rows
         if key not in rows and any(owner == name for owner, _, _ in rows):
             raise ModelError(
-                f'{name}: its graph draws {what} {key[1:]}, which the trace did not: run.compile = "none" works'
+                "random-numbers",
+                f'{name}: its graph draws {what} {key[1:]}, which the trace did not: run.compile = "none" works',
             )
         bits = self._arranged(key, rows.get(key, IN_ORDER), shape, x.device, what, p)
         # A compiler may write into the memory of a result; that of known masks is shared.
@@ -388,15 +390,15 @@ class DropoutMode(MaskSource):
         return CountedDraw(arranged, rows[0], p)
 
     def _remembered(
-        self, mask: DrawKey, found: DrawBits, shape: torch.Size, device: torch.device, p: float
+        self, mask: DrawKey, draw_bits: DrawBits, shape: torch.Size, device: torch.device, p: float
     ) -> DrawBits:
         """Return the bits of a mask, and remember its place where it was hashed at once with others."""
-        if found.mask is not None and found.is_in_order:
+        if draw_bits.mask is not None and draw_bits.is_in_order:
             if len(self._tracker.in_order) >= _MOST_MASKS:
                 self._tracker.in_order.clear()
             key = mask, tuple(shape), p, self._num_samples, device
             self._tracker.in_order[key] = self._rows.drawn(mask)
-        return found
+        return draw_bits
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False

@@ -2,13 +2,28 @@
 hashed bits, and other functions are refused.
 
 `HANDLERS` has the replacement of each function; it is called with the source of masks, the function, and its arguments.
+
+A function mode calls Python for each operation of torch, and a dozen times for each of torch's functions in Python, although a model
+may call only two functions that draw. So if a model's forwards draw by `F.dropout` and `F.scaled_dot_product_attention` alone,
+these names are their replacements while a forward runs (`DrawsByName`), and there is no mode:
+
+    first forward    under the mode, which notes the functions that reach it
+    second           under both: a function that reaches the mode was called by another name, such as an attribute, and so needs the mode
+    later            by names alone
+
+A draw by any other function changes the state of a generator of the process, which is compared after the forward
+(`guards/randomness.py`): the step is then taken once more, and all later ones under the mode.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
+import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall, multi_head_attention
-from samestep.building.attention.scores import Scores
+from samestep.building.torch_seams import Replaced, is_transformed
 from samestep.kernels import kernel_choice
 from samestep.randomness.distributions import DRAWS
 from samestep.randomness.mask_source import MaskSource, dropped_weights
@@ -43,8 +58,6 @@ def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p
         raise mode.refuse(
             f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
         )
-    if isinstance(x, Scores):
-        return x.dropped_by(p, mode.drop_later(p, what))
     if (x.is_cuda or kernel_choice.IS_INTERPRETED) and not kind.channels and not kind.alpha:
         dropped = mode.drop_elements(x, p, what, inplace=inplace)
         if dropped is not None:
@@ -117,7 +130,7 @@ def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any
             return func(*args)
         raise mode.refuse(
             f"torch's {func.__name__} with dropout={dropout} on a packed sequence, in which it is not seen which row is whose; "
-            "padded sequences work, and so does dropout=0"
+            "padded sequences work, or dropout=0"
         )
     x, state, weights = args[:first]
     states = state if isinstance(state, list | tuple) else (state,)  # those of an lstm are two
@@ -137,20 +150,27 @@ def _refuse_random(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **
     """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
     if mode.allows_random:
         return func(*args, **kwargs)
-    name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
+    name = _NAMES.get(func.__name__, func.__name__)
     raise mode.refuse(
         f"{name}: its random numbers would differ between layouts; torch.rand, randn, randint, normal, bernoulli, "
-        "multinomial, poisson, gamma and functions like them work, and so do nn.Dropout, torch.nn.functional.dropout* and the dropout_p of "
-        "attention"
+        "multinomial, exponential_ and functions like them work, or nn.Dropout, torch.nn.functional.dropout*, the dropout_p of "
+        "attention and numbers that the data set draws"
     )
 
 
 # Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call, but for those of DRAWS.
 _REFUSED = """
-    binomial native_dropout rrelu_with_noise rrelu_with_noise_ sparse_ fractional_max_pool2d fractional_max_pool3d
+    binomial poisson _standard_gamma _sample_dirichlet native_dropout rrelu_with_noise rrelu_with_noise_ sparse_ fractional_max_pool2d fractional_max_pool3d
     fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices _fused_dropout
     uniform_ normal_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_ svd_lowrank pca_lowrank lobpcg
 """
+
+_NAMES = {
+    "fn": "fractional_max_pool",
+    "_standard_gamma": "a gamma distribution",
+    "_sample_dirichlet": "a beta or Dirichlet distribution",
+}
+"""What a message calls functions whose own names say little."""
 
 
 def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -188,3 +208,112 @@ DROPPING = frozenset(
     if handler is _attention or handler.__qualname__.startswith((_functional.__name__, _native.__name__))
 )
 """The functions whose replacement draws one mask."""
+
+
+_NAMED = ("dropout", "scaled_dot_product_attention")
+_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(getattr(F, name) for name in _NAMED)
+_PLACES = frozenset(map(id, _FUNCTIONS))
+_ACTIVE: list[tuple[int, MaskSource, DrawsByName]] = []
+"""The sources that draw by name, innermost last, each with the thread of its forward."""
+WITHIN_TRANSFORM = (
+    "random numbers inside of a transform of torch.func, where it is not seen which sample is whose; dropout "
+    "before or behind torch.vmap works"
+)
+
+
+class Watch(enum.Enum):
+    """A way to see the draws of a model's training forwards.
+
+    BY_MODE ─► BY_BOTH ─► BY_NAMES
+       └─────────┴───────────┴────► ALWAYS_BY_MODE    a function that has no name here draws, or was called by another one
+    """
+
+    BY_MODE = "the mode notes the functions that reach it"
+    BY_BOTH = "names stand for replacements, and the mode notes what reaches it still"
+    BY_NAMES = "names alone"
+    ALWAYS_BY_MODE = "the mode alone"
+
+
+@dataclass(slots=True, eq=False)
+class DrawsByName:
+    """The state of one model that says how its draws are seen; its training forwards change it."""
+
+    watch: Watch = Watch.BY_MODE
+    reached: set[Callable[..., Any]] = field(default_factory=set)
+    """The functions that have reached the mode since the forward began."""
+    depth: int = 0
+    """The number of replacements that run, whose own calls of torch's functions are no draws."""
+    _names: Replaced = field(default_factory=Replaced)
+
+    def end_forward(self, model: nn.Module) -> None:
+        """Decide how the next forward is watched by what has reached the mode in this one, which drew something."""
+        reached, self.reached = self.reached, set()
+        if self.watch is Watch.BY_MODE and reached:
+            self.watch = Watch.BY_BOTH if reached <= _FUNCTIONS else Watch.ALWAYS_BY_MODE
+            self._names = _names_in(model)
+        elif self.watch is Watch.BY_BOTH:
+            self.watch = Watch.ALWAYS_BY_MODE if reached else Watch.BY_NAMES
+
+    def note(self, function: Callable[..., Any]) -> None:
+        """Note a function that has reached the mode although its name is bound to a replacement: torch's function passes on what has its name."""
+        if not self.depth and getattr(function, "__wrapped__", None) in _FUNCTIONS:
+            self.reached.add(function)
+
+    def give_up(self) -> bool:
+        """See all later forwards by the mode; return whether this one was not."""
+        was_by_names = self.watch is Watch.BY_NAMES
+        self.watch = Watch.ALWAYS_BY_MODE
+        return was_by_names
+
+    def enter(self, source: MaskSource) -> None:
+        """Let the names be replacements that draw from a source, on this thread."""
+        _ACTIVE.append((threading.get_ident(), source, self))
+        self._names.__enter__()
+
+    def leave(self) -> None:
+        """Let the names be what they were."""
+        self._names.__exit__()
+        _ACTIVE.pop()
+
+
+def _names_in(model: nn.Module) -> Replaced:
+    """Return a context inside which the functions are replacements, in torch and where the code of a model has imported them."""
+    homes = {F.__name__: F} | {
+        name: sys.modules[name]
+        for name in {kind.__module__ for kind in map(type, model.modules())}
+        if name in sys.modules
+    }
+    return Replaced(
+        *(
+            (home, name, functools.partial(_replacing, value))
+            for home in homes.values()
+            for name, value in vars(home).items()
+            if id(value) in _PLACES
+        )
+    )
+
+
+@functools.cache
+def _replacement(function: Callable[..., Any]) -> Callable[..., Any]:
+    handler = HANDLERS[function]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _ACTIVE:
+            return function(*args, **kwargs)
+        thread, source, names = _ACTIVE[-1]
+        if thread != threading.get_ident():
+            return function(*args, **kwargs)
+        if is_transformed():
+            raise source.refuse(WITHIN_TRANSFORM)
+        names.depth += 1
+        try:
+            return handler(source, function, *args, **kwargs)
+        finally:
+            names.depth -= 1
+
+    return call
+
+
+def _replacing(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
+    return _replacement(function)

@@ -7,21 +7,36 @@ A mask of its own takes 13 operations for its rows, whatever its size, and six m
 every forward. So when a forward makes its first draw, the rows of all draws are hashed in one tensor that an earlier forward made
 after the same first one, and the elements of all masks that are alike in another; the draws then take their windows of it. A draw that
 is new, or has other positions, is hashed by itself, and so are the elements of masks that are too large to be held at once.
+
+A mask that a forward has counted (`CountedDraw`) gets the form of its tensor when it is used:
+
+    formula of torch    a mask, bool, whole or in parts         hashed with the other masks of its forward
+    kernel              halves of rows and hashed columns       it hashes the elements itself, so no mask is in memory
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.building.attention.attention_spec import WeightHashes
+from samestep.building.attention.attention_spec import DroppedWeights, WeightHashes
+from samestep.kernels.dropped_elements import can_drop, drop_elements
 from samestep.kernels.kernel_choice import runs_kernels
-from samestep.randomness.masks import HashedPositions, dropped_at, hash_bits, mix, row_halves
+from samestep.randomness.masks import (
+    HashedPositions,
+    drop_threshold,
+    dropped_at,
+    hash_bits,
+    hashed_mask,
+    mix,
+    row_halves,
+)
 
 OF_NO_SAMPLE = -1
 """The dimension of samples of a mask for a tensor that depends on none, such as a weight."""
@@ -280,3 +295,50 @@ class DrawBits:
         inner = self.inner or each[self.dim]
         values = values.view(self.num_samples, *each[: self.dim], each[self.dim] // inner, inner, *each[self.dim + 1 :])
         return values.movedim(0, self.dim + 1).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedDraw:
+    """A mask that was counted."""
+
+    arranged: Callable[[torch.device, torch.Size, float], DrawBits]
+    """Returns its bits for a tensor on a device, of this shape; with the probability of a mask, or 0 where a kernel hashes elements."""
+    dim: int
+    """The dimension of the samples."""
+    p: float
+    """The probability with which an element is dropped."""
+
+    def bits(self, x: Tensor, shape: torch.Size) -> DrawBits:
+        """Return the bits for a tensor."""
+        return self.arranged(x.device, shape, self.p)
+
+    def drop_elements(self, x: Tensor, *, inplace: bool) -> Tensor:
+        """Return a tensor on which kernels run with elements dropped and scaled: by one kernel, or by torch what that does not take."""
+        bits, scale = self.bits(x, x.shape), 1.0 / (1.0 - self.p)
+        halves = bits.rows_in_order()
+        if halves is None or not can_drop(x, bits.columns.numel(), inplace=inplace):
+            dropped = bits.dropped()
+            return (x.masked_fill_(dropped, 0.0) if inplace else x.masked_fill(dropped, 0.0)).mul_(scale)
+        return drop_elements(x, hashed_mask(halves, bits.columns, self.p), scale, inplace=inplace)
+
+    def weights(self, x: Tensor, shape: torch.Size) -> DroppedWeights:
+        """Return the dropout of an attention with these queries, whose weights have this shape."""
+        if not runs_kernels(x):
+            return DroppedWeights(self.p, self.bits(x, shape).dropped_part)
+        arranged, device, p = self.arranged, x.device, self.p  # the tensor itself would be kept for the backward
+        bits = functools.cache(lambda: arranged(device, shape, p))
+        hashes = functools.cache(lambda: arranged(device, shape, 0.0).hashes(drop_threshold(p)))
+        are_in_rows = self.dim < len(shape) - 1
+        return DroppedWeights(p, lambda *some: bits().dropped_part(*some), hashes if are_in_rows else None)
+
+
+@dataclass(slots=True)
+class RunningForward:
+    """One running forward of a module."""
+
+    name: str
+    entry: int
+    num_draws: int = 0
+    num_numbers: int = 0
+    num_choices: int = 0
+    """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,18 @@ from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.building.over_samples import IGNORING
 from samestep.building.own_loss import settle_own_loss
+from samestep.building.plain_form import PlainForm
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
+from samestep.output.text import listed
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.randomness.dropout_state import DropoutState
+from samestep.runtime import memory_limits
 from samestep.runtime.axes import (
     batch_norm,
     exchanging_calls,
@@ -66,9 +69,12 @@ from samestep.runtime.weights.unsummed import whole_weights
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.runtime.weights.weights_in_loops import WeightsInLoops
 from samestep.state.fingerprints import FirstState
-from samestep.state.kept_tensors import AlikeTensors
 from samestep.state.snapshot import modules_of
+from samestep.state.writes import AlikeTensors
 from samestep.strategies import program_of
+
+_MISFIT = "invalid for input of size"
+"""Words of torch's error for a view with other sizes than a rank's part has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,8 @@ class PreparedModel:
     """Spec of the whole model."""
     master_dtype: torch.dtype
     """Dtype of master weights and gradients, and of a batch's floating tensors."""
+    keeps_double: bool
+    """Whether float64 values of a batch that this dtype cannot hold are kept as they are."""
     training_modes: Mapping[nn.Module, bool]
     """Whether each module trained when it was prepared: a batch norm that was built frozen does not."""
     compiled: CompiledBlocks
@@ -91,17 +99,28 @@ class PreparedModel:
     """The modules that the loss reaches, as its children."""
     first_of_loss: FirstState
     replaced: ReplacedWeights
+    plain: PlainForm
+    """The form of the module without the layout."""
     dropout: DropoutState
     remarks: tuple[str, ...] = ()
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
     """The form in which checkpoints write the model for transformers too; None where they do not."""
-    given: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
-    """Parameters that the user holds, of which the run's own are copies, by name."""
+    given: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    """Parameters that code has made elsewhere, of which the run's own are copies, by name."""
     state_names: Mapping[str, str] = field(default_factory=dict)
     """Of each tensor in the uncut module's `state_dict`, the first name of what it is: tied weights have several."""
     gathered: Mapping[str, str] = field(default_factory=dict)
     """Modules whose outputs tp gathers although a plan cuts them otherwise, or which it leaves whole, and why."""
+
+    def gathered_lines(self) -> Iterator[str]:
+        """Yield a line for each reason for which every rank of tp computes whole after some modules."""
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.gathered.items():
+            reasons.setdefault(reason, []).append(path)
+        for reason, paths in reasons.items():
+            fix = ". Use view(b, t, -1, head_dim), which also fits the heads of a rank" if _MISFIT in reason else ""
+            yield f"tp gathers the outputs of {listed(paths, 4)}, so every rank computes the code after them whole: {reason}{fix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +173,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     )
     if (optimizer := assembled.weights.updater.optimizer) is not None:
         axes.compiled.leave_update(why_uncompiled(optimizer))
+    plan = decided.traced.blueprint
+    plan.plain.settle(functools.partial(plan.materialize, device=place.device), frees=plan.is_taken)
     return assembled
 
 
@@ -208,12 +229,13 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
 
 
 def _check(decided: _Decided, place: RankInfo) -> tuple[str, ...]:
-    """Refuse what a model keeps and what this machine's groups cannot send; return the refusals that the job waives.
+    """Refuse what a model keeps, what this machine cannot hold, and what its groups cannot send; return the refusals that the job waives.
 
     Raises:
         InputError: the layout would change the result, or does not fit the machine.
     """
     several_hosts = place.ranks_per_node < place.world_size
+    memory_limits.refuse_weights_too_large(decided.program, decided.job, place.device, place.ranks_per_node)
     messages.check(decided.spec, decided.program.step.layout, decided.job, several_hosts=several_hosts)
     return tuple(forward_state.check(decided.traced.analysis.states, decided.program, decided.job.run))
 
@@ -244,6 +266,7 @@ def _prepare_model(
         module=model,
         spec=spec,
         master_dtype=precision.DTYPES[program.step.master_dtype],
+        keeps_double=decided.traced.keeps_double,
         compiled=axes.compiled,
         training_modes={module: module.training for module in model.modules()},
         running_buffers=AlikeTensors(
@@ -253,10 +276,11 @@ def _prepare_model(
         of_loss=of_loss,
         first_of_loss=FirstState.of(of_loss, {}),
         replaced=ReplacedWeights.of(model, written, program),
+        plain=traced.blueprint.plain,
         dropout=axes.dropout_state(decided.job.run),
         remarks=waived,
         form=uncut.form,
-        given=dict(traced.blueprint.given),
+        given={} if traced.blueprint.is_taken else traced.blueprint.given,
         state_names=uncut.state_names,
         gathered=traced.analysis.gathered if program.step.layout.tp > 1 else {},
     )

@@ -26,7 +26,7 @@ from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.ledger import outside_step
-from samestep.runtime.open_step import HostDecides, OpenStep, StepState, read_with
+from samestep.runtime.open_step import HostDecides, OpenStep, ReadStep, StepState, read_with
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.optimizers.used_weights import UsedWeights
@@ -45,14 +45,17 @@ class Decision:
     """1 where the update must change nothing, since the host has to decide, else 0 (float32 [])."""
 
 
-def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tensor | None = None) -> Decision:
-    """Return what follows from the summed scalars of one replica; gradients are scaled by the count over `numerator`.
+def decide(
+    sums: Tensor, numerator: float, clip_norm: float | None, unused: Tensor | None = None, least: float = 0.0
+) -> Decision:
+    """Return what follows from the summed scalars of one replica; gradients are scaled by the count, which is at `least` that, over `numerator`.
 
     An update is held back where a number is not finite, no token counts, a rank refuses the step or has other unused weights
     than before, and where the numbers of weights are not 0 exactly where `unused` (bool) says so.
     """
     loss_sum, count, norm_squared = sums[: len(REPLICA_SCALARS)]
     flags = sums[-FLAG_SLOTS:]
+    count = count.clamp(min=least) if least else count
     scale = numerator / count
     norm = norm_squared.sqrt() * scale
     factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -117,11 +120,14 @@ class Closes(Protocol):
 
     steps_taken: int
 
-    def update(self, assembly: Assembly, update: Callable[[], None]) -> None:
-        """Update this rank's weights."""
+    def change(self, assembly: Assembly, update: Callable[[], None]) -> None:
+        """Change this rank's weights."""
 
-    def closed(self, opened: OpenStep) -> StepReport:
-        """Wait for a step's sums, and return its report."""
+    def read(self, opened: OpenStep) -> ReadStep:
+        """Wait for a step's sums."""
+
+    def update(self, read: ReadStep) -> StepReport:
+        """Return the report of a step whose sums are read."""
 
 
 class LaunchedStep:
@@ -138,7 +144,7 @@ class LaunchedStep:
         if updater.live.was_written_early():
             updater.live.take_over()
         updater.unused = used.expected()
-        self._steps.update(held, decider.update)
+        self._steps.change(held, decider.update)
         self._steps.steps_taken = opened.batch.step + 1
         opened.report = StepReport.late(self._steps.steps_taken, self.close)
         self.opened = opened
@@ -157,7 +163,7 @@ class LaunchedStep:
         assert opened.report is not None
         self._steps.steps_taken = opened.batch.step
         try:
-            opened.report.fill(self._steps.closed(opened))
+            opened.report.fill(self._steps.update(self._steps.read(opened)))
         except BaseException as error:
             opened.report.fail(error)
             raise
@@ -179,7 +185,7 @@ class Deciders:
     def begin_step(self, updater: Updater) -> None:
         """Note the weights before the forwards of a step on which the device may decide."""
 
-    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool) -> HostDecides:
+    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool, least: float) -> HostDecides:
         """Return who decides on a step whose backwards are launched; with `host_reads` the host reads its scalars in any case."""
         return HostDecides(self._own.current.weights.updater)
 
@@ -208,11 +214,11 @@ class DeviceDeciders(Deciders):
         if self._device_may_decide:
             updater.live.begin_step(self._device)
 
-    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool) -> HostDecides:
+    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool, least: float) -> HostDecides:
         """Return who decides on a step whose backwards are launched; with `host_reads` the host reads its scalars in any case."""
 
         def follow(sums: Tensor) -> Decision:
-            return decide(sums, numerator, self._own.job.optimizer.clip_norm, used.expected_flags())
+            return decide(sums, numerator, self._own.job.optimizer.clip_norm, used.expected_flags(), least)
 
         updater, may_decide = self._own.current.weights.updater, self._device_may_decide
         is_usual = not host_reads and self.num_updates > 0 and not self._own.are_apart
@@ -236,7 +242,7 @@ class DeviceDeciders(Deciders):
                 f"step {step + 1}: a forward or backward writes weights through .data, and the first one did not, so "
                 "what was written in the steps between may be lost; to write them under torch.no_grad() works"
             )
-            refusals.remark(self._own.job.run.waived("state", reason))
+            refusals.remark(self._own.job.run.waived("state", "forward-state", reason))
 
     @property
     def _device_may_decide(self) -> bool:

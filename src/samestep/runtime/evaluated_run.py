@@ -12,10 +12,10 @@ from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
 from samestep.job import Job
 from samestep.runtime.batches.run_batches import RunBatches
-from samestep.runtime.checkpoints.run_state import Lent, RunState
+from samestep.runtime.checkpoints.saved_run import Lent, RunState
 from samestep.runtime.evaluation import evaluate, outputs_of, predict
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.stepper import Stepper
 
 Measure = Callable[[Any, Any], Any]
@@ -49,24 +49,31 @@ class EvaluatedRun:
 
     @calls.checked
     def evaluate(
-        self, batch: StepBatch | Dataset | Any, measure: Measure | None = None, *, local: bool = False
+        self, batch: StepBatch | Dataset | Any, metrics: Measure | None = None, *, local: bool = False
     ) -> dict[str, float]:
-        """Return the mean of the loss over a data set or a batch, as {"loss": ...}, without gradients; each sample counts once.
+        """Return the mean of the loss over a dataset or a batch, as {"loss": ...}, without gradients; each sample counts once.
 
-        `measure`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of what it sums up, such as
+        `metrics`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of these sums, such as
         {"accuracy": (right, answers)}. (sum, count) alone has the function's name. Values are taken as by `step`.
+
+        Raises:
+            UnprovenError: a metric is not a sum over samples, and they are evaluated in several parts.
         """
         given = self._to_evaluate(batch, "evaluate", local=local)
-        self._stepper.guards.find_loss(self._stepper.held, given)
+        guards, seed = self._stepper.guards, self.job.train.seed
+        guards.find_loss(self._stepper.held, given)
         with self._computing(), self._own.outer():
-            return evaluate(self._stepper.whole_assembly, given, self.job.train.seed, measure)
+            if metrics is None:
+                return evaluate(self._stepper.whole_assembly, given, seed, metrics)
+            with guards.trying_measure(self._stepper.whole_assembly, given, metrics):
+                return evaluate(self._stepper.whole_assembly, given, seed, metrics)
 
     @calls.checked
     def predict(self, batch: StepBatch | Dataset | Any, *, local: bool = False) -> Any:
-        """Return the model's outputs for all samples of a data set or a batch, in order, on every rank's host, without gradients.
+        """Return the model's outputs for all samples of a dataset or a batch, in order, on every rank's CPU, without gradients.
 
         They are dicts, lists and tuples of tensors as the forward nests them, the samples first; other objects, such as caches, are
-        left out. Where samples have sizes of their own, it is a list with the outputs of each. Values are taken as by `step`.
+        left out. If samples differ in size, it is a list with the outputs of each. Values are taken as by `step`.
 
         Raises:
             DataError: an output has no dimension of samples, and is not the same for all of them.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.loss import values_of
-from samestep.building.loss_result import UNNAMED, Amount, as_number, loss_result
-from samestep.building.named_tensors import cast_floating
+from samestep.building.loss_result import UNNAMED, VALUES, Amount, LossResult, as_number, loss_result
+from samestep.building.named_tensors import cast_batch
 from samestep.datasets.values import are_by_sample, joined
 from samestep.errors import DataError
 from samestep.examination.examine import Loss
@@ -26,13 +26,14 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.whole_batch import WholeBatch
+from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.messages import broadcast_from, gather_values
-from samestep.runtime.step_batch import Indices, StepBatch
+from samestep.runtime.step_observer import Indices, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.trees import keystr, map_tensors, tensors_in, tree_flatten_with_path, tree_unflatten
 
 
-def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> dict[str, float]:
+def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None) -> dict[str, float]:
     """Return the mean of the loss over a batch, and those of what `measure` sums up, without gradients; each sample counts once.
 
     Terms and values that the loss names are among them; "loss" is the whole loss. `measure` is given whole logits, and returns
@@ -41,17 +42,34 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
 
     Collective over the world, see [Note: collective calls].
     """
-    used, terms = None if measure is None else values_of(measure), assembly.objective.names.terms or (UNNAMED,)
+    used = None if measure is None else Measure(measure)
+    terms = assembly.objective.names.terms or (UNNAMED,)
     means = None
     while means is None:  # once more after a rank has found which weights its samples need again
         totals = _totals(assembly, batch, seed, (*terms, *assembly.objective.names.values), used)
-        means = _means(assembly, totals, is_agreed=used is None)
+        means = _means(assembly, totals, used)
     counted = [mean for name in terms if not math.isnan(mean := means[name])]
     loss = sum(counted) if counted else math.nan
     return {
         "loss": loss,
         **{name: mean for name, mean in means.items() if name and (name != "loss" or name not in terms)},
     }
+
+
+class Measure:
+    """A measure of one evaluation on this rank."""
+
+    def __init__(self, measure: Loss) -> None:
+        self._measure, self._sums, self.watch = measure, values_of(measure), LossWatch()
+
+    def __call__(self, outputs: Any, samples: Any) -> LossResult:
+        """Return the sums and counts of some samples."""
+        return self.watch.result(self._measure, lambda: self._sums(outputs, samples), "the measure")
+
+
+def is_parted(assembly: Assembly, batch: StepBatch) -> bool:
+    """Return whether the samples of a batch are evaluated in several parts."""
+    return assembly.parallel.program.step.layout.dp_cp_size > 1 or len(list(_parts(assembly, batch))) > 1
 
 
 _GAVE_UP = "\0"
@@ -63,7 +81,7 @@ def _totals(
     batch: StepBatch,
     seed: int,
     names: Sequence[str],
-    used: Callable[[Any, Any], Mapping[str, Amount]] | None,
+    used: Measure | None,
 ) -> dict[str, Tensor]:
     """Return this rank's sums and counts by name, and the number of forwards that it has given up (float64 [2] each).
 
@@ -78,7 +96,7 @@ def _totals(
             like = totals.setdefault(name, zeros.clone())
             like += torch.stack([as_number(value, like) for value in pair])
 
-    with _forward_only(assembly):
+    with evaluating(assembly):
         for index, (part, mine) in enumerate(_parts(assembly, batch)):
             samples, weight = microbatches.read(assembly, batch, mine)
             drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
@@ -112,9 +130,7 @@ def _parts(assembly: Assembly, batch: StepBatch, size: int | None = None) -> Ite
         yield part, np.array_split(part, dp)[parallel.mesh.index("dp")]
 
 
-def _values(
-    assembly: Assembly, outputs: Any, samples: Any, measure: Callable[[Any, Any], Mapping[str, Amount]] | None
-) -> dict[str, Amount]:
+def _values(assembly: Assembly, outputs: Any, samples: Any, measure: Measure | None) -> dict[str, Amount]:
     """Return the sums and counts of the loss's terms and values, and those of a measure, of this rank's samples."""
     program, loss = assembly.parallel.program, assembly.objective.loss
     is_whole = assembly.objective.sums.is_whole  # a loss that sees other samples too
@@ -123,7 +139,7 @@ def _values(
     whole = tensor.whole_logits(outputs, program, assembly.parallel.mesh)
     # The loss of a layout with loss_chunk is that of whole logits, where these exist.
     given = outputs if program.step.layout.loss_chunk is None else whole
-    return {**({} if is_whole else _amounts(assembly, loss(given, samples))), **measure(whole, samples)}
+    return {**({} if is_whole else _amounts(assembly, loss(given, samples))), **measure(whole, samples).terms}
 
 
 def _amounts(assembly: Assembly, returned: Any) -> dict[str, Amount]:
@@ -132,15 +148,17 @@ def _amounts(assembly: Assembly, returned: Any) -> dict[str, Amount]:
     return {**found.terms, **found.values}
 
 
-def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool) -> dict[str, float] | None:
+def _means(assembly: Assembly, totals: Mapping[str, Tensor], used: Measure | None) -> dict[str, float] | None:
     """Return the means over all ranks by name, or None if one has given a forward up.
 
-    Ranks of other stages than the last, and without samples, know no names.
+    Ranks of other stages than the last, and without samples, know no names of a measure.
     """
-    mesh = assembly.parallel.mesh
+    mesh, least = assembly.parallel.mesh, {**assembly.objective.watch.agreed}
     names = [*totals]
-    if not is_agreed:
-        names = [*dict.fromkeys(name for listed in gather_values(names, mesh.size("world")) for name in listed)]
+    if used is not None:
+        everyone = gather_values((names, used.watch.least), mesh.size("world"))
+        names = [*dict.fromkeys(name for listed, _ in everyone for name in listed)]
+        least |= {name: number for _, one in everyone for name, number in one.items()}
     like = next(iter(totals.values()))
     sums = torch.stack([totals.get(name, torch.zeros_like(like)) for name in names])
     if mesh.size("world") > 1:
@@ -148,7 +166,8 @@ def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool)
     found = dict(zip(names, sums.tolist(), strict=True))
     if found.pop(_GAVE_UP)[0]:
         return None
-    return {name: total / count if count else math.nan for name, (total, count) in found.items()}
+    counts = {name: max(pair[1], least.get(name, least.get(f"{VALUES}{name}", 0.0))) for name, pair in found.items()}
+    return {name: total / counts[name] if counts[name] else math.nan for name, (total, _) in found.items()}
 
 
 def predict(assembly: Assembly, batch: StepBatch, seed: int) -> Any:
@@ -163,7 +182,7 @@ def predict(assembly: Assembly, batch: StepBatch, seed: int) -> Any:
     """
     parallel, alone = assembly.parallel, _have_own_sizes(assembly, batch)
     found: list[_Outputs] = []
-    with _forward_only(assembly):
+    with evaluating(assembly):
         for part, mine in _parts(assembly, batch, parallel.program.step.layout.dp if alone else None):
             samples, _ = microbatches.read(assembly, batch, mine)
             drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
@@ -249,8 +268,9 @@ def _joined(found: Sequence[_Outputs], *, drops: bool = False) -> Any:
         first = values[0]
         if any(not _is_equal(first, other) for other in values):
             raise DataError(
+                "prediction-rows",
                 f"run.predict: outputs{keystr(column[0][0])} has no dimension of samples, and differs between samples that run "
-                "together: an output with one value for each sample works, and so does a measure of run.evaluate"
+                "together: an output with one value for each sample works, or a measure of run.evaluate",
             )
         leaves.append(first)
     return tree_unflatten(leaves, flat[0][1])
@@ -272,12 +292,12 @@ def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:
     Collective over the world: every rank calls it and is given the outputs. If one does not, the ranks that share
     layers or sharded weights with it wait until the time limit.
     """
-    parallel = assembly.parallel
-    with _forward_only(assembly):
+    parallel, model = assembly.parallel, assembly.model
+    with evaluating(assembly):
         moved = map_tensors(samples, lambda leaf: leaf.to(parallel.mesh.device))
         rows = next((len(leaf) for leaf in tensors_in(moved) if leaf.dim()), 1)
         with _drawing(assembly, seed, range(rows)):
-            outputs = forward(assembly, cast_floating(moved, assembly.model.master_dtype))
+            outputs = forward(assembly, cast_batch(moved, model.master_dtype, keeps_double=model.keeps_double))
         if outputs is not None:
             outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
             # A weight that the forward returns may be freed when it ends.
@@ -323,7 +343,7 @@ def _drawing(assembly: Assembly, seed: int, indices: Sequence[int] | Indices) ->
 
 
 @contextmanager
-def _forward_only(assembly: Assembly) -> Iterator[None]:
+def evaluating(assembly: Assembly) -> Iterator[None]:
     """Put the model into evaluation mode inside, without gradients, and restore its modes afterwards."""
     module = assembly.model.module
     modes = {part: part.training for part in module.modules()}

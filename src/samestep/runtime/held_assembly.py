@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
 
 from samestep.errors import LayoutError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.axes import recompute
-from samestep.runtime.one_replica import OneReplica
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights.moving_averages import ModelAverages
+from samestep.runtime.weights.pieces import Piece
+from samestep.state.step_code import states_by_key
+from samestep.wings import required
+
+WEIGHT = "weight"
+"""The key of a replica's own weight among its states."""
 
 
-class HeldAssembly(OneReplica):
-    """The model that this rank trains, together with all ranks. `LocalReplicas` are several, which are trained independently."""
+class StoredStates(Protocol):
+    """The states that a checkpoint holds, by key."""
+
+    def has(self, key: str, name: str) -> bool:
+        """Return whether there is one of a weight."""
+        ...
+
+    def read(self, key: str, piece: Piece) -> Tensor:
+        """Read one of a piece."""
+        ...
+
+    def load(self, updater: Updater, piece: Piece, prefix: str = "") -> None:
+        """Set the optimizer's states of a piece to those whose keys begin with `prefix`."""
+        ...
+
+
+class HeldAssembly:
+    """The model that this rank trains, together with all ranks: one replica, between whose steps nothing is exchanged.
+
+    `LocalReplicas` are several, which are trained independently.
+    """
+
+    are_apart: ClassVar[bool] = False
+    """Whether each replica has weights and optimizer states of its own: `LocalReplicas`."""
+    first = 0
+    """The number of this rank's first replica."""
+    number = 1
+    """The number of replicas of all ranks."""
+    is_fresh = True
+    """Whether every replica has the outer weights."""
+    ended: frozenset[int] = frozenset()
+    """Parts of the weights whose outer step was taken after the last step; the gradients of the first replica are their moves."""
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, averages: ModelAverages) -> None:
         self.source, self.layout, self.job, self.place, self.averages = source, layout, job, place, averages
@@ -38,7 +80,8 @@ class HeldAssembly(OneReplica):
         """
         if not self.assemblies:
             raise LayoutError(
-                "the run is not prepared yet: run.prepare(batch) works, with a batch as run.step takes it, and so does a step"
+                "run-call-time",
+                "the run is not prepared yet: run.prepare(batch) works, with a batch as run.step takes it, or a step",
             )
         return self
 
@@ -56,7 +99,12 @@ class HeldAssembly(OneReplica):
 
         Collective over the world, see [Note: collective calls].
         """
-        self.build(example)
+        try:
+            self.build(example)
+        except BaseException:
+            if self.source.owner is not None:
+                self.source.owner.give_back()
+            raise
         where = self.current.parallel.program.step.layout
         is_other = where != self.layout
         self.layout = where
@@ -65,3 +113,95 @@ class HeldAssembly(OneReplica):
     def build(self, example: Any) -> None:
         """Build, cut and fill the model; collective over the world, as `assemble` says."""
         self.assemblies = [assemble(self.source, self.layout, self.job, self.place, example)]
+
+    @property
+    def numbered_assemblies(self) -> Iterator[tuple[int, Assembly]]:
+        """The replicas of this rank, with their numbers among all."""
+        return enumerate(self.assemblies, self.first)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces of the first replica, in whose order the outer weights are."""
+        return self.assemblies[0].weights.updater.pieces
+
+    def each(self) -> Iterator[tuple[int, Assembly]]:
+        """Yield the number and the assembly of each replica of this rank, which is the current one meanwhile."""
+        return iter([(self.first, self.assemblies[0])])
+
+    def change(self, change: Callable[[Assembly], Assembly]) -> None:
+        """Go on with assemblies that are derived from these."""
+        self.assemblies = [change(assembly) for assembly in self.assemblies]
+
+    def sums(self, own: Sequence[Tensor]) -> Tensor:
+        """Return the scalars of all replicas in one tensor."""
+        return own[0]
+
+    def value_of(self, index: int) -> Tensor:
+        """Return the values of a piece that a checkpoint holds: for independently trained replicas, the outer ones."""
+        return self.pieces[index].master()
+
+    def program_behind(self, step: int) -> Program:
+        """Return the program of a step, counted from 1, followed by the exchanges that are sent after it."""
+        return self.assemblies[0].parallel.program
+
+    def states(
+        self, updater: Updater, elsewhere: Collection[str], writes: Callable[[str], bool]
+    ) -> Iterator[tuple[Piece, Mapping[str, Any]]]:
+        """Yield the pieces whose states a checkpoint of this rank holds, and these by key.
+
+        Weights in `elsewhere` are written by others; of those that several ranks hold, this one `writes` some.
+        """
+        optimizer = updater.with_states
+        for piece in updater.pieces:
+            if piece.name not in elsewhere:
+                yield piece, states_by_key(optimizer, piece.value)
+
+    def load_states(self, updater: Updater, stored: StoredStates) -> None:
+        """Set the states of all pieces to stored ones."""
+        for piece in updater.pieces:
+            stored.load(updater, piece)
+
+    def exchange(self, step: int) -> None:
+        """Do what is due after a step."""
+
+    def catch_up(self, after: int, step: int) -> None:
+        """Do what was due after steps that a run leaves out, as it goes back to the weights from after step `after`."""
+
+    def settle(self) -> None:
+        """Wait for the exchanges under way."""
+
+    def outer(self) -> AbstractContextManager[None]:
+        """Let the first replica have the outer weights inside."""
+        return nullcontext()
+
+    def restart(self, start: Sequence[Tensor]) -> None:
+        """Begin again from these weights, one tensor for each piece.
+
+        Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
+        """
+        set_weights(self.assemblies[0], start)
+
+
+def held_assembly_of(job: Job) -> type[HeldAssembly]:
+    """Return the class of what a rank holds: one replica, or those that `numerics.exchange_every` trains independently.
+
+    Raises:
+        InputError: it is one of the wing `slow_links`, which is not installed.
+    """
+    if job.numerics.exchange_every == 1:
+        return HeldAssembly
+    apart: type[HeldAssembly] = required("slow_links", "local_replicas").LocalReplicas
+    return apart
+
+
+@torch.no_grad()
+def set_weights(assembly: Assembly, values: Sequence[Tensor]) -> None:
+    """Set the master weights of an assembly, one tensor for each piece, and publish them.
+
+    Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
+    """
+    updater = assembly.weights.updater
+    for piece, value in zip(updater.pieces, values, strict=True):
+        piece.set_master(value)
+    updater.publish()
+    assembly.weights.store.publish()

@@ -31,8 +31,7 @@ from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_backward import WHOLE, StepBackward
-from samestep.runtime.step_batch import StepBatch
-from samestep.runtime.step_observer import StepObserver
+from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.schedules import TaskKind
 
 
@@ -130,7 +129,9 @@ class Interpreter:
             # The loss: what the user's function finds in the outputs, and the part of the step's sum that it makes.
             given = precision.for_loss(outputs)
             part = samples if objective.sums.is_whole else parallel.slicing.part(samples)
-            mine = part, len(microbatches.indices(task.microbatch))
+            indices = microbatches.indices(task.microbatch)
+            mine = part, len(indices)
+            objective.watch.pairs.clear()
             with (
                 self.trials.trying(self.assembly, self.step, "the loss"),
                 parallel.batch_norms.of_loss(task.microbatch),
@@ -140,15 +141,17 @@ class Interpreter:
             loss = objective.part(found, outputs, given, mine, later, weight)
         if objective.sums.moved:
             self.trials.refuse_moved_counts(objective.sums.moved)
-        if weight and not self.trials.loss_is_tried:
-            self.trials.try_loss(self.assembly, loss.own, outputs, *mine)
+        objective.watch.least |= found.least
+        if weight and self.trials.sees_new_loss(objective.watch, loss.own):
+            self.trials.ask_for_trial(self.assembly, loss.own, outputs, part, indices)
         # What is kept of it: the numbers for the report, and for the backward which of its gradients are uses of weights.
         numbers = loss.numbers(found, objective.names, totals)
         totals += numbers if weight == 1.0 else numbers * weight
         self._left_out[task.microbatch] = loss.left_out
         if loss.is_constant:
             self._constant.add(task.microbatch)
-        return loss.total * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
+        divisor = self.of.count or objective.nominal_count
+        return loss.total * (weight * self.assembly.weights.updater.loss_scale.scale / divisor)
 
     def _later(self, task: Task, microbatches: Microbatches) -> Iterator[tuple[Any, int]]:
         """Yield this rank's part of each micro-batch after that of a task, of the same replica, and its number of samples."""

@@ -74,16 +74,16 @@ class OwnedCollectives:
     dispatched as an operation.
     """
 
-    __slots__ = ("_issue", "_kind", "_label", "_ledger", "_name")
+    __slots__ = ("_issue", "_kind", "_label", "_ledger", "name")
 
     def __init__(self, name: str, kind: str) -> None:
-        self._name, self._kind, self._label = name, kind, RecordFunctionFast(f"samestep::owner {name}")
+        self.name, self._kind, self._label = name, kind, RecordFunctionFast(f"samestep::owner {name}")
 
     def __enter__(self) -> OwnedCollectives:
-        _owners.names.append(self._name)
+        _owners.names.append(self.name)
         self._label.__enter__()
         listener = marks.listener()
-        self._issue = None if listener is None or _owners.is_outside else listener.issue(self._name, self._kind)
+        self._issue = None if listener is None or _owners.is_outside else listener.issue(self.name, self._kind)
         self._ledger = Ledger().__enter__() if self._issue is not None and self._issue.is_weighed else None
         return self
 
@@ -97,7 +97,7 @@ class OwnedCollectives:
     def _weighed(self, ledger: Ledger) -> int:
         """Return the bytes of the buffers that torch was given under this name, and end their count."""
         ledger.__exit__(None, None, None)
-        return sum(row.size_bytes for rows in ledger.rows.values() for row in rows if row.owner == self._name)
+        return sum(row.size_bytes for rows in ledger.rows.values() for row in rows if row.owner == self.name)
 
     def sent(self, work: Any) -> Any:
         """Return the work of a collective for which the host does not wait, so that a recorder hears its waits."""

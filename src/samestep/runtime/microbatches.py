@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samestep.building.named_tensors import cast_floating
+from samestep.building.named_tensors import cast_batch
 from samestep.building.torch_seams import DisableTorchFunction
 from samestep.randomness.mode import after_reading
 from samestep.runtime.assembly import Assembly
@@ -17,7 +17,7 @@ from samestep.runtime.axes import precision
 from samestep.runtime.axes.lanes import LaneBatch
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.recording import marks
-from samestep.runtime.step_batch import Indices, StepBatch
+from samestep.runtime.step_observer import Indices, StepBatch
 from samestep.trees import tensors_in
 
 
@@ -29,8 +29,9 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     # A stage may ask for the shapes of the next micro-batch inside a forward, whose modes refuse random numbers.
     with DisableTorchFunction(), precision.default_outside():
         samples = batch.samples(_never_empty(batch, indices))
-    moved = batch_to_device(samples, assembly.parallel.mesh.device)
-    return cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0
+    model = assembly.model
+    cast = cast_batch(samples, model.master_dtype, keeps_double=model.keeps_double)  # on the host, which need not wait
+    return batch_to_device(cast, assembly.parallel.mesh.device), 1.0 if len(indices) else 0.0
 
 
 def _never_empty(batch: StepBatch, indices: Indices) -> Indices:

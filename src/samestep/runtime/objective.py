@@ -22,17 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.building.loss import RunFunction, check_results_of, cross_entropy, with_graph
+from samestep.building.loss import RunFunction, check_results_of, cross_entropy, is_known_sum, with_graph
 from samestep.building.loss_result import LossResult, as_number
 from samestep.building.loss_scope import mark_of
 from samestep.examination.examine import Loss, Source
 from samestep.examination.traced_model import TracedModel
-from samestep.models.loss_names import LossNames
+from samestep.models.spec import LossNames
 from samestep.program.program import Program
 from samestep.runtime.axes import expert, loss_terms, tensor, whole_batch
 from samestep.runtime.axes.joined_exchanges import BackwardExchanges
+from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights import given_instance
+from samestep.runtime.weights import loss_reads, parameter_hooks
 from samestep.trees import tree_leaves
 
 
@@ -73,8 +74,14 @@ class Objective:
     """The exchanges in backwards that this rank's loss may not need."""
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it loses no bit."""
+    divides_exactly: bool
+    """Whether hooks see how large gradients are, so that the backward must divide by the count itself."""
     names: LossNames
     """The names of what the loss returns, for which the step's scalars have places."""
+    watch: LossWatch
+    """What the loss does in its calls, where a layout divides its samples or tokens."""
+    hooks: tuple[Callable[..., Any], ...] = ()
+    """Hooks on parameters that see the gradients of a whole step."""
 
     @classmethod
     def of(
@@ -91,18 +98,22 @@ class Objective:
 
         `run` calls the functions of logits that samestep has written.
         """
-        loss, names = source.loss, program.step.model.loss_names
+        loss, names, watch = source.loss, program.step.model.loss_names, LossWatch()
         if loss is not cross_entropy:
-            loss = check_results_of(given_instance.watching(loss, source.model, traced.module))
+            seen = loss_reads.watching(loss, source, traced.module, program)
+            loss = watched(seen, program, watch) if mark_of(source.loss) is None else check_results_of(seen)
         loss = tensor.loss_of(loss, program, mesh, run)
         sums: loss_terms.OwnSamples | whole_batch.WholeBatch
         if (asked := mark_of(source.loss)) is not None:
             keeps = bool(traced.analysis.states) or traced.spec.couples_samples
             sums = whole_batch.WholeBatch(program, mesh, asked, keeps_state=keeps)
         else:
-            sums = loss_terms.sums_of(source.loss, program, mesh)
+            sums = loss_terms.sums_of(source.loss, program, mesh, watch)
         count = _nominal_count(example, program.step.global_batch, by_samples=len(names.terms) > 1)
-        return cls(loss, sums, expert.Balance.of(traced, program, mesh), exchanges, count, names)
+        hooks = parameter_hooks.of_whole_gradients(traced.blueprint, program)
+        exactly = traced.spec.hooks_scale or bool(hooks)
+        balance = expert.Balance.of(traced, program, mesh)
+        return cls(loss, sums, balance, exchanges, count, exactly, names, watch, hooks)
 
     def part(
         self,
@@ -125,6 +136,12 @@ class Objective:
         is_constant = not total.requires_grad and isinstance(self.balance, expert.NoBalance)
         total, left_out = self.exchanges.joined(self.balance.added_to(alone, outputs, count, weight))
         return LossPart(alone, total, count, is_constant, left_out)
+
+
+def watched(loss: Loss, program: Program, watch: LossWatch) -> Loss:
+    """Return a loss whose results are in one form, watched in its calls where a layout divides samples or tokens."""
+    is_divided = program.step.layout.dp_cp_size > 1 or program.step.num_microbatches > 1
+    return check_results_of(loss, watch.result) if is_divided and not is_known_sum(loss) else check_results_of(loss)
 
 
 def _nominal_count(example: Any, global_batch: int, *, by_samples: bool) -> float:

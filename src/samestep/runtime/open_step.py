@@ -5,7 +5,7 @@ The host decides on the update once it has read them, or on a GPU the device bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -13,14 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from samestep.models.loss_names import LossNames
+from samestep.models.spec import LossNames
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_backward import StepBackward
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
-from samestep.runtime.step_scalars import SummedScalars
-from samestep.state.kept_tensors import KeptTensors
+from samestep.runtime.step_scalars import StepNumbers, SummedScalars
+from samestep.state.snapshot import KeptValues
+from samestep.state.writes import KeptTensors
 
 
 class Progress(Enum):
@@ -95,6 +96,8 @@ class OpenStep:
     names: LossNames
     """The names of what its loss reports."""
     of: StepBackward
+    hooks: Sequence[KeptValues] = ()
+    """The state of hooks before the backward, if it may be repeated with the count of the step."""
     was_written: bool = False
     """Whether weights were written since the last update, so that the updater must read them again."""
     report: StepReport | None = None
@@ -112,3 +115,14 @@ class OpenStep:
         if held_back > 0:
             self.state = StepState.HELD_BACK
         return SummedScalars.of(sums, num_unsure, self.names.num_numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """A step whose sums the host has read: what the ranks have agreed on."""
+
+    opened: OpenStep
+    summed: SummedScalars
+    numbers: StepNumbers
+    note: str
+    """Why its numbers are unusual; mostly empty."""

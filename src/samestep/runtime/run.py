@@ -12,53 +12,59 @@ A run is a facade over few parts. Its steps stand here; its other methods with w
 ```
 step                       ─► RunBatches    what a loop hands over, as a batch         batches/run_batches.py
                            ─► Stepper       one step                                   stepper.py
-model, updater, program    ─► HeldRun       what it holds, for whoever looks         held_run.py
 backward, update           ─► StepsByHand   the two halves of a step, in any order     own_steps/
 save, load, state_dict     ─► SavedRun     weights in files, dicts, and whole         checkpoints/
 evaluate, predict          ─► EvaluatedRun  forwards without gradients                 evaluated_run.py
-record                     ─► RecordedRun   where the time of steps goes               recording/recorded_run.py
+record                     ─► RecordedRun   where the time of steps goes               recording/step_recorder.py
 ```
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from samestep import calls
-from samestep.building.loss import named_loss
+from samestep.building.loss import loss_from
 from samestep.building.loss_scope import scoped
 from samestep.building.over_samples import IGNORING
+from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
-from samestep.errors import LayoutError
+from samestep.errors import JobError, LayoutError, ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.program import Program
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.batches.run_batches import RunBatches
-from samestep.runtime.checkpoints.run_state import RunState
-from samestep.runtime.checkpoints.saved_run import SavedRun
+from samestep.runtime.checkpoints.saved_run import RunState, SavedRun
 from samestep.runtime.evaluated_run import EvaluatedRun
 from samestep.runtime.guards import chosen_kernels
-from samestep.runtime.guards.shared_weights import SharedWeights
-from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.held_run import HeldRun
-from samestep.runtime.local_replicas import LocalReplicas
+from samestep.runtime.guards.loss_spikes import SpikeWatch
+from samestep.runtime.held_assembly import HeldAssembly, held_assembly_of
+from samestep.runtime.open_step import Progress
+from samestep.runtime.optimizers.given_optimizer import for_loops
 from samestep.runtime.optimizers.held_bytes import held_bytes
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.own_steps.steps_by_hand import StepsByHand
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
-from samestep.runtime.processes import join, mesh, rank_order
+from samestep.runtime.processes import join, mesh, rank_order, whereabouts
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.process_groups import forget_groups
-from samestep.runtime.recording.recorded_run import RecordedRun
-from samestep.runtime.recording.step_recorder import StepRecorder
-from samestep.runtime.step_batch import StepBatch
-from samestep.runtime.step_observer import StepObserver
+from samestep.runtime.processes.mesh import forget_groups
+from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.recording.step_recorder import RecordedRun, StepRecorder
+from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.moving_averages import Following, ModelAverages
@@ -67,7 +73,7 @@ from samestep.runtime.weights.weights_in_loops import computing
 _NOBODY, _NONE_FOLLOWS = StepObserver(), ModelAverages()
 
 
-class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
+class Run(StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
     """A model in a layout, ready to take steps.
 
     Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
@@ -83,25 +89,34 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         observer: StepObserver = _NOBODY,
         *,
         owns_weights: bool = False,
-        watches_given: bool = False,
         batch_dim: int = 0,
         averages: ModelAverages = _NONE_FOLLOWS,
     ) -> None:
-        """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it.
+        """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it: then the run
+        trains a copy of an instance, which otherwise it owns.
 
-        If it `watches_given`, its steps are refused while another such run takes steps with weights that both were given.
+        Raises:
+            ModelError: another run owns a part of the instance.
         """
         self.job, self.place = job, place
+        self._owner = None if owns_weights else OwnedModel(source.model)
+        if self._owner is not None:
+            source = replace(source, owner=self._owner if isinstance(source.model, nn.Module) else None)
+            weakref.finalize(self, self._owner.abandon).atexit = False
         self.changes: tuple[str, ...] = ()
         """What resumes have changed of the job and its layout, and after which steps."""
         self._kernels = chosen_kernels.of_job(job, place.device)
         self.receivers: list[Callable[[StepReport, StepBatch, bool], StepReport]] = []
         """What is given the report of each step or of a part of it, and returns what the loop is given: those of `samestep.track`."""
-        held = HeldAssembly if job.numerics.exchange_every == 1 else LocalReplicas
-        self._own = held(source, layout, job, place, averages)
+        self.before_steps: list[Callable[[StepBatch], StepReport | None]] = []
+        """What is asked before each step of a prepared run; a report in place of None says that the loop has ended before it."""
+        self._seen: Optimizer | None = None
+        """The optimizer as a loop has it, on which its schedulers act."""
+        self.ended: StepReport | None = None
+        """The report of a loop that had ended before this process began, which takes no step more."""
+        self._own = held_assembly_of(job)(source, layout, job, place, averages)
         self.recorder = StepRecorder(observer, job, place.device, place.rank)
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
-        self._shared = SharedWeights(is_watched=watches_given)
         self._parts = StepsInParts(self._stepper, self._own)
         self._refuse_waiting = self._parts.refuse_waiting
         self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
@@ -118,8 +133,75 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         return f"Run({str(self.layout)!r}, steps_taken={self.steps_taken})"
 
     @property
+    def spikes(self) -> SpikeWatch:
+        """The losses of the last steps, used to detect a spike."""
+        return self._stepper.guards.spikes
+
+    @property
+    def replicas(self) -> HeldAssembly:
+        """All replicas on this rank; `replicas[0] is run.model`. More than one only if the job trains several replicas independently."""
+        return self._own.prepared()
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has built the model."""
+        return self._own.is_prepared
+
+    @property
+    def assembly(self) -> Assembly:
+        """The prepared model, mesh, program and optimizer; its weights are whole.
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+        """
+        return self._stepper.whole_assembly
+
+    @property
+    def program(self) -> Program:
+        """The program of this rank's pipeline stage: the operations of one step."""
+        return self._stepper.held.parallel.program
+
+    @property
+    def model(self) -> nn.Module:
+        """The model instance of the run, or the result of its build function, with sharded weights. With `tp` and `ep` a weight may be the shard of
+        this rank. A loop may change each element of it separately. Code that reads several elements, such as a norm of rows or
+        pruning by rank, is rejected; use `gathered()`. If a rank has a shard of the gradient, a norm of `param.grad` is rejected too;
+        use `report.grad_norm`.
+        """
+        if not self.is_prepared and self._own.source.owner is not None:
+            instance = self._own.source.model
+            assert isinstance(instance, nn.Module)
+            return instance
+        return self.assembly.model.module
+
+    @property
+    def updater(self) -> Updater:
+        """The optimizer over the weights that this rank updates, including writes into the model."""
+        if self._stepper.progress is Progress.BETWEEN:
+            for reason in self.assembly.model.replaced.take_over(inside=False):
+                self.job.run.waived("state", "forward-state", reason)
+        self.assembly.weights.store.watch.take_back()
+        updater = self.assembly.weights.updater
+        updater.live.reread()
+        if updater.optimizer is None:
+            return updater
+        if self._seen is None or vars(self._seen) is not vars(updater.optimizer):
+            self._seen = for_loops(updater.optimizer)
+        return updater if self._seen is updater.optimizer else replace(updater, optimizer=self._seen)
+
+    def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
+        """Continue with an assembly that was derived from the run's, for example one with another optimizer."""
+        self.assembly.weights.store.settle()
+        self.replicas.change(change)
+
+    def all_waived(self) -> tuple[str, ...]:
+        """Return the rejections that any rank met and `run.allow` skipped; `job.run.waived` notes each."""
+        everyone = gather_values(self.job.run.met, self._own.layout.world_size)
+        return tuple(dict.fromkeys(text for texts in everyone for text in texts))
+
+    @property
     def layout(self) -> Layout:
-        """The layout; once the run is prepared, with what the model asks for besides."""
+        """The layout; once the run is prepared, with additional options that the model needs."""
         return self._own.layout
 
     @property
@@ -145,8 +227,11 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         self._batches.begin(example)
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
-        if remark := self._shared.begin(self._own.current):
-            self._stepper.refusals.remark(remark)
+        for line in self._own.current.model.gathered_lines() if self.place.rank == 0 else ():
+            print(f"samestep: {line}", file=sys.stderr, flush=True)
+        if self._owner is not None:
+            held = self._own.current.model
+            self._owner.copies(held.given, frozenset(param.name for param in held.spec.params if param.trainable))
         self._state.begin()
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
@@ -157,21 +242,22 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         any number, and the batch is all of them in the order of ranks.
 
         Raises:
-            CheckpointError: it is the first step after a load, and the data is not that of the checkpoint.
+            CheckpointError: it is the first step after a load, and the data differs from the checkpoint.
             DataError: ranks were given different values without `local`; or every label is masked, in `numerics.max_skipped` steps
                 before too, since one such step is skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
-            ModelError: another run takes steps with weights that were given to both.
+            ModelError: the run was released.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
                 first step it is an UnprovenError, before any weight has changed.
         """
         self._refuse_waiting("step")
-        report, batch = self._taken(batch, "step", self._stepper.take, local=local)
-        for act in self._after_step:
-            act(batch.step)
+        with whereabouts.taking(self.steps_taken + 1, hang_s=self.job.run.hang_s):
+            report, batch = self._taken(batch, "step", self._stepper.take, local=local)
+            for act in self._after_step if report.step > batch.step else ():
+                act(batch.step)
         return self._received(report, batch)
 
     def _taken(
@@ -179,25 +265,32 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
     ) -> tuple[StepReport, StepBatch]:
         """Take a step or a backward on a batch that is checked and labelled; return the report, and that batch."""
         self._state.refuse(method)
+        if torch.is_autocast_enabled(self.place.device.type):
+            raise ModelError(
+                "run-call-time",
+                f"run.{method} within torch.autocast, which would compute otherwise than the job's numerics.precision = "
+                f'"{self.job.numerics.precision}" says: "bf16" or "fp16" there works, without it',
+            )
         values, step = batch, self.steps_taken if method == "step" else self._parts.step_of(batch)
         given = self.batch_of(batch, f"run.{method}", local=local, step=step)
         self._parts.note_values(values, step)
         batch = self.labelled(given)
+        for ask in self.before_steps:
+            if (ended := ask(given)) is not None:
+                self.ended = ended
+                return ended, batch
         self.changes += self._batches.begin_step(given)
         held = self._own.current
         module, program, updater = held.model.module, held.parallel.program, held.weights.updater
         kept = functools.partial(held_bytes, module, program, updater)
         recorded = self.recorder.taking(batch.step + 1, program, module, held.model.spec, kept)
-        self._shared.refuse_others()
         try:
             with self._computing(), recorded:
                 report = take(batch)
         except BaseException:
-            self._shared.end()
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
                 forget_groups()
             raise
-        self._shared.note(report, is_last=batch.step + 1 >= self.job.train.steps)
         return report, batch
 
     def _received(self, report: StepReport, batch: StepBatch, *, is_part: bool = False) -> StepReport:
@@ -219,9 +312,9 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
             return self._stepper.forward_backward(batch)
 
     def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
-        """Return what a method of this run was given as the batch of its next step, or of another one.
+        """Return the batch of the next step, or of another one, from an argument of a method of this run.
 
-        Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
+        Collective over the world if it is not a batch of `samestep.batches`, see [Note: collective calls].
 
         Raises:
             DataError: it is neither a batch nor the values of one.
@@ -237,6 +330,10 @@ class Run(HeldRun, StepsByHand, SavedRun, EvaluatedRun, RecordedRun):
         if not self._own.is_prepared:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
         return self._batches.labelled(batch)
+
+
+_READ_IN_A_LOOP = {"model.stages", "model.offload", "optimizer.clip_norm"}
+"""The keys among those of model, loss and optimizer that a run in a loop of one's own reads."""
 
 
 @calls.checked
@@ -257,41 +354,55 @@ def parallelize(
 
     Every rank calls it with equal arguments, started by `samestep.launch`, torchrun or srun, or as the only process.
 
-    A run trains weights of its own: of an instance it takes the values. So two runs over the same modules or optimizer, which
-    take steps in turn, are refused.
+    The run owns a model instance, as DDP and `fully_shard` do: `run.model` is the instance. Its parameters are trained in place. With
+    zero=2, zero=3, tp, ep and pp they are replaced by the shards of this rank. No other run can use a part of it until
+    `run.release()` gives it back in full.
 
     Args:
-        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay; or several of
-            these by name, with a `forward`. Those whose weights take no gradient are frozen.
-        loss: (outputs, batch) -> (sum, count), or one of `samestep.whole_batch`, or a word of the key `train.loss`: "cross_entropy",
-            "mse", or "model" for what the forward returns, which is then given the labels.
+        model: a build function (weights start as functions of (seed, name)), an instance (its values stay), or several of these by name, with
+            a `forward`. A model without trainable weights is frozen.
+        loss: (outputs, batch) -> (sum, count); a loss of torch such as `nn.CrossEntropyLoss()` or `F.mse_loss`; a mean by `samestep.mean_over`;
+            a loss of `samestep.whole_batch`; or a word of the key `train.loss`: "cross_entropy", "mse", or "model" for the loss that the
+            forward returns, which then gets the labels.
         optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
             that has not stepped; or a list or a dict of these, which together hold each weight once.
-        layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
-        job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, which says what the labels of
-            a causal model of transformers are for "cross_entropy". Its model, the rest of its data, its loss and the rest of
-            its optimizer table are not read: the arguments above replace them.
-        stages: names of modules with which the later stages of a pipeline may begin, such as ["encoder.3", "head"]; by default
-            those of `job.model.stages`, and else blocks, or the calls of any modules.
-        forward: a function of the model, or of the models by name, and of a batch with its labels, which returns the outputs that
-            the loss is given; by default the model is called with what its forward takes of the batch.
-        batch_dim: the dimension of the samples in the tensors that the forward and the loss are given, and in batches that a
-            collate_fn or the loop puts together: 1 for a recurrent model over [tokens, samples].
-        ema: models that follow others behind each step, {"teacher": ("student", 0.996)}: the decay is a number, or a function of the
-            step. Such a model is frozen, and starts as a copy of the one that it follows, unless `model` has one of its name.
-        offload: names of models, or of modules, whose weights take no gradient, such as ["reference"]: they are in the host's memory,
-            and on the device while a forward or a backward reads them; by default those of `job.model.offload`.
+        layout: one line of text such as "dp=2 zero=3"; by default the layout of `samestep launch`, or replicas on all ranks.
+        job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, the form of the labels of a causal model
+            of transformers for "cross_entropy". The arguments above replace its model, its loss and the rest of its optimizer table: a
+            value there that is not the default is an error. The rest of its data is not read.
+        stages: names of modules at which pipeline stages may begin, such as ["encoder.3", "head"]; by default `job.model.stages`, or else
+            blocks, or the calls of any modules.
+        forward: a function of the model, or of the models by name, and of a batch with its labels. It returns the outputs for the loss. By
+            default the model is called with the fields of the batch that its forward takes.
+        batch_dim: the dimension of the samples in the tensors for the forward and the loss, and in batches that a collate_fn or the loop
+            makes: 1 for a recurrent model over [tokens, samples].
+        ema: models that follow others after each step, {"teacher": ("student", 0.996)}: the decay is a number, or a function of the
+            step. Such a model is frozen, and starts as a copy of the followed one, unless `model` has one of its name.
+        offload: names of frozen models or modules, such as ["reference"]: CPU memory holds them, and the device only during a forward or
+            backward pass that reads them; by default `job.model.offload`.
 
     Raises:
-        InputError: a model, optimizer or layout that cannot run; the text says what would.
+        InputError: a model, optimizer or layout that cannot run; the text names a fix.
     """
     job = (job or Job()).with_modules(stages=stages, offload=offload)
+    if job.checkpoint.every:
+        raise JobError(
+            "job-key-unread",
+            f"checkpoint.every = {job.checkpoint.every} saves in `samestep train` alone: in a loop of your own "
+            f"`if report.step % {job.checkpoint.every} == 0: run.save(folder)` works, and checkpoint.every = 0",
+        )
+    if unread := job.set_keys("model", "optimizer", "train.loss", "train.loss_over") - _READ_IN_A_LOOP:
+        raise JobError(
+            "job-key-unread",
+            f"parallelize does not read {', '.join(sorted(unread))} of the job: its arguments model, loss and optimizer replace "
+            "them. Remove these keys, or use samestep.train(job), which reads them.",
+        )
     place, where = _joined(job, layout)
     averages = ModelAverages(ema or {})
     averages.check(where, job)
     whole = as_one(model, forward, {name: followed for name, (followed, _) in averages.following.items()})
     source = _source_of(whole, loss, optimizer, job)
-    return Run(source, where, job, place, watches_given=True, batch_dim=batch_dim, averages=averages)
+    return Run(source, where, job, place, batch_dim=batch_dim, averages=averages)
 
 
 def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:
@@ -302,9 +413,8 @@ def _joined(job: Job, layout: str | Layout) -> tuple[RankInfo, Layout]:
     """
     had_joined = dist.is_initialized()
     place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
-    where = Layout.parse(layout) if isinstance(layout, str) else layout
-    if layout == "":
-        where = Layout(dp_replicate=place.world_size)
+    layout = layout or join.launched_layout() or Layout(dp=place.world_size)
+    where = Layout(layout) if isinstance(layout, str) else layout
     try:
         mesh.check_world(where)
         rank_order.check(where, place.hosts)
@@ -322,7 +432,7 @@ def _source_of(
     job: Job,
 ) -> Source:
     """Return a model, a loss and an optimizer as a run takes them."""
-    of_samples = scoped(named_loss(loss) if isinstance(loss, str) else loss, job)
+    of_samples = scoped(loss_from(loss), job)
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
     return Source(model, of_samples, optimizer_source(optimizer, names), name)

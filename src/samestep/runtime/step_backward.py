@@ -27,9 +27,10 @@ class StepBackward:
     """Whether the update is a call of its own, which may come later."""
     waits: bool = False
     """Whether its gradients are reduced later, with those of the backwards that follow."""
-
     into: Sequence[Tensor] | None = None
     """The weights that alone get gradients, where autograd can leave the others out; None for all."""
+    count: float = 0.0
+    """What the backward divides the sum by, where hooks see gradients of the mean; 0 where it is the nominal count."""
 
 
 WHOLE = StepBackward()

@@ -1,4 +1,4 @@
-"""The interface of observers of a run's steps: the one seam for proofs and for recorders of spans.
+"""The interfaces of a step: its batch, and its observers, the one seam for proofs and for recorders of spans.
 
 ```
 forward_backward   for each task:  with observer.running(task, samples): ...    forward, backward, weight gradients
@@ -11,12 +11,15 @@ step               observer.agreed(scalars)                                     
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 
 from samestep.program.ops import Task
 from samestep.randomness.dropout_state import MakeMode as MakeMode
-from samestep.runtime.step_batch import Indices
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -72,3 +75,41 @@ class StepObserver:
         """Learn that some rank was asked to record steps; all ranks learn it of the same step, counted from 1. Return what will be
         recorded, as a line of the log."""
         return ""
+
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+"""Global indices of samples."""
+
+
+class StepBatch(Protocol):
+    """The global batch of one step, as `datasets.Batch` implements it: every rank reads only its part."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all ranks."""
+        ...
+
+    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Indices]:
+        """Return the sample indices of each micro-batch of a rank; a micro-batch may be empty."""
+        ...
+
+    def samples(self, indices: Sequence[int] | Indices) -> Any:
+        """Read samples into tensors with the batch dimension first."""
+        ...
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Begin to read a rank's micro-batches before they are asked for; `pin` puts them where a GPU copies from."""
+        ...
+
+    def before_next(self, function: Callable[[], None]) -> None:
+        """Call a function before the next batch of the stream."""
+        ...
+
+    def end_stream(self) -> None:
+        """End the stream of batches after this one, since the ranks agreed to stop."""
+        ...

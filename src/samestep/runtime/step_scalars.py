@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,14 @@ class SummedScalars:
     """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
     reported: Sequence[float] = ()
     """The sum and the count of each named term and value of the loss, over all replicas."""
+
+    def guarded(self, least: float) -> SummedScalars:
+        """Return the scalars with at least so large a count, as a loss has guarded it against zero."""
+        if not least:
+            return self
+        replicas = tuple([replace(one, count=max(one.count, least)) for one in self.agreed.replicas])
+        count = sum(one.count for one in replicas)
+        return replace(self, agreed=replace(self.agreed, count=count, replicas=replicas))
 
     @classmethod
     def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> SummedScalars:

@@ -1,9 +1,11 @@
-"""Taking the steps of a prepared run on one rank: what the ranks agree on, the update, and the report.
+"""Taking the steps of a prepared run on one rank: each is a backward and an update.
 
 ```
-trials ─► forwards, backwards ─► agree ─► decide ─► update ─► report
-                                 loss, count, norm², flags: one all_reduce
+backward   trials ─► forwards, backwards ─► agree         loss, count, norm², flags: one all_reduce
+read       what the ranks have agreed on                  a step that some rank gave up is run again
+update     decide ─► clip ─► optimizer ─► report
 ```
+`run.step` is the three in a row. A loop that calls `run.backward` and `run.update` itself has other calls between them (`own_steps/`).
 The forwards and backwards are carried out by an `Interpreter`. The host decides on the update, or on a GPU the device
 (`device_decides.py`): the step is then *open* until the host needs to know, at the latest before its next one. The checks of watched
 steps surround a step and see it through its observer.
@@ -16,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,22 +28,22 @@ from torch import Tensor
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.device_decides import Deciders, DeviceDecides, LaunchedStep
-from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.guards.step_trials import OPTIMIZER
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.open_step import OpenStep, Progress, StepState
+from samestep.runtime.open_step import OpenStep, Progress, ReadStep, StepState
+from samestep.runtime.optimizers.closures import Closure
 from samestep.runtime.optimizers.optimizer_step import clip_factor
-from samestep.runtime.optimizers.optimizers_by_name import ALL
+from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.step_backward import WHOLE, StepBackward
-from samestep.runtime.step_batch import Indices, StepBatch
-from samestep.runtime.step_observer import StepObserver
+from samestep.runtime.step_observer import Indices, StepBatch, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peaks_of
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
+from samestep.state.snapshot import KeptValues
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -59,6 +62,8 @@ class Stepper:
         self.progress = Progress.BETWEEN
         self.launched = LaunchedStep(self)
         self._data_wait_s = 0.0
+        self._count_each = 0.0
+        """The count of a sample in the last step in which hooks have seen how large gradients are."""
 
     @property
     def held(self) -> Assembly:
@@ -113,12 +118,12 @@ class Stepper:
 
     def _step(self, batch: StepBatch) -> StepReport:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
-        opened = self.open(batch)
+        opened = self.backward(batch)
         if isinstance(opened.decider, DeviceDecides):
             return self.launched.launch(opened, opened.decider, self.held, self.used)
-        return self.closed(opened)
+        return self.update(self.read(opened))
 
-    def open(self, batch: StepBatch, of: StepBackward = WHOLE) -> OpenStep:
+    def backward(self, batch: StepBatch, of: StepBackward = WHOLE) -> OpenStep:
         """Run the forwards and backwards of a step, or of one backward of it, and begin to sum its scalars over the ranks.
 
         The host does not wait for the sums: `read` does.
@@ -134,12 +139,19 @@ class Stepper:
         weights = held.weights
         running = held.model.running_buffers.keep()
         self._deciders.begin_step(weights.updater)
-        numerator = held.objective.nominal_count / weights.updater.loss_scale.scale
+        names = (of.held or held).objective.names
+        if (held.objective.divides_exactly or self.guards.sees_hooks) and not of.count:
+            of = replace(of, count=self._count_each * batch.num_samples or held.objective.nominal_count)
+        hooks = [KeptValues(hook) for hook in held.objective.hooks] if of.count else ()
+        numerator = (of.count or held.objective.nominal_count) / weights.updater.loss_scale.scale
         with outside_step() if self.progress is Progress.REPEATING else nullcontext():
             own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
             # Agree: one all_reduce, whose sums the host does not wait for.
-            host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
-            decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
+            host_reads = (
+                of.count > 0 or of.is_apart or self.progress is Progress.REPEATING or self.guards.observer.hears_scalars
+            )
+            least = self.refusals.watch.least_count(names)
+            decider = self._deciders.choose(numerator, self.used, host_reads=host_reads, least=least)
             sums = self._agree(own, decider.wrote_unseen(self.place.device))
         return OpenStep(
             batch=batch,
@@ -151,59 +163,95 @@ class Stepper:
             data_wait_s=self._data_wait_s,
             decider=decider,
             state=decider.first_state,
-            names=(of.held or held).objective.names,
+            names=names,
             of=of,
+            hooks=hooks,
         )
 
-    def closed(self, opened: OpenStep) -> StepReport:
-        """Wait for a step's sums, decide on its update unless the device has, and return the report."""
-        # Agree: read what all ranks have summed, and exchange what a flag asks for.
-        summed = self.read(opened)
-        # Decide: the step is taken or skipped, or the run stops.
+    def read(self, opened: OpenStep) -> ReadStep:
+        """Wait for the sums of a backward, and note whether its numbers are unusual.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        summed = self._sums_of(opened)
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        note = self.guards.note_of(numbers, self.held, opened.batch, self.forward_backward) or self.guards.spikes.judge(
-            numbers.loss
-        )
-        skipped = self.judge(note, numbers, opened)
-        # Update: what the device has not made, of each replica.
+        again = functools.partial(self.forward_backward, of=opened.of)
+        note = self.guards.note_of(numbers, self.held, opened.batch, again)
+        if not note and not opened.of.is_apart:
+            note = self.guards.spikes.judge(numbers.loss)
+        return ReadStep(opened, summed, numbers, note)
+
+    def update(self, read: ReadStep, part: UpdatedPart = ALL, unused: frozenset[str] | None = None) -> StepReport:
+        """Decide on the update of a part of the optimizer unless the device has, make it, and return the report.
+
+        `unused` are the weights without a gradient; by default those that the ranks have agreed on.
+
+        Raises:
+            NonFiniteError, SpikeError, DataError: as `SkippedSteps.judge` says.
+        """
+        opened, numbers = read.opened, read.numbers
+        skipped = self._is_skipped(read)
+        if part is not ALL:  # whose own updates count
+            weights = self.held.weights
+            opened.lr_factor = weights.updater.rates.factors(weights.lr_factor, opened.batch.step)
         for number, assembly in self._own.each():
             if opened.state is not StepState.LAUNCHED:
-                self._update_replica(opened, numbers, number, assembly, skipped=skipped)
+                assembly.weights.updater.unused = self.used.unused(number) if unused is None else unused
+                self._update_replica(read, part, number, assembly, skipped=skipped)
             if math.isfinite(numbers.loss):
                 scale = assembly.weights.updater.loss_scale
                 scale.after(overflowed=not numbers.are_finite, has_moves=self._own.are_apart)
-        # Report.
-        self.steps_taken = opened.batch.step + 1
-        return self.report(opened, summed, numbers, note, skipped=skipped)
+        self.steps_taken = max(self.steps_taken, opened.batch.step + 1) if opened.of.is_apart else opened.batch.step + 1
+        return self.report(read, part, skipped=skipped)
 
     def _update_replica(
-        self, opened: OpenStep, numbers: StepNumbers, number: int, assembly: Assembly, *, skipped: bool
+        self, read: ReadStep, part: UpdatedPart, number: int, assembly: Assembly, *, skipped: bool
     ) -> None:
         """Update the weights of a replica as the host has decided, or none in a step that is skipped, or in which it counts nothing."""
+        opened, numbers = read.opened, read.numbers
         updater, scale = assembly.weights.updater, numbers.scales[number]
-        updater.unused = self.used.unused(number)
         if opened.report is None:  # else it was when its update was launched
             opened.prepare(updater)
         if skipped or scale is None:
             updater.offload.forget()
             return
-        if opened.was_written or self._own.are_apart:
+        if opened.was_written or opened.of.is_apart or self._own.are_apart:
             updater.live.reread()
+        if opened.of.is_apart:
+            assembly.weights.store.deliver()
+        if updater.whole.evaluates(part):
+            closure = Closure(updater.pieces_of(part), functools.partial(self._evaluate, opened), numbers.loss)
+            part = replace(part, evaluating=updater.whole.evaluating, closure=closure)
         factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
-        part = with_closure(ALL, self, opened, numbers) if updater.whole.evaluating else ALL
         were_sent = opened.state is StepState.SENT
-        self.update(assembly, functools.partial(updater.step, factor, were_sent=were_sent, part=part))
+        self.change(assembly, functools.partial(updater.step, factor, were_sent=were_sent, part=part))
 
-    def read(self, opened: OpenStep) -> SummedScalars:
-        """Wait for a step's sums and exchange what a flag asks for; a step that some rank gave up is taken once more.
+    def _evaluate(self, opened: OpenStep) -> tuple[float, float]:
+        """Return the loss of a step at the present weights, and the factor that makes the gradients those of a mean, clipped.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        weights = self.held.weights
+        weights.updater.publish()
+        weights.store.publish()
+        again = self.backward(opened.batch, replace(opened.of, is_apart=True, waits=False))
+        numbers = StepNumbers.of(self._sums_of(again).agreed, again.numerator)
+        return numbers.loss, (numbers.scales[0] or 0.0) * clip_factor(numbers.norms[0], self.job.optimizer.clip_norm)
+
+    def _sums_of(self, opened: OpenStep) -> SummedScalars:
+        """Wait for a step's sums and exchange what a flag asks for; a step that some rank gave up, or in which hooks have seen gradients of
+        a mean over another count, is taken once more.
+
+        A count that the loss guards against zero is that of the whole step, guarded.
 
         Collective over the world, see [Note: collective calls].
         """
         summed = opened.read(len(self.used.unsure))
-        while not self._answer(summed, opened.batch):
+        while (opened.of.count and self._has_other_count(summed, opened)) or not self._answer(summed, opened.batch):
             self._repeat(opened)
             summed = opened.read(len(self.used.unsure))
-        return summed
+        least = self.refusals.watch.least_count(opened.names)
+        return summed.guarded(least) if least else summed
 
     def _repeat(self, opened: OpenStep) -> None:
         """Run the forwards and backwards of a step once more, from where it began, since some rank gave them up.
@@ -211,12 +259,26 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         opened.running_buffers.restore()
+        for hook in opened.hooks:
+            hook.restore()
         for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
         before, self.progress = self.progress, Progress.REPEATING
-        again = self.open(opened.batch, opened.of)
+        again = self.backward(opened.batch, opened.of)
         self.progress = before
-        opened.sums, opened.state = again.sums, again.state
+        opened.sums, opened.state, opened.numerator = again.sums, again.state, again.numerator
+
+    def _has_other_count(self, summed: SummedScalars, opened: OpenStep) -> bool:
+        """Return whether the count of a step is another than what its backward has divided by, and let its repetition divide by it."""
+        count = opened.of.count
+        if not count:
+            return False
+        found = max(summed.agreed.count, self.refusals.watch.least_count(opened.names))
+        if not found or self._own.are_apart or summed.flags[StepFlag.REFUSES]:
+            return False
+        self._count_each = found / opened.batch.num_samples
+        opened.of = replace(opened.of, count=found)
+        return not math.isclose(found, count, rel_tol=1e-9)
 
     def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
         """Do what the flags of all ranks ask for: refuse the step, agree on its weights, record, stop; return False where the step
@@ -240,42 +302,42 @@ class Stepper:
             join.note_stop()
         return True
 
-    def judge(self, note: str, numbers: StepNumbers, opened: OpenStep) -> bool:
+    def _is_skipped(self, read: ReadStep) -> bool:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
 
         Raises:
             NonFiniteError, SpikeError, DataError: as `SkippedSteps.judge` says.
         """
         is_scaled = self.held.weights.updater.loss_scale.scale > 1.0
-        skipped = self.guards.skipped.judge(opened.batch.step + 1, note, numbers, is_scaled=is_scaled)
+        step = read.opened.batch.step + 1
+        skipped = self.guards.skipped.judge(step, read.note, read.numbers, is_scaled=is_scaled)
         if skipped:
-            opened.running_buffers.restore()
+            read.opened.running_buffers.restore()
         else:
             self.used.updated(is_first=not self._deciders.num_updates)
             self._deciders.num_updates += 1
         return skipped
 
-    def report(
-        self, opened: OpenStep, summed: SummedScalars, numbers: StepNumbers, note: str, *, skipped: bool = False
-    ) -> StepReport:
+    def report(self, read: ReadStep, part: UpdatedPart = ALL, *, skipped: bool = False) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
+        opened, summed, numbers = read.opened, read.summed, read.numbers
         count, device, step_s = summed.agreed.count, self.place.device, time.perf_counter() - opened.began_s
-        terms, values = opened.names.means(summed.reported)
+        terms, values = opened.names.means(summed.reported, self.refusals.watch.agreed)
         memory_bytes, reserved_bytes = peaks_of(device)
         return StepReport(
             step=opened.batch.step + 1,
             loss=numbers.loss,
             grad_norm=numbers.norm,
-            lr=self.held.weights.updater.rates.first_with(opened.lr_factor, ALL),
+            lr=self.held.weights.updater.rates.first_with(opened.lr_factor, part),
             tokens=int(count),
             step_s=step_s,
             tokens_per_s=count / step_s,
             data_wait_s=opened.data_wait_s,
             memory_bytes=memory_bytes,
             reserved_bytes=reserved_bytes,
-            note=note,
+            note=read.note,
             skipped=skipped,
-            spike=numbers.are_finite and bool(note),
+            spike=numbers.are_finite and bool(read.note),
             stop=summed.flags[StepFlag.STOP] > 0,
             save=summed.flags[StepFlag.SAVE] > 0,
             terms=terms,
@@ -311,6 +373,9 @@ class Stepper:
         """
         own = self.held
         held, trials = of.held or own, of.trials or self.guards.trials
+        held.objective.watch.least |= self.refusals.watch.least if index else {}  # of the replicas before it
+        self.refusals.watch = held.objective.watch
+        self.refusals.try_loss = functools.partial(trials.try_loss, held, batch)
         interpreter = Interpreter(held, self.job, self.place, self.guards.observer, trials, self.steps_taken + 1, of)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
@@ -337,8 +402,8 @@ class Stepper:
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])
         return sums
 
-    def update(self, assembly: Assembly, update: Callable[[], None]) -> None:
-        """Update this rank's weights of a replica, and make them visible to the next forward."""
+    def change(self, assembly: Assembly, update: Callable[[], None]) -> None:
+        """Let code of the optimizer change this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
         with self.guards.observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
             self.guards.trials.settle()

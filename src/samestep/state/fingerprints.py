@@ -73,7 +73,7 @@ def optimizer_digests(optimizer: Optimizer) -> dict[str, int]:
 
 def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options of each group as `INDEX/NAME`, without the learning rate, and the optimizer's attributes."""
-    found = {
+    options = {
         f"{index}/{key}": value
         for index, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
@@ -88,14 +88,14 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
     }
     # Names with an underscore in front are torch's own, such as the hooks of a step.
     of_any = _attributes_of_any_optimizer()
-    own = {
+    attributes = {
         key: value
         for key, value in vars(optimizer).items()
         if key not in known
         and key not in of_any
         and not isinstance(value, Optimizer)  # whose states are kept by weight
     }
-    return {**found, **own}
+    return {**options, **attributes}
 
 
 @functools.cache

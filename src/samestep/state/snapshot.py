@@ -1,10 +1,8 @@
-"""The attributes of modules, and the variables that their code reaches, at one moment: to be compared, and to be put back.
-
-What a model keeps from one forward to the next, besides its weights, and a context in which it is as it was before.
+"""State: what modules contain, and what objects contain that a model or a loss holds, at one moment: to be compared, and to be put back.
 
     buffers              running statistics, queues, counters
-    attributes           numbers, containers and tensors that a forward sets: `self.calls += 1`
-    variables            what its code keeps outside of the modules (`state/reachable.py`)
+    attributes           numbers, containers and tensors that a forward sets: `self.calls += 1`; objects in them, five levels deep
+    variables            those that the code of modules, hooks, losses and objects names (`named_variables.py`), and what is in them
     generators           the process-wide ones of torch, numpy and Python, and those that a module or a variable holds
 
 Inside `ModelState.restored()` the model has the values that it had when the state was taken; afterwards it has again those
@@ -13,13 +11,16 @@ that it has now. So a forward inside leaves no trace but in the generators, whic
 
 from __future__ import annotations
 
+import builtins
+import functools
+import logging
 import math
-from collections import deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ from torch import Tensor, nn
 
 from samestep.building.module_attributes import OF_TORCH
 from samestep.building.named_tensors import address
+from samestep.building.torch_seams import set_versions
 from samestep.datasets.generators import GENERATORS, put_all_back, put_back, state_of, states_of
-from samestep.state.reachable import Reached, Variable, built_in_kind, items_of
+from samestep.state.named_variables import SEARCHED, Home, Variable, home_of, variables_of
+from samestep.state.writes import version_of
 from samestep.trees import have_same_values
 
 _DEPTH = 5
@@ -38,6 +41,12 @@ _LARGEST = 4096
 """Containers of more items are compared by their length alone."""
 _UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device)
 
+_SINGLE = (bool, int, float, complex, str, bytes, type(None))
+HOLDERS = (SimpleNamespace, UserDict, UserList, ChainMap)
+"""Classes of Python whose objects hold attributes like those of a user's class."""
+_PLAIN = (*_SINGLE, *HOLDERS, tuple, list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
+"""Values of variables that are state, besides objects of the user's classes."""
+_LARGEST_NUMBER = 2**53
 _MACHINERY = ("samestep", "torch.distributed", "torch.utils.hooks", "logging", "threading", "multiprocessing")
 """Packages whose objects are no state of a model."""
 OUTSIDE = "outside of the modules"
@@ -69,7 +78,7 @@ _HOOKS = ("_forward", "_backward", "_state_dict", "_load_state", "_is_full")
 
 
 class Snapshot:
-    """The attributes, buffers and parameters of all modules, and the variables that code reaches, at one moment.
+    """The attributes, buffers and parameters of all modules, and the variables that their code names, at one moment.
 
     `root` is a model, or a function such as a loss. While a run holds a model's weights, hooks and modes (`weights=False`),
     what torch itself keeps in every module is left alone, but for the buffers.
@@ -84,27 +93,31 @@ class Snapshot:
         self.generators: list[tuple[Any, Callable[[], Any]]] = []
         """Generators of random numbers, each with a function that puts it back."""
         self._seen: dict[int, Any] = {}
-        self._kept: list[Any] = []  # so that no id is given to another object
+        self._alive: list[Any] = []  # so that no id is given to another object
         self.values: dict[Slot, Content] = {}
+        self.variables: dict[str, Variable] = {}
+        """Variables outside of the modules, by their names."""
+        self.modules: list[tuple[str, nn.Module]] = []
+        """Modules that are no part of the root, and the names by which code or objects hold them."""
+        self.numbers: set[float] = set()
+        """The numbers in the code that was searched, in variables and in attributes."""
+        self._caches: list[tuple[Any, Any]] = []
+        """Functions whose results `functools.lru_cache` keeps, and its counts."""
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
-        self._reached = Reached(root)
-        modules = list(root.named_modules()) if isinstance(root, nn.Module) else []
-        for name, part in self._reached.modules:
-            modules += [(f"{name}.{path}".rstrip("."), inner) for path, inner in part.named_modules()]
-        for path, part in modules:
-            self._module(path, part)
-        for variable in self._reached.variables:
-            self.values[OUTSIDE, variable.name] = self._value(variable.value)
+        self._places: set[tuple[int, Any]] = set()
+        self._searched: dict[int, Any] = {}
+        self._rest: deque[tuple[str, Any]] = deque()
+        if isinstance(root, nn.Module):
+            self._parts("", root)
+        else:
+            self._variable(Variable(getattr(root, "__name__", type(root).__name__), None, "", root))
+        while self._rest:
+            self._search(*self._rest.popleft())
 
     @property
     def containers(self) -> list[tuple[Any, Any]]:
         """Mutable containers, each with a copy of its items."""
         return self._undo
-
-    @property
-    def variables(self) -> list[Variable]:
-        """Variables outside of the modules, with their values."""
-        return self._reached.variables
 
     @property
     def named_generators(self) -> Iterator[tuple[str, Any]]:
@@ -115,33 +128,72 @@ class Snapshot:
             )
             yield ".".join(part for part in slot if part not in ("", OUTSIDE)), generator
 
-    @property
-    def constants(self) -> set[int]:
-        """The integers in the code that is reached."""
-        return self._reached.constants
+    def _meet(self, name: str, value: Any) -> None:
+        """Search a function or a class later, or look into a module, each once."""
+        if isinstance(value, (*SEARCHED, nn.Module)) and id(value) not in self._searched:
+            self._searched[id(value)] = value
+            self._rest.append((name, value))
+
+    def _search(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self.modules.append((name, value))
+            self._parts(name, value)
+            return
+        if isinstance(value, functools._lru_cache_wrapper):
+            self._caches.append((value, value.cache_info()))
+        for variable in variables_of(name, value):
+            self._variable(variable)
+
+    def _variable(self, variable: Variable) -> None:
+        """Note a variable of which the value is state; search what else it holds; a number that nobody can set is a constant."""
+        name, holder, key, value = variable
+        if isinstance(value, (*SEARCHED, nn.Module)):
+            self._meet(name, value)
+        elif holder is None and isinstance(value, _SINGLE):
+            self._note(value)
+        elif isinstance(value, _PLAIN) or home_of(type(value).__module__) is Home.USER:
+            place = (id(value), "") if holder is None else (id(holder), key)
+            if place not in self._places:
+                self._places.add(place)
+                name = name if name not in self.variables else f"{name} ({len(self.variables)})"
+                self.variables[name] = variable
+                self.values[OUTSIDE, name] = self._value(name, value)
+
+    def _parts(self, name: str, root: nn.Module) -> None:
+        """Take the modules of a root, of which the parts are no modules of their own."""
+        parts = [(path, part) for path, part in root.named_modules() if part is root or id(part) not in self._searched]
+        self._searched |= {id(part): part for _, part in parts}
+        for path, part in parts:
+            self._module(f"{name}.{path}".strip("."), part)
 
     def _module(self, path: str, part: nn.Module) -> None:
-        kept = frozenset() if self._weights else OF_TORCH
-        self._undo.append((vars(part), {name: value for name, value in vars(part).items() if name not in kept}))
+        of_torch = frozenset() if self._weights else OF_TORCH
+        self._undo.append((vars(part), {name: value for name, value in vars(part).items() if name not in of_torch}))
+        self._meet(type(part).__name__, type(part))
         for name, value in vars(part).items():
             if name == "_buffers" or (self._weights and name in ("_parameters", "_modules")):
                 self._undo.append((value, dict(value)))
-                self.values |= {(path, key): self._value(item) for key, item in value.items()}
+                self.values |= {
+                    (path, key): self._value(f"{path}.{key}".lstrip("."), item) for key, item in value.items()
+                }
             elif name.startswith(_HOOKS):
                 # A forward that installs hooks once notes that in an attribute: both go back, or hooks come twice.
                 self._undo += [(value, dict(value))] if isinstance(value, dict) else []
-            elif name not in kept:
-                self.values[path, name] = self._value(value)
+                for hook in value.values() if isinstance(value, dict) else ():
+                    self._meet(f"{path}.{name}", hook)
+            elif name not in of_torch:
+                self.values[path, name] = self._value(f"{path}.{name}".lstrip("."), value)
         weights = part._parameters.values() if self._weights else ()
         self._data += [(param, param.data, address(param)) for param in weights if param is not None]
 
     def restore(self, *, generators: bool = True) -> None:
         """Set every module, variable and container to what it held; empty caches of functions that were filled since."""
-        for held, items in self._undo:
-            put_items(held, items)
-        for variable in self._reached.variables:
-            variable.put(variable.value)
-        for function, counted in self._reached.caches:
+        for container, items in self._undo:
+            put_items(container, items)
+        for variable in self.variables.values():
+            if variable.present is not variable.value:
+                variable.put(variable.value)
+        for function, counted in self._caches:
             if function.cache_info().misses != counted.misses:
                 function.cache_clear()
         for act in (*self._put_back, *(put for _, put in self.generators if generators)):
@@ -150,24 +202,26 @@ class Snapshot:
             if address(param) != where:
                 param.data = data
 
-    def _value(self, value: Any) -> Content:
+    def _value(self, name: str, value: Any) -> Content:
         tensors: list[Tensor] = []
-        known = len(self.generators)
-        skeleton = self._skeleton(value, tensors, _DEPTH)
-        self._kept += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
-        found = {id(generator) for generator, _ in self.generators[known:]}
-        return Content(skeleton, tensors, list(map(address, tensors)), found)
+        before = len(self.generators)
+        skeleton = self._skeleton(name, value, tensors, _DEPTH)
+        self._alive += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
+        generators = {id(generator) for generator, _ in self.generators[before:]}
+        return Content(skeleton, tensors, list(map(address, tensors)), generators)
 
-    def _skeleton(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
-        """Return a value's numbers and structure in a form that can be compared, and collect its tensors."""
+    def _skeleton(self, name: str, value: Any, tensors: list[Tensor], depth: int) -> Any:
+        """Return a value's numbers and structure in a form that can be compared; collect its tensors, modules and code."""
         if isinstance(value, Tensor):
             tensors.append(value)
             return ("tensor", value.dtype)
+        self._note(value)
         if value is None or isinstance(value, str | bytes | bool | int | complex):
             return value
         if isinstance(value, float):
             return repr(value)
-        self._kept.append(value)
+        self._alive.append(value)
+        self._meet(name, value)
         if isinstance(value, _UNCHANGING):
             return id(value)
         if isinstance(value, np.ndarray):
@@ -182,58 +236,81 @@ class Snapshot:
         if id(value) in self._seen or depth == 0:
             return self._seen.get(id(value), type(value).__name__)
         self._seen[id(value)] = type(value).__name__  # for what contains itself
-        return self._items(value, tensors, depth)
+        return self._items(name, value, tensors, depth - 1)
 
-    def _items(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
+    def _note(self, value: Any) -> None:
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER:
+            self.numbers.add(value)
+
+    def _items(self, name: str, value: Any, tensors: list[Tensor], depth: int) -> Any:
         """Return the skeleton of a container, or of an object's attributes."""
         if isinstance(value, list | tuple | deque):
             if not isinstance(value, tuple):
                 self._undo.append((value, list(value)))
             if len(value) > _LARGEST:
                 return (type(value).__name__, len(value))
-            return (type(value).__name__, *(self._skeleton(item, tensors, depth - 1) for item in value))
+            return (type(value).__name__, *(self._skeleton(name, item, tensors, depth) for item in value))
         if isinstance(value, set | frozenset):
             if isinstance(value, set):
                 self._undo.append((value, set(value)))
             return sorted(map(repr, value)) if len(value) <= _LARGEST else len(value)
         if type(value).__module__.startswith(_MACHINERY):
             return type(value).__name__
+        self._meet(type(value).__name__, type(value))
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        if not isinstance(fields, dict):
+        slots = dict(slots_of(value)) if home_of(type(value).__module__) is Home.USER else {}
+        self._put_back += [partial(object.__setattr__, value, key, item) for key, item in slots.items()]
+        if not isinstance(fields, dict) and not slots:
             return type(value).__name__
-        items = copied_items(fields)
-        self._undo.append((fields, items))
+        items = {}
+        if isinstance(fields, dict):
+            items = copied_items(fields)
+            self._undo.append((fields, items))
         if len(items) > _LARGEST:
             return len(items)
-        return {repr(key): self._skeleton(item, tensors, depth - 1) for key, item in items.items()}
+        below = "" if isinstance(value, dict) else name + "."
+        return {
+            repr(key): self._skeleton(f"{below}{key}" if below else name, item, tensors, depth)
+            for key, item in (*items.items(), *slots.items())
+        }
+
+
+def changed_slots(before: Snapshot, after: Snapshot) -> set[Slot]:
+    """Return the slots whose numbers, structure or tensors differ."""
+    none = Content(None, [])
+    slots = before.values.keys() | after.values.keys()
+    pairs = ((slot, before.values.get(slot, none), after.values.get(slot, none)) for slot in slots)
+    return {slot for slot, old, new in pairs if old.skeleton != new.skeleton or old.identities != new.identities}
 
 
 def modules_of(function: Callable[..., Any]) -> nn.Module:
     """Return a module whose children are those that a function such as a loss reaches, and itself if it is one."""
-    found = nn.Module()
-    reached = [("loss", function)] if isinstance(function, nn.Module) else Reached(function).modules
-    for name, part in reached:
-        found.add_module(name.replace(".", "/"), part)
-    return found
+    named = [("loss", function)] if isinstance(function, nn.Module) else Snapshot(function).modules
+    modules, later = nn.Module(), Counter(name for name, _ in named)
+    for name, part in named:  # of a list of modules the last one has the list's name
+        place = f"[-{later[name]}]" if later[name] > 1 else ""
+        modules.add_module(f"{name}{place}".replace(".", "/"), part)
+        later[name] -= 1
+    return modules
 
 
 class GivenWeights:
     """The weights of all modules at one moment, for which a forward may put others."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._held = [(part._parameters, dict(part._parameters)) for part in root.modules()]
+        self._weights = [(part._parameters, dict(part._parameters)) for part in root.modules()]
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Let the modules hold these weights inside, and afterwards again those that they hold now."""
-        now = [(held, dict(held)) for held, _ in self._held]
-        for held, items in self._held:
-            put_items(held, items)
+        now = [(weights, dict(weights)) for weights, _ in self._weights]
+        for weights, items in self._weights:
+            put_items(weights, items)
         try:
             yield
         finally:
-            for held, items in now:
-                put_items(held, items)
+            for weights, items in now:
+                put_items(weights, items)
 
 
 class KeptValues:
@@ -242,63 +319,108 @@ class KeptValues:
     def __init__(
         self, root: nn.Module | Callable[..., Any], largest: float = math.inf, *, weights: bool = True
     ) -> None:
-        self.before = Snapshot(root, weights=weights)
-        found = {id(t): t for value in self.before.values.values() for t in value.tensors}
-        kept = [t for t in found.values() if not isinstance(t, nn.Parameter) and not t.is_meta and t.numel() <= largest]
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in kept]
+        self._root, self.before = root, Snapshot(root, weights=weights)
+        tensors = {id(tensor): tensor for value in self.before.values.values() for tensor in value.tensors}
+        copied = (t for t in tensors.values() if not (isinstance(t, nn.Parameter) or t.is_meta or t.numel() > largest))
+        self._copies = [(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in copied]
+
+    def changed(self) -> str:
+        """Return the name of something that is another value now, in a function; empty if nothing is."""
+        written = {id(tensor) for tensor, _, version in self._copies if version_of(tensor) != version}
+        slots = changed_slots(self.before, Snapshot(self._root))
+        slots |= {slot for slot, value in self.before.values.items() if not written.isdisjoint(map(id, value.tensors))}
+        return min((name for _, name in slots), default="")
 
     @torch.no_grad()
     def restore(self, *, generators: bool = True) -> None:
-        """Put everything back. A weight is taken as read alone."""
+        """Put everything back, with the versions that a graph compares. A weight is taken as read alone."""
         self.before.restore(generators=generators)
-        for tensor, copied in self._copies:
+        for tensor, copied, version in self._copies:
             if tensor.shape != copied.shape:
                 tensor.data = copied.clone()
             elif not have_same_values(tensor, copied):
                 tensor.data.copy_(copied)
+            if version_of(tensor) != version:
+                set_versions((tensor,), (version,))
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Drop what code prints and logs inside, in calls that are no part of a step."""
+    level, printing = logging.root.manager.disable, builtins.print
+    logging.disable()
+    builtins.print = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        builtins.print = printing
+        logging.disable(level)
 
 
 @contextmanager
 def preserve_modules(module: nn.Module) -> Iterator[None]:
     """Restore all modules after what runs inside, so that nothing of a trace stays in them."""
-    before = Snapshot(module)
+    snapshot = Snapshot(module)
     try:
-        yield
+        with _unheard():
+            yield
     finally:
-        before.restore()
+        snapshot.restore()
 
 
 @contextmanager
-def preserve_function(function: Callable[..., Any]) -> Iterator[None]:
-    """Restore what a function reaches after calls inside: itself a module, a method, a partial, or variables around it."""
-    before = KeptValues(function, _LARGEST_COPY)
+def preserve_function(function: Callable[..., Any]) -> Iterator[Snapshot]:
+    """Restore what a function reaches after calls inside, which print nothing: itself a module, a method, a partial, or variables around it."""
+    kept_values = KeptValues(function, _LARGEST_COPY)
     try:
-        yield
+        with _unheard():
+            yield kept_values.before
     finally:
-        before.restore()
+        kept_values.restore()
 
 
-def copied_items(held: Any) -> Any:
+def built_in_kind(items: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the built-in class that stores a dict's items, below subclasses that read or write them otherwise."""
+    return OrderedDict if isinstance(items, OrderedDict) else dict
+
+
+def items_of(items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the items that a dict holds; a subclass may compute others when it is asked for them."""
+    return {key: dict.__getitem__(items, key) for key in built_in_kind(items).__iter__(items)}
+
+
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object that its classes name in `__slots__`, as far as they are set."""
+    for base in type(value).__mro__:
+        for key, slot in list(vars(base).items()):
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):
+                    yield key, slot.__get__(value)
+
+
+def copied_items(container: Any) -> Any:
     """Return the items of a mutable container, for `put_items`."""
-    return items_of(held) if isinstance(held, dict) else set(held) if isinstance(held, set) else list(held)
+    if isinstance(container, dict):
+        return items_of(container)
+    return set(container) if isinstance(container, set) else list(container)
 
 
-def put_items(held: Any, items: Any) -> None:
+def put_items(container: Any, items: Any) -> None:
     """Give a container the items that it held; in a module's dictionary torch's entries stay."""
-    if isinstance(held, dict):
-        kind, now = built_in_kind(held), items_of(held)
-        kept = OF_TORCH if "_modules" in now and "_modules" not in items else frozenset()
-        if now.keys() - kept != items.keys() or any(now[key] is not item for key, item in items.items()):
-            for key in now.keys() - items.keys() - kept:
-                kind.__delitem__(held, key)
+    if isinstance(container, dict):
+        kind, now = built_in_kind(container), items_of(container)
+        of_torch = OF_TORCH if "_modules" in now and "_modules" not in items else frozenset()
+        if now.keys() - of_torch != items.keys() or any(now[key] is not item for key, item in items.items()):
+            for key in now.keys() - items.keys() - of_torch:
+                kind.__delitem__(container, key)
             for key, item in items.items():
-                kind.__setitem__(held, key, item)
-    elif isinstance(held, set):
-        held.intersection_update(items)
-        held.update(items)
-    elif len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True)):
-        held.clear()
-        held.extend(items)
+                kind.__setitem__(container, key, item)
+    elif isinstance(container, set):
+        container.intersection_update(items)
+        container.update(items)
+    elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
+        container.clear()
+        container.extend(items)
 
 
 def _set_array(array: Any, copied: Any) -> None:
@@ -310,33 +432,34 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept = KeptValues(model, weights=False)
+        self._values = KeptValues(model, weights=False)
 
     @property
     def generators(self) -> list[Any]:
         """The generators that a module or a variable holds."""
-        return [generator for generator, _ in self._kept.before.generators]
+        return [generator for generator, _ in self._values.before.generators]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Give the model the values it had, inside; afterwards give it back what it holds now."""
         now = KeptValues(self._model, weights=False)
         try:
-            self._kept.restore(generators=False)
-            yield
+            self._values.restore(generators=False)
+            with _unheard():
+                yield
         finally:
             now.restore(generators=False)
 
 
 @contextmanager
-def preserve_generators(held: Iterable[Any] = ()) -> Iterator[None]:
-    """Put every random number generator back, afterwards: those of the process, and those among the objects `held`."""
-    own = [value for value in held if isinstance(value, GENERATORS)]
+def preserve_generators(values: Iterable[Any] = ()) -> Iterator[None]:
+    """Put every random number generator back, afterwards: those of the process, and those among some `values`."""
+    generators = [value for value in values if isinstance(value, GENERATORS)]
     of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    before = states_of(own)
+    states = states_of(generators)
     try:
         yield
     finally:
-        put_all_back(before, own)
+        put_all_back(states, generators)
         if of_gpu is not None:
             torch.cuda.set_rng_state(of_gpu)

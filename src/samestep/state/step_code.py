@@ -11,32 +11,34 @@ A trial of the optimizer reads thresholds and counters here, and puts back what 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.state.reachable import CodeWalk, Home, Kind, Variable
-from samestep.state.snapshot import copied_items, put_items
+from samestep.state.named_variables import SEARCHED, Home, Variable, home_of, variables_of
+from samestep.state.snapshot import HOLDERS, copied_items, items_of, put_items, slots_of
 
-_INNER = "inner."
+_INNER, _GROUP = "inner.", "group."
 _OWN = ("state", "param_groups")
+_MOST = 20_000
+"""Objects that are looked into at most."""
+_MOST_ITEMS = 4096
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor)
+"""Values that hold no others."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_HOMES = frozenset([Home.USER, Home.PACKAGE])
 
 
-class StepCode(CodeWalk):
-    """The numbers that an optimizer's step reaches, and the places outside of its state that it may change."""
-
-    homes = frozenset([Home.USER, Home.PACKAGE])
-    most_items = 4096
+class StepCode:
+    """The optimizers and tensors that an optimizer's step reaches, and the places outside of its state that it may change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__()
         self.optimizer = optimizer
-        self.numbers: set[float] = set()
         self.optimizers: list[Any] = []
         """The optimizer, and those that it reaches: a wrapper's own ones, which hold groups and states of theirs."""
         self.tensors: set[int] = set()
@@ -44,51 +46,76 @@ class StepCode(CodeWalk):
         self.places: list[Variable] = []
         """Where numbers stand that the step may read: closures, variables, attributes."""
         self._containers: list[Any] = []
-        self.follow([Variable("", None, "", optimizer)])
+        self._follow(Variable("", None, "", optimizer))
         self._containers.append(vars(optimizer))
 
-    def note(self, found: Variable) -> None:
+    def _follow(self, first: Variable) -> None:
+        """Look into a value and what it holds, each once, in the order in which code holds them."""
+        seen: dict[int, Any] = {}  # so that no id is given to another object
+        rest = [iter([first])]
+        while rest:
+            variable = next(rest[-1], None)
+            if variable is None:
+                rest.pop()
+                continue
+            self._note(variable)
+            value = variable.value
+            if id(value) not in seen and len(seen) <= _MOST and not isinstance(value, _LEAVES):
+                seen[id(value)] = value
+                rest.append(self._within(variable.name, value))
+
+    def _note(self, variable: Variable) -> None:
         """Note a number or a tensor, and where it can be set."""
-        value = found.value
+        value = variable.value
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and math.isfinite(value):
-            self.numbers.add(value)
         if isinstance(value, Tensor):
             self.tensors.add(id(value))
             is_number = value.numel() == 1
-        if is_number and found.holder is not None and isinstance(found.key, str):
-            self.places.append(found)
-
-    def enter(self, name: str, value: Any) -> None:
-        """Note an optimizer, or a container whose items may change."""
-        if isinstance(value, Optimizer):
-            self.optimizers.append(value)
-        elif isinstance(value, dict | list | set | deque):
-            self._containers.append(value)
+        if is_number and variable.holder is not None and isinstance(variable.key, str):
+            self.places.append(variable)
 
     def _within(self, name: str, value: Any) -> Iterator[Variable]:
+        """Yield what a value holds."""
         if isinstance(value, Optimizer):
-            yield from (one for one in self._of_object(name, value) if one.key not in _OWN)
+            self.optimizers.append(value)
+            yield from (variable for variable in _of_object(name, value) if variable.key not in _OWN)
             for group in value.param_groups:
-                options = ((key, one) for key, one in group.items() if key not in ("params", "param_names"))
-                yield from (Variable(name, group, key, one, Kind.ITEM) for key, one in options)
-        elif isinstance(value, nn.Module):
-            yield from self._of_object(name, value) if self._follows(type(value).__module__) else ()
-        else:
-            yield from super()._within(name, value)
+                options = ((key, option) for key, option in group.items() if key not in ("params", "param_names"))
+                yield from (Variable(name, group, key, option) for key, option in options)
+        elif isinstance(value, SEARCHED):
+            yield from variables_of(name, value, _HOMES)
+        elif isinstance(value, _CONTAINERS):
+            if not isinstance(value, tuple | frozenset):
+                self._containers.append(value)
+            if isinstance(value, dict):
+                yield from (Variable(name, value, *item) for item in list(items_of(value).items())[:_MOST_ITEMS])
+            else:
+                yield from (Variable(name, None, "", item) for item in list(islice(value, _MOST_ITEMS)))
+        elif isinstance(value, HOLDERS) or home_of(type(value).__module__) in _HOMES:
+            yield from _of_object(name, value)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Put back, in the end, the numbers and the containers that the code can reach outside of the optimizer."""
         numbers = [(place, _value_of(place.present)) for place in self.places]
-        containers = [(held, copied_items(held)) for held in self._containers]
+        containers = [(container, copied_items(container)) for container in self._containers]
         try:
             yield
         finally:
-            for held, items in containers:
-                put_items(held, items)
+            for container, items in containers:
+                put_items(container, items)
             for place, before in numbers:
                 write(place, before)
+
+
+def _of_object(name: str, value: Any) -> Iterator[Variable]:
+    """Yield the class of an object, and its attributes."""
+    yield Variable(type(value).__name__, None, "", type(value))
+    yield from (Variable(f"{name}.{key}", None, "", item) for key, item in slots_of(value))
+    attributes = getattr(value, "__dict__", {})
+    yield from (
+        Variable(f"{name}.{key}", attributes, key, item) for key, item in list(attributes.items())[:_MOST_ITEMS]
+    )
 
 
 def _value_of(value: Any) -> Any:
@@ -111,25 +138,58 @@ def optimizers_in(optimizer: Optimizer) -> list[Any]:
 
 def optimizers_with_states(optimizer: Optimizer) -> list[Any]:
     """Return an optimizer, and those of the optimizers inside it, as in a wrapper, that keep other states."""
-    return list({id(one.state): one for one in reversed(optimizers_in(optimizer))}.values())[::-1]
+    return list({id(inner.state): inner for inner in reversed(optimizers_in(optimizer))}.values())[::-1]
 
 
 def states_by_key(optimizers: Sequence[Any], weight: Tensor) -> dict[str, Any]:
-    """Return the states of a weight in an optimizer, and in its inner ones under keys that `state_at` reads."""
-    if not optimizers:
-        return {}
-    found = dict(optimizers[0].state.get(weight, {}))
-    for index, inner in enumerate(optimizers[1:], 1):
-        found |= {f"{_INNER}{index}.{key}": value for key, value in inner.state.get(weight, {}).items()}
-    return found
+    """Return the states of a weight in an optimizer, and in its inner ones under keys that `set_state` reads.
+
+    Of states that the first weight of a group has for all of them, stacked, each weight has its row.
+    """
+    by_key: dict[str, Any] = {}
+    for index, optimizer in enumerate(optimizers):
+        inner = f"{_INNER}{index}." if index else ""
+        rows = rows_in_group(optimizer, weight)
+        states = {f"{_GROUP}{key}": value for key, value in rows.items()} or optimizer.state.get(weight, {})
+        by_key |= {f"{inner}{key}": value for key, value in states.items()}
+    return by_key
 
 
-def state_at(optimizers: Sequence[Any], weight: Tensor, key: str) -> tuple[dict[str, Any], str]:
-    """Return the dict that holds a state which `states_by_key` lists under a key, created if it is missing, and its key in it."""
+def set_state(optimizers: Sequence[Any], weight: Tensor, key: str, value: Any) -> None:
+    """Set a state of a weight that `states_by_key` lists under a key, or its row in a state of its group."""
     index = "0"
     if key.startswith(_INNER):
         index, _, key = key.removeprefix(_INNER).partition(".")
     states = optimizers[int(index)].state
-    if weight not in states:
-        states[weight] = {}
-    return states[weight], key
+    if not key.startswith(_GROUP):
+        states.setdefault(weight, {})[key] = value
+        return
+    members, key = _members_with(optimizers[int(index)], weight), key.removeprefix(_GROUP)
+    of_first = states.setdefault(members[0], {})
+    if isinstance(value, Tensor) and value.dim() == weight.dim():
+        stack = of_first.setdefault(key, value.new_empty(len(members), *value.shape))
+        stack[next(i for i, member in enumerate(members) if member is weight)] = value
+    else:
+        of_first[key] = value
+
+
+def rows_in_group(optimizer: Any, weight: Tensor) -> dict[str, Any]:
+    """Return the states of a weight that the first weight of its group has for all of them: its rows of stacked tensors [members, ...],
+    and what is no such tensor; nothing if no tensor is stacked.
+    """
+    members = _members_with(optimizer, weight)
+    states = optimizer.state.get(members[0], {}) if members else {}
+    index = next((i for i, member in enumerate(members) if member is weight), 0)
+    rows = {
+        key: value[index]
+        for key, value in states.items()
+        if isinstance(value, Tensor) and value.dim() == weight.dim() + 1 and len(value) == len(members)
+    }
+    is_shared = rows and weight.numel() > 1 and not any(optimizer.state.get(other) for other in members[1:])
+    return {**states, **rows} if is_shared else {}
+
+
+def _members_with(optimizer: Any, weight: Tensor) -> list[Tensor]:
+    """Return the weights of the group of a weight."""
+    groups = (group["params"] for group in optimizer.param_groups)
+    return next((params for params in groups if any(param is weight for param in params)), [])

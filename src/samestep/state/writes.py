@@ -1,17 +1,19 @@
-"""Whether tensors were written since a moment: the marks of both moments are compared.
+"""Whether tensors were written since a moment, by comparing the marks of both moments; and copies of tensors, to put their values back.
 
     versions    count the operations of torch that wrote a tensor
     addresses   show another storage, as by `param.data = ...`
     norms       show what `param.data.copy_(...)` has written, which no version counts
 
-The first two are on the host; norms stay on the device until somebody asks for each tensor.
+The first two are on the host; norms stay on the device until somebody asks for each tensor. `KeptTensors` are running statistics that a
+skipped step restores, copied by one call for all of a dtype; `KeptValues` (`snapshot.py`) keeps attributes as well.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +33,14 @@ class Marks(NamedTuple):
 
     def since(self, before: Marks) -> list[bool]:
         """Return for each tensor whether it was written since `before`; the host waits for the device if there are norms."""
-        found = list(map(operator.ne, self.versions, before.versions))
+        written = list(map(operator.ne, self.versions, before.versions))
         if self.addresses:
-            found = [one or now != then for one, now, then in zip(found, self.addresses, before.addresses, strict=True)]
+            moved = map(operator.ne, self.addresses, before.addresses)
+            written = list(map(operator.or_, written, moved))
         if self.norms is None or before.norms is None:
-            return found
+            return written
         same = (self.norms == before.norms) | (self.norms.isnan() & before.norms.isnan())
-        return [one or not alike for one, alike in zip(found, same.tolist(), strict=True)]
+        return [is_written or not alike for is_written, alike in zip(written, same.tolist(), strict=True)]
 
     def any_since(self, before: Marks, device: torch.device) -> Tensor:
         """Return 1 if a tensor was written since `before`, else 0 (float64 []), for which the host need not wait."""
@@ -53,13 +56,13 @@ def marks_of(
     norms: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> Marks:
     """Return the marks of tensors now; `norms` computes those of the values where these are compared too."""
-    held = list(tensors)
-    places = [0 if tensor.is_meta else tensor.data_ptr() for tensor in held] if addresses else []
+    listed = list(tensors)
+    places = [0 if tensor.is_meta else tensor.data_ptr() for tensor in listed] if addresses else []
     try:
-        versions = [tensor._version for tensor in held]
+        versions = [tensor._version for tensor in listed]
     except RuntimeError:  # of a tensor that no operation may write
-        versions = list(map(version_of, held))
-    return Marks(versions, places, norms(held) if norms is not None and held else None)
+        versions = list(map(version_of, listed))
+    return Marks(versions, places, norms(listed) if norms is not None and listed else None)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -72,3 +75,46 @@ def exact_norms(tensors: Sequence[Tensor]) -> Tensor:
     parts = [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors]
     values = [part if part.is_floating_point() else part.new_zeros(1, dtype=torch.float32) for part in parts]
     return torch.stack(torch._foreach_norm(values, 2.0, torch.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensors:
+    """Tensors with copies of their values, in one tensor for all that are alike."""
+
+    tensors: tuple[Sequence[Tensor], ...]
+    copies: tuple[Tensor, ...]
+    """For tensors of no dimension one element each, for others all elements one after the other."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> KeptTensors:
+        """Copy the values of tensors."""
+        return AlikeTensors(tensors).keep()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the values back."""
+        for tensors, copies in zip(self.tensors, self.copies, strict=True):
+            for tensor, value in zip(tensors, copies.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(value.view(tensor.shape))
+
+
+class AlikeTensors:
+    """Tensors whose values are copied again and again, in lists of those that one call copies."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        alike: dict[tuple[Any, ...], list[Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.dtype, tensor.device, tensor.dim()), []).append(tensor)
+        self._lists = tuple(alike.values())
+        self._dims = [dims for _, _, dims in alike]
+
+    def keep(self) -> KeptTensors:
+        """Copy the values."""
+        for tensors, dims in zip(self._lists, self._dims, strict=True):
+            if {*map(Tensor.dim, tensors)} != {dims}:  # code has given one of them another tensor's values, by `.data`
+                return KeptTensors.of(tensor for tensors in self._lists for tensor in tensors)
+        copies = [
+            torch.stack(tensors) if dims == 0 else torch.cat(tensors if dims == 1 else [t.flatten() for t in tensors])
+            for tensors, dims in zip(self._lists, self._dims, strict=True)
+        ]
+        return KeptTensors(self._lists, tuple(copies))

@@ -1,6 +1,6 @@
 """The strategies, one way of distributing a step each, and the stack that applies them in order. No torch.
 
-A strategy has two functions: `refusal(step)` returns why it cannot run a step, and `apply(program)` returns the program
+A strategy has two functions: `refusal(step)` returns the error of a step that it cannot run, and `apply(program)` returns the program
 with its ops, its buckets or units, and its part of each weight's `Holding` added. Strategies do not import each other;
 the order of the stack is the only thing that relates them. Twins of the same name in `runtime/axes` carry out what is
 written here.
@@ -22,12 +22,12 @@ from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import (
     batch_norm,
+    batch_norm_group,
     batch_values,
     chunked_loss,
     chunked_mlp,
     compress,
     context,
-    coupled_samples,
     data,
     expert,
     host_inputs,
@@ -40,13 +40,11 @@ from samestep.strategies import (
     shard,
     tensor,
     whole_batch,
-    whole_graph,
     whole_update,
 )
 
 # The order matters: each strategy works on what those before it have written.
 STACK: tuple[ModuleType, ...] = (
-    whole_graph,  # only refuses
     precision,
     chunked_loss,  # leaves the last layer a chunk of its logits
     chunked_mlp,  # leaves blocks a chunk of their MLPs
@@ -61,7 +59,7 @@ STACK: tuple[ModuleType, ...] = (
     loss_terms,  # exchanges counts where the model ends
     shard,  # gathers weights and scatters gradients
     data,  # reduces the gradients that are left
-    coupled_samples,  # only refuses
+    batch_norm_group,  # only refuses
     compress,  # encodes what is reduced
     whole_update,  # brings to one rank what it must update whole
     host_weights,  # copies weights to the device in front of what reads them
@@ -81,7 +79,6 @@ def _updates_whole(model: ModelSpec) -> bool:
 
 
 _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
-    whole_graph: lambda step: step.compile == "model",
     precision: lambda step: step.product_dtype != "float32",
     chunked_loss: lambda step: step.layout.loss_chunk is not None,
     chunked_mlp: lambda step: step.layout.mlp_chunk is not None,
@@ -95,7 +92,7 @@ _ASKED: dict[ModuleType, Callable[[StepSpec], bool]] = {
     batch_values: lambda step: _asks_for_values(step.model),
     loss_terms: lambda step: len(step.model.loss_names.terms) > 1,
     shard: lambda step: step.layout.zero > 0 or step.layout.accumulate != "sharded",
-    coupled_samples: lambda step: step.global_batch > step.microbatch_samples,
+    batch_norm_group: lambda step: step.global_batch > step.microbatch_samples,
     compress: lambda step: step.contributions is not None,
     whole_update: lambda step: _updates_whole(step.model),
     host_weights: lambda step: bool(step.offload),
@@ -125,8 +122,8 @@ def program_of(
     """
     step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, updates_in_chunks)
     step = step.but(stage=stage, replica=replica)
-    if reason := refusal_of(step):
-        raise LayoutError(reason)
+    if error := refusal_of(step):
+        raise error
     return _of_all_sizes(step, _program_for)
 
 
@@ -182,8 +179,8 @@ class ProgramBuilder:
             LayoutError: a strategy refuses the layout.
         """
         step = self.step(layout)
-        if reason := refusal_of(step):
-            raise LayoutError(reason)
+        if error := refusal_of(step):
+            raise error
 
         def of_stage(sized: StepSpec) -> Program:
             return _apply_all(_with_tasks(self.before_stages(sized)), _from(pipeline))
@@ -197,8 +194,8 @@ class ProgramBuilder:
             layout.cuts, step.microbatch_samples, layout.world_size > 1,
             (layout.innermost_data_ranks, step.zero) if layout.borrows_data_ranks else (), step.sample_groups,
         )  # fmt: skip
-        found = self._shared.get((*key, layout.recompute))
-        if found is None:
+        program = self._shared.get((*key, layout.recompute))
+        if program is None:
             if len(self._shared) > MOST_SHARED:
                 self._shared.clear()
             cut = self._shared.get(key)
@@ -206,18 +203,19 @@ class ProgramBuilder:
                 cut = self._shared[key] = _apply_all(_on_one_rank(step), _before(recompute))
             mine = replace(cut, step=step.cut_like(cut.step))
             between = _before(pipeline)[len(_before(recompute)) :]
-            found = self._shared[(*key, layout.recompute)] = _apply_all(mine, between)
-        return replace(found, step=step.cut_like(found.step))
+            program = self._shared[(*key, layout.recompute)] = _apply_all(mine, between)
+        return replace(program, step=step.cut_like(program.step))
 
 
-def refusal_of(step: StepSpec) -> str | None:
-    """Return the reason of the first strategy that refuses a step; None if none does."""
+def refusal_of(step: StepSpec) -> LayoutError | None:
+    """Return the error of the first strategy that refuses a step; None if none does."""
     if step.num_microbatches > MOST_MICROBATCHES:
-        return (
+        return LayoutError(
+            "microbatches-too-many",
             f"microbatch={step.layout.microbatch} makes {step.num_microbatches:,} micro-batches of the {step.rank_samples:,} "
-            f"samples of a rank; microbatch={-(-step.rank_samples // MOST_MICROBATCHES)} or more works"
+            f"samples of a rank; microbatch={-(-step.rank_samples // MOST_MICROBATCHES)} or more works",
         )
-    return next((reason for strategy in _asked(STACK, step) if (reason := strategy.refusal(step))), None)
+    return next((error for strategy in _asked(STACK, step) if (error := strategy.refusal(step))), None)
 
 
 def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) -> Program:
@@ -259,7 +257,7 @@ def _apply_all(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
 
 def _asked(strategies: tuple[ModuleType, ...], step: StepSpec) -> Iterator[ModuleType]:
     """Yield the strategies that a step asks for."""
-    return (one for one in strategies if one not in _ASKED or _ASKED[one](step))
+    return (strategy for strategy in strategies if strategy not in _ASKED or _ASKED[strategy](step))
 
 
 def _on_one_rank(step: StepSpec) -> Program:

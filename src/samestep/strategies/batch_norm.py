@@ -1,7 +1,7 @@
 """Batch norm over groups of samples that data ranks share: its statistics are those of one device that reads whole groups.
 
 Batch norm (Ioffe and Szegedy 2015, arXiv:1502.03167) normalises each channel with the mean and the variance of a batch, so
-what a sample contributes depends on the others. Which others, the job says: groups of K = `numerics.coupled_samples`, by
+what a sample contributes depends on the others. Which others, the job says: groups of K = `numerics.batch_norm_group`, by
 default the global batch. A rank that has a part of a group finds (count n_i, mean m_i, M_i = sum (x - m_i)^2) of its part,
 ranks gather these triples, and each merges them (Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm
 for computing sample variances"):
@@ -22,19 +22,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from samestep.errors import module_name
+from samestep.errors import LayoutError, module_name
 from samestep.models.layer_parts import BatchNormCall
 from samestep.models.spec import gradients_within
 from samestep.program.ops import BodyKey, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
-from samestep.program.sample_groups import SampleGroups
-from samestep.program.step import StepSpec
+from samestep.program.step import SampleGroups, StepSpec
 
 AXIS = "dp"
 """The ranks that read different samples; their group serves nothing else, since compute waits for it."""
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the layout's micro-batches do not consist of whole groups, or what else cannot be between its ranks."""
     groups, layout = step.sample_groups, step.layout
     if (
@@ -43,21 +42,27 @@ def refusal(step: StepSpec) -> str | None:
         return None
     path = step.model.batch_norm_owners[0] or step.model.name
     if layout.cp > 1:
-        return f"cp={layout.cp} slices sequences, and {path} takes statistics of all tokens (batch norm): cp=1 works"
+        return LayoutError(
+            "cp-unsupported",
+            f"cp={layout.cp} slices sequences, and {path} takes statistics of all tokens (batch norm): cp=1 works",
+        )
     if not groups.fit:
         return _misfit(step, groups, path)
     if groups.is_one_forward:
         return None
     if step.model.differentiates_at:
-        return f"{path} takes statistics over ranks (batch norm), and {gradients_within(step.model)}: one rank works"
+        return LayoutError(
+            "forward-takes-gradients",
+            f"{path} takes statistics over ranks (batch norm), and {gradients_within(step.model)}: one rank works",
+        )
     return None
 
 
-def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> str:
+def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> LayoutError:
     """Return why micro-batches that divide groups are refused, and what works."""
     layout, size, ranks = step.layout, groups.size, step.layout.dp
-    made = step.contributions
-    each = made.each if made is not None else 1  # of a rank, one behind the other
+    contributions = step.contributions
+    each = contributions.each if contributions is not None else 1  # of a rank, one behind the other
     fitting = (
         number
         for number in range(step.num_microbatches, 0, -1)
@@ -69,16 +74,17 @@ def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> str:
     works = (
         f"dp={step.sharing.replicas} works" if fewer is None else f"microbatch={-(-step.rank_samples // fewer)} works"
     )
-    if common > 1 and made is None:
-        works += f", and so does numerics.coupled_samples = {common}, with other statistics"
+    if common > 1 and contributions is None:
+        works += f", or numerics.batch_norm_group = {common}, with other statistics"
     if layout.microbatch is None:
-        return (
-            f"numerics.replicas = {step.sharing.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one "
-            f"behind the other, and {path} takes the statistics of {size} samples at once (batch norm): {works}"
+        return LayoutError(
+            "batch-norm-layout",
+            f"numerics.replicas = {step.sharing.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one after the other, and {path} takes the statistics of {size} samples at once (batch norm): {works}",
         )
-    return (
-        f"microbatch={layout.microbatch} leaves {totals} samples to a micro-batch of {ranks} data rank{'s' * (ranks > 1)}, and "
-        f"{module_name(path)} takes the statistics of {size} samples at once (batch norm): {works}"
+    return LayoutError(
+        "batch-norm-layout",
+        f"batch norm {module_name(path)} takes the statistics of {size} samples at once, and a micro-batch has {totals} "
+        f"(microbatch={layout.microbatch} on {ranks} data rank{'s' * (ranks > 1)}): {works}",
     )
 
 

@@ -6,19 +6,17 @@ batch norm does. Where it asks by name, every data rank computes the same from t
     batch_sum    all_reduce of one row                   backward: all_reduce of its gradient
     batch_cat    all_gather of a row for each sample     backward: all_reduce of the gradients of all rows
 
-A result that needs the samples of later micro-batches cannot be used before these have run: a rank runs its samples as one, unless
-nothing depends on the results but the buffers that `samestep.after_step` writes. Then the sums and rows of all micro-batches are sent
-once, in front of the update.
+A result that needs the samples of later micro-batches cannot be used before these have run, so a rank runs its samples as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from samestep.errors import module_name
+from samestep.errors import LayoutError, module_name
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import gradients_within
-from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_forward
+from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_forward
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -29,33 +27,31 @@ KEPT = "kept buffers"
 """Name of those that give a buffer of the model's own code to all stages."""
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why values of all samples are not at hand in a layout."""
     model, layout = step.model, step.layout
     if not model.uses_batch_values:
         return None
     where = next((layer.batch_values[0].owner for layer in model.layers if layer.batch_values), None)
-    who = "the loss" if where is None else module_name(where)
-    if step.num_microbatches > 1 and not is_sent_once(step):
-        return (
+    who = "the loss" if where is None else module_name(where) or "the model itself"
+    if step.num_microbatches > 1:
+        return LayoutError(
+            "batch-values-microbatch",
             f"microbatch={layout.microbatch} makes {step.num_microbatches} micro-batches, and {who} takes values of all samples of the "
-            f"step within one (samestep.batch_sum, batch_mean, batch_cat): microbatch={step.rank_samples} works, and so does "
-            "samestep.after_step for a statistic that is kept"
+            f"step within one (samestep.batch_sum, batch_mean, batch_cat): microbatch={step.rank_samples} works",
         )
     if step.sharing.trains_apart:
-        return (
+        return LayoutError(
+            "diloco-unsupported",
             f"numerics.exchange_every = {step.sharing.every} trains replicas apart, and {who} takes values of all samples "
-            "(samestep.batch_sum): exchange_every = 1 works"
+            "(samestep.batch_sum): exchange_every = 1 works",
         )
     if layout.dp > 1 and model.differentiates_at:
-        return f"{who} takes values over ranks (samestep.batch_sum), and {gradients_within(model)}: one rank works"
+        return LayoutError(
+            "forward-takes-gradients",
+            f"{who} takes values over ranks (samestep.batch_sum), and {gradients_within(model)}: one rank works",
+        )
     return None
-
-
-def is_sent_once(step: StepSpec) -> bool:
-    """Return whether values of several micro-batches are sent once, since nothing before the update needs them."""
-    calls = [call for layer in step.model.layers for call in layer.batch_values]
-    return step.num_microbatches > 1 and not step.model.loss_values and all(call.is_only_kept for call in calls)
 
 
 def apply(program: Program) -> Program:
@@ -66,25 +62,11 @@ def apply(program: Program) -> Program:
     if not step.model.uses_batch_values or step.layout.dp == 1:
         return program
 
-    once = is_sent_once(step)
-
     def rewrite(key: BodyKey, ops: Ops) -> Ops:
-        if once:
-            return (*_at_end(program), *ops) if key == UPDATE_BODY else ops
         before, behind = _of_other_stages(program, key)
         return (*before, *_with_values(ops, step), *behind)
 
     return program.with_bodies(rewrite, axes={**program.axes, AXIS: step.layout.dp})
-
-
-def _at_end(program: Program) -> Iterator[Op]:
-    """Yield what a stage sends of all its micro-batches in front of the update."""
-    step = program.step
-    for chunk in program.chunks or (range(len(step.model.layers)),):
-        for index, layer in enumerate(step.model.layers):
-            for call in layer.batch_values:
-                if index in chunk or call.is_everywhere:
-                    yield _op(call, step, None, is_back=False)
 
 
 def _of_other_stages(program: Program, key: BodyKey) -> tuple[list[Op], list[Op]]:
@@ -104,10 +86,10 @@ def _of_other_stages(program: Program, key: BodyKey) -> tuple[list[Op], list[Op]
 def _to_stages(step: StepSpec) -> Iterator[Op]:
     """Yield what gives all stages the buffers that one of them has computed, after the update."""
     for layer in step.model.layers:
-        for one in layer.kept:
-            dtype = one.dtype or step.master_dtype
+        for kept_value in layer.kept:
+            dtype = kept_value.dtype or step.master_dtype
             yield Op(kind=OpKind.ALL_REDUCE, owner=KEPT, layer=None, axis="pp", dtype=dtype, is_exposed=True).sized(
-                one.elements
+                kept_value.elements
             )
 
 

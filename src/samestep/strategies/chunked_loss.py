@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.ops import OpKind
@@ -23,17 +24,21 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the logits and their loss cannot be computed in chunks."""
     chunk, model = step.layout.loss_chunk, step.model
     if chunk is None:
         return None
     if model.chunk_refusal:
-        return f"loss_chunk={chunk}: {model.chunk_refusal}; a layout without loss_chunk works"
+        return LayoutError(
+            "loss-chunk-unsupported",
+            f"loss_chunk={chunk}: {model.chunk_refusal}; a layout without loss_chunk works",
+        )
     if step.layout.tp > 1 and not step.cuts_loss and _is_gathered(model, step.layout.tp):
-        return (
+        return LayoutError(
+            "loss-chunk-unsupported",
             f"loss_chunk={chunk}: tp={step.layout.tp} cuts the head by vocabulary, and a loss of one's own is given whole "
-            "logits: train.loss = 'cross_entropy' works, and so does tp=1 or a layout without loss_chunk"
+            "logits: train.loss = 'cross_entropy' works, or tp=1 or a layout without loss_chunk",
         )
     return None
 
@@ -75,15 +80,16 @@ def chunked_model(model: ModelSpec, chunk: int) -> ModelSpec:
 def _without_logits(last: LayerSpec, chunk: int) -> LayerSpec:
     head = last.head
     assert head is not None, "a model without a head is refused"
-    products = tuple(replace(one, chunk_rows=chunk) if one.owner == head.owner else one for one in last.products)
+    products = tuple(
+        replace(product, chunk_rows=chunk) if product.owner == head.owner else product for product in last.products
+    )
     return replace(
         last,
         products=products,
         output_elements=head.rows * head.inner,
         saved_elements=head.saved_elements,
         saved_cut_elements=0,
-        working_elements=head.working_elements,
-        working_cut_elements=0,
+        working=replace(last.working, elements=head.working_elements, cut_elements=0),
         loss_elements=0,
         loss_working_elements=0,
     )

@@ -19,31 +19,46 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.layer_parts import Product, TokenPart
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
-from samestep.program.graphs import one_graph
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
-from samestep.program.step import StepSpec
+from samestep.program.step import StepSpec, one_graph
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why no part of a block can be computed in chunks of tokens."""
     chunk, model, layout = step.layout.mlp_chunk, step.model, step.layout
     if chunk is None:
         return None
     works = "a layout without mlp_chunk works"
     if layout.tp > 1:
-        return f"mlp_chunk={chunk}: tp={layout.tp} cuts what an MLP makes inside already, and would send each chunk by itself: {works}"
+        return LayoutError(
+            "mlp-chunk-unsupported",
+            f"mlp_chunk={chunk}: tp={layout.tp} cuts the inner part of an MLP already, and would send each chunk by itself: {works}",
+        )
     if one_graph(step):
-        return f"mlp_chunk={chunk} computes a part of a block in a loop, and run.compile makes one graph of it: run.compile = 'none' works"
+        return LayoutError(
+            "mlp-chunk-unsupported",
+            f"mlp_chunk={chunk} computes a part of a block in a loop, and run.compile makes one graph of it: run.compile = 'none' works",
+        )
     if model.differentiates_at:
-        return f"mlp_chunk={chunk} makes one backward of each chunk, and {gradients_within(model)}: {works}"
+        return LayoutError(
+            "mlp-chunk-unsupported",
+            f"mlp_chunk={chunk} makes one backward of each chunk, and {gradients_within(model)}: {works}",
+        )
     if model.slice_refusal:
-        return f"mlp_chunk={chunk} needs blocks that work token by token: {model.slice_refusal}; {works}"
+        return LayoutError(
+            "mlp-chunk-unsupported",
+            f"mlp_chunk={chunk} needs blocks that work token by token: {model.slice_refusal}; {works}",
+        )
     if not any(chunked_parts(model, layer) for layer in model.layers):
-        return f"mlp_chunk={chunk}: {model.name} has no part of a block that keeps more than its input and draws no random numbers; {works}"
+        return LayoutError(
+            "mlp-chunk-unsupported",
+            f"mlp_chunk={chunk}: {model.name} has no part of a block that keeps more than its input and draws no random numbers; {works}",
+        )
     return None
 
 
@@ -53,7 +68,9 @@ def chunked_parts(model: ModelSpec, layer: LayerSpec) -> tuple[TokenPart, ...]:
     return tuple(
         part
         for part in layer.token_parts
-        if layer.is_block and not layer.is_gathered(part.owner) and not any(is_below(one, part.owner) for one in unlike)
+        if layer.is_block
+        and not layer.is_gathered(part.owner)
+        and not any(is_below(path, part.owner) for path in unlike)
     )
 
 
@@ -101,9 +118,10 @@ def _chunked(layer: LayerSpec, parts: tuple[TokenPart, ...], chunk: int) -> Laye
         saved_selective_elements=max(
             layer.input_elements, layer.saved_selective_elements - sum(part.results for part in parts)
         ),
-        working_elements=max(part.other_working_elements for part in parts),
-        norm_working_elements=layer.norm_working_elements + sum(part.saved_elements for part in parts),
-        norm_working_wide_elements=layer.norm_working_wide_elements + sum(part.saved_norm_elements for part in parts),
+        working=replace(layer.working, elements=max(part.other_working_elements for part in parts)),
+        norm_working=layer.norm_working.plus(
+            sum(part.saved_elements for part in parts), wide_elements=sum(part.saved_norm_elements for part in parts)
+        ),
         token_parts=parts,
         chunk_tokens=chunk,
     )

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, exchange
@@ -35,43 +36,49 @@ from samestep.program.step import StepSpec
 from samestep.program.units import coded_parts
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why a layout cannot make the contributions that the job compresses, and what works."""
-    made, replicas, layout = step.contributions, step.sharing.replicas, step.layout
-    if made is None:
+    contributions, replicas, layout = step.contributions, step.sharing.replicas, step.layout
+    if contributions is None:
         return None
     return next(
-        (f"numerics.replicas = {replicas}: {reason}" for reason in _reasons(step, made, layout, replicas)), None
+        (
+            LayoutError(error.code, f"numerics.replicas = {replicas}: {error}")
+            for error in _reasons(step, contributions, layout, replicas)
+        ),
+        None,
     )
 
 
 def apply(program: Program) -> Program:
     """Return the program with the exchange of the shards of units, after all sums within a contribution."""
-    made = program.step.contributions
-    if made is not None and made.ranks > 1 and program.step.sharing.trains_apart:
-        axes = {**program.axes, made.sent_over: made.ranks}
+    contributions = program.step.contributions
+    if contributions is not None and contributions.ranks > 1 and program.step.sharing.trains_apart:
+        axes = {**program.axes, contributions.sent_over: contributions.ranks}
         parts = range(program.step.sharing.num_parts)
-        return replace(program, axes=axes, exchanges=tuple(_exchange_of_moves(program, made, part) for part in parts))
-    if made is None or not program.units or program.step.sharing.trains_apart or program.step.scatters_codes:
+        return replace(
+            program, axes=axes, exchanges=tuple(_exchange_of_moves(program, contributions, part) for part in parts)
+        )
+    if contributions is None or not program.units or program.step.sharing.trains_apart or program.step.scatters_codes:
         return program
-    axes = {**program.axes, made.axis: made.ranks}
-    return program.with_update(lambda ops: tuple(_add_exchanges(ops, program, made)), axes=axes)
+    axes = {**program.axes, contributions.axis: contributions.ranks}
+    return program.with_update(lambda ops: tuple(_add_exchanges(ops, program, contributions)), axes=axes)
 
 
-def _exchange_of_moves(program: Program, made: Contributions, part: int) -> dict[Phase, Ops]:
+def _exchange_of_moves(program: Program, contributions: Contributions, part: int) -> dict[Phase, Ops]:
     """Return what is sent of the moves of a part of the weights: every buffer's all_to_all or all_reduce, and then the
     all_gathers; and at its end the weights, under zero=1, which have moved once more."""
     step = program.step
-    mine = [bucket for bucket in program.buckets if bucket.part == part]
-    buffers = [(bucket.name, bucket.codec, [bucket.coded(made)]) for bucket in mine]
-    buffers += [(unit.name, unit.codec, [*coded_parts(step, made, unit, part)]) for unit in program.units]
+    buckets = [bucket for bucket in program.buckets if bucket.part == part]
+    buffers = [(bucket.name, bucket.codec, [bucket.coded(contributions)]) for bucket in buckets]
+    buffers += [(unit.name, unit.codec, [*coded_parts(step, contributions, unit, part)]) for unit in program.units]
     sent = [
-        [*exchange(name, codec, made.sent_over, parts, made.each, step.master_dtype, gathers=True)]
+        [*exchange(name, codec, contributions.sent_over, parts, contributions.each, step.master_dtype, gathers=True)]
         for name, codec, parts in buffers
         if parts
     ]
     outer = Op(kind=OpKind.OUTER, owner=f"part.{part}")
-    names = {bucket.name for bucket in mine}
+    names = {bucket.name for bucket in buckets}
     gathered = [op for op in program.bodies[UPDATE_BODY] if op.kind is OpKind.ALL_GATHER and op.owner in names]
     return {
         Phase.START: tuple(ops[0].but(after=(f"{OpKind.UPDATE}:optimizer",)) for ops in sent),
@@ -86,7 +93,7 @@ def _exchange_of_moves(program: Program, made: Contributions, part: int) -> dict
     }
 
 
-def _add_exchanges(ops: Ops, program: Program, made: Contributions) -> Iterator[Op]:
+def _add_exchanges(ops: Ops, program: Program, contributions: Contributions) -> Iterator[Op]:
     """Yield the ops of the update with what is sent of each unit before the step's scalars."""
     for op in ops:
         if op.owner != "scalars":
@@ -94,60 +101,82 @@ def _add_exchanges(ops: Ops, program: Program, made: Contributions) -> Iterator[
             continue
         waits = op.after
         for unit in program.units:
-            parts = [*coded_parts(program.step, made, unit)]
+            parts = [*coded_parts(program.step, contributions, unit)]
             dtype = program.step.master_dtype
             for sent in (
-                exchange(unit.name, unit.codec, made.axis, parts, made.each, dtype, gathers=True) if parts else ()
+                exchange(unit.name, unit.codec, contributions.axis, parts, contributions.each, dtype, gathers=True)
+                if parts
+                else ()
             ):
                 yield sent.but(after=waits)
                 waits = (*op.after, sent.name)
         yield op.but(after=waits)
 
 
-def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int) -> Iterator[str]:
+def _reasons(step: StepSpec, contributions: Contributions, layout: Layout, replicas: int) -> Iterator[LayoutError]:
     wanted = f"dp_replicate={replicas} works" if layout.num_shards > 1 else f"dp={replicas} works"
-    if replicas % made.ranks:
-        yield f"{made.ranks} ranks of {made.axis} make no equal number of contributions; {wanted}"
+    if replicas % contributions.ranks:
+        yield LayoutError(
+            "contributions-uneven",
+            f"{contributions.ranks} ranks of {contributions.axis} make no equal number of contributions; {wanted}",
+        )
     if layout.reduce != "ring":
-        yield f"reduce={layout.reduce} sums gradients as they are; reduce=ring works"
-    if step.scatters_codes and not step.sharing.trains_apart and (reason := _refuse_scattered(step)):
-        yield f"zero={step.zero} {reason}"
+        yield LayoutError(
+            "compression-unsupported", f"reduce={layout.reduce} sums gradients as they are; reduce=ring works"
+        )
+    if step.scatters_codes and not step.sharing.trains_apart and (error := _refuse_scattered(step)):
+        yield LayoutError(error.code, f"zero={step.zero} {error}")
     trained = [param for param in step.model.params if param.trainable]
     factored = [param for param in trained if step.sharing.is_factored(param)]
     if factored or (step.sharing.rank and step.scatters_codes):  # whose codes are of one block after another
-        yield from _refuse_cut_matrices(step, made, (factored or trained)[0].name)
-    if made.axis == SHARDS and layout.cp > 1:
-        yield f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works"
-    if layout.ep > 1 and (step.zero == 0 or made.axis == SHARDS):
+        yield from _refuse_cut_matrices(step, contributions, (factored or trained)[0].name)
+    if contributions.axis == SHARDS and layout.cp > 1:
+        yield LayoutError(
+            "compression-unsupported",
+            f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works",
+        )
+    if layout.ep > 1 and (step.zero == 0 or contributions.axis == SHARDS):
         works = f"dp_replicate={replicas} dp_shard={layout.ep} works"
         if step.sharing.rank:  # which is refused there
-            works = f'ep=1 works, and so does "int8" with dp_replicate={replicas} dp_shard={layout.ep}'
-        yield f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; {works}"
-    if step.sharing.trains_apart and (reason := _refuse_apart(step, made)):
-        yield reason
-    if made.each > 1 and (reason := _refuse_several(step, made)):
-        yield f"{reason}; {wanted}"
-    if (made.each > 1 or layout.dp > replicas) and step.global_batch % (layout.dp * step.num_microbatches):
+            works = f'ep=1 works, or "int8" with dp_replicate={replicas} dp_shard={layout.ep}'
+        yield LayoutError(
+            "compression-unsupported",
+            f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; {works}",
+        )
+    if step.sharing.trains_apart and (error := _refuse_apart(step, contributions)):
+        yield error
+    if contributions.each > 1 and (error := _refuse_several(step, contributions)):
+        yield LayoutError(error.code, f"{error}; {wanted}")
+    if (contributions.each > 1 or layout.dp > replicas) and step.global_batch % (layout.dp * step.num_microbatches):
         yield (
-            f"{layout.dp * step.num_microbatches} micro-batches of the {step.global_batch} samples are not equal, so they are "
-            "not those of equal contributions; a degree and a microbatch that divide them work"
+            LayoutError(
+                "contributions-uneven",
+                f"{layout.dp * step.num_microbatches} micro-batches of the {step.global_batch} samples are not equal, so the contributions would not be equal; a degree and a microbatch that divide them work",
+            )
         )
 
 
-def _refuse_scattered(step: StepSpec) -> str | None:
+def _refuse_scattered(step: StepSpec) -> LayoutError | None:
     """Return why the ranks of `dp_shard` cannot scatter the units of zero=2 and 3 encoded, and what works."""
     layout, trained = step.layout, [param for param in step.model.params if param.trainable]
     if step.num_microbatches > 1 and layout.accumulate == "sharded":
-        return (
-            f"scatters the gradient of each of {step.num_microbatches} micro-batches, and what is encoded is their sum: "
-            "accumulate=full works, and so does zero=1"
+        return LayoutError(
+            "compression-unsupported",
+            f"scatters the gradient of each of {step.num_microbatches} micro-batches, and their sum is encoded: "
+            "accumulate=full works, or zero=1",
         )
     if partial := next((param for param in trained if _is_partial(param, layout)), None):
-        works = "zero=1 works" + ", and so does tp alone" * (partial.partial == "sequence")
-        return f"scatters the gradient of {partial.name} before it is summed over tp={layout.tp}: {works}"
+        works = "zero=1 works" + ", or tp alone" * (partial.partial == "sequence")
+        return LayoutError(
+            "compression-unsupported",
+            f"scatters the gradient of {partial.name} before it is summed over tp={layout.tp}: {works}",
+        )
     tied = next((p.name for p in trained if len({use.layer for use in p.uses}) > 1), "")
     if layout.pp > 1 and tied:
-        return f"scatters the gradient of {tied}, which several layers use, before stages sum it: zero=1 works"
+        return LayoutError(
+            "compression-unsupported",
+            f"scatters the gradient of {tied}, which several layers use, before stages sum it: zero=1 works",
+        )
     return None
 
 
@@ -159,15 +188,18 @@ def _is_partial(param: ParamSpec, layout: Layout) -> bool:
     return is_shared or param.partial == "cut" or (layout.sequence_parallel and param.partial == "sequence")
 
 
-def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iterator[str]:
+def _refuse_cut_matrices(step: StepSpec, contributions: Contributions, name: str) -> Iterator[LayoutError]:
     """Yield which axes leave a rank no whole matrices, of which `name` is one, and what works."""
     layout = step.layout
-    if step.zero >= 2 or (step.zero and made.axis == REPLICAS):
+    if step.zero >= 2 or (step.zero and contributions.axis == REPLICAS):
         axis = f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else f"cp={layout.cp}"
         zero = 0 if layout.cp > 1 or step.sharing.trains_apart else 1
         yield (
-            f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
-            f'among {axis}: dp={step.sharing.replicas} zero={zero} works, and so does "int8"'
+            LayoutError(
+                "compression-unsupported",
+                f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
+                f'among {axis}: dp={step.sharing.replicas} zero={zero} works, or "int8"',
+            )
         )
     cut = next(
         (param.name for param in step.model.params if param.cut is not None and step.sharing.is_factored(param)), ""
@@ -175,40 +207,55 @@ def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iter
     if layout.tp > 1 and cut:
         alone = " without sequence_parallel" if layout.sequence_parallel else ""
         yield (
-            f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1{alone} works, '
-            'and so does "int8"'
+            LayoutError(
+                "compression-unsupported",
+                f'numerics.compression = "{step.sharing.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1{alone} works, '
+                'or "int8"',
+            )
         )
 
 
-def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
+def _refuse_apart(step: StepSpec, contributions: Contributions) -> LayoutError | None:
     """Return why replicas cannot be trained independently in a layout, and what works."""
     layout, model = step.layout, step.model
     layers = len({param.layer for param in model.params if param.trainable})
     if step.sharing.num_parts > layers:
-        return (
+        return LayoutError(
+            "exchange-schedule",
             f"numerics.exchange_parts = {step.sharing.num_parts} parts cannot each have one of the {layers} layers with "
-            f"trained weights: exchange_parts = {layers} works, or fewer"
+            f"trained weights: exchange_parts = {layers} works, or fewer",
         )
-    if step.zero and made.axis == SHARDS:
+    if step.zero and contributions.axis == SHARDS:
         works = "zero=0 works"
         if not step.sharing.rank:  # which is refused there
-            works += f", and so does dp_replicate={step.sharing.replicas} dp_shard={layout.dp_shard}"
-        return (
-            f"zero={step.zero} shards the states of one optimizer over dp_shard, and each replica has its own; {works}"
+            works += f", or dp_replicate={step.sharing.replicas} dp_shard={layout.dp_shard}"
+        return LayoutError(
+            "diloco-unsupported",
+            f"zero={step.zero} shards the states of one optimizer over dp_shard, and each replica has its own; {works}",
         )
     if layout.offload:
-        return "offload is not proven with numerics.exchange_every; without it a layout works"
+        return LayoutError(
+            "diloco-unsupported",
+            "offload is not proven with numerics.exchange_every; without it a layout works",
+        )
     is_cut = step.zero > 0 or any(degree > 1 for degree in layout.weight_axes.values())
     if is_cut and (name := next((param.name for param in model.params if param.is_updated_whole), "")):
-        return (
+        return LayoutError(
+            "diloco-unsupported",
             f"the optimizer updates {name} whole, which is not proven with numerics.exchange_every where a layout "
-            "divides weights; zero=0 tp=1 works"
+            "divides weights; zero=0 tp=1 works",
         )
     if model.balanced_experts:
-        return f"a loss that balances experts is not proven with numerics.exchange_every; {_together(step)}"
+        return LayoutError(
+            "diloco-unsupported",
+            f"a loss that balances experts is not proven with numerics.exchange_every; {_together(step)}",
+        )
     if model.couples_samples:
         owner = next(iter((*model.coupled_modules, *model.batch_norm_owners)))
-        return f"{owner} takes statistics of samples, which replicas would keep apart; {_together(step)}"
+        return LayoutError(
+            "diloco-unsupported",
+            f"{owner} takes statistics of samples, which replicas would keep apart; {_together(step)}",
+        )
     return None
 
 
@@ -218,20 +265,29 @@ def _together(step: StepSpec) -> str:
     return f"exchange_every=1{alone} works"
 
 
-def _refuse_several(step: StepSpec, made: Contributions) -> str | None:
+def _refuse_several(step: StepSpec, contributions: Contributions) -> LayoutError | None:
     """Return why a rank cannot make several contributions one after the other."""
     layout = step.layout
     for axis, degree in (("pp", layout.pp), ("tp", layout.tp), ("cp", layout.cp)):
         if degree > 1:
-            return f"with {axis}={degree} a data rank makes one contribution, not {made.each}"
-    if step.zero and made.axis == REPLICAS:
-        return f"with dp_shard={layout.dp_shard} a replica makes one contribution, not {made.each}"
+            return LayoutError(
+                "contributions-uneven",
+                f"with {axis}={degree} a data rank makes one contribution, not {contributions.each}",
+            )
+    if step.zero and contributions.axis == REPLICAS:
+        return LayoutError(
+            "contributions-uneven",
+            f"with dp_shard={layout.dp_shard} a replica makes one contribution, not {contributions.each}",
+        )
     if step.zero >= 2:
-        return f"with zero={step.zero} a rank makes one contribution, not {made.each}"
-    if step.num_microbatches % made.each:
-        works = -(-step.rank_samples // made.each)
-        return (
-            f"{step.num_microbatches} micro-batches of a rank do not divide among {made.each} contributions: "
-            f"microbatch={works} works"
+        return LayoutError(
+            "contributions-uneven", f"with zero={step.zero} a rank makes one contribution, not {contributions.each}"
+        )
+    if step.num_microbatches % contributions.each:
+        works = -(-step.rank_samples // contributions.each)
+        return LayoutError(
+            "contributions-uneven",
+            f"{step.num_microbatches} micro-batches of a rank do not divide among {contributions.each} contributions: "
+            f"microbatch={works} works",
         )
     return None

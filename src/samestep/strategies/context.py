@@ -30,10 +30,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.layer_parts import Exchange, ForwardPlace, GatheredPart, Product, TokenMove
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below, with_attentions
+from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
 from samestep.program.ops import BYTES_OF, BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
@@ -55,31 +56,33 @@ LEAST_TOKENS = 2
 """Smallest number of tokens in a slice: a model may take a single token for a step of generation."""
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
     if at := model.picks_at:
-        return f"cp={degree}: shapes or branches at {at} depend on values: cp=1 works"
+        return LayoutError("cp-values", f"cp={degree}: shapes or branches at {at} depend on values: cp=1 works")
     if at := _looks_on_slices(model):
-        return (
+        return LayoutError(
+            "cp-values",
             f"cp={degree}: shapes or branches at {at} depend on values, and its code works on slices: the branch in a module of its "
-            "own that is given no tokens works, and so does cp=1"
+            "own that is given no tokens works, or cp=1",
         )
     if model.differentiates_at and any(
         layer.exchanges or layer.gathered_parts or layer.token_moves for layer in model.layers
     ):
-        return f"cp={degree}: {gradients_within(model)}; cp=1 works"
+        return LayoutError("forward-takes-gradients", f"cp={degree}: {gradients_within(model)}; cp=1 works")
     if model.slice_refusal:
-        return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
+        return LayoutError("cp-unsupported", f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works")
     if not (step.cuts_loss or step.loss_over_batch):
-        return (
+        return LayoutError(
+            "cp-loss-unknown",
             f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "
-            "train.loss = 'cross_entropy' works, and so do samestep.whole_batch(loss) and cp=1"
+            "train.loss = 'cross_entropy' works, or samestep.whole_batch(loss) and cp=1",
         )
     return _refuse_degree(model, step.layout) or _refuse_reach(model, degree)
 
 
-def _refuse_reach(model: ModelSpec, degree: int) -> str | None:
+def _refuse_reach(model: ModelSpec, degree: int) -> LayoutError | None:
     """Return why slices are shorter than what a call needs of a neighbour."""
     moves = (move for layer in model.layers for move in layer.token_moves)
     furthest = max(moves, key=lambda move: max(move.left, move.right), default=None)
@@ -87,21 +90,23 @@ def _refuse_reach(model: ModelSpec, degree: int) -> str | None:
     if furthest is None or reach <= model.length // degree:
         return None
     works = [n for n in range(2, degree) if model.length % n == 0 and model.length // n >= reach]
-    near = (
-        f"cp={works[-1]} has longer ones, and longer samples work" if works else "longer samples work, and so does cp=1"
+    near = f"cp={works[-1]} has longer ones, and longer samples work" if works else "longer samples work, or cp=1"
+    return LayoutError(
+        "cp-slice-too-short",
+        f"cp={degree} leaves slices of {model.length // degree} tokens, and {furthest.owner} needs {reach} tokens of a neighbour; {near}",
     )
-    return f"cp={degree} leaves slices of {model.length // degree} tokens, and {furthest.owner} needs {reach} tokens of a neighbour; {near}"
 
 
-def _refuse_degree(model: ModelSpec, layout: Layout) -> str | None:
+def _refuse_degree(model: ModelSpec, layout: Layout) -> LayoutError | None:
     """Return why the degree of `cp` does not divide the tokens of the model, or the heads that are exchanged."""
     degree, by_heads = layout.cp, _most_by_heads(model, layout.tp)
     is_ring = exchange_of(model, layout) != "heads"
     if layout.exchange == "hybrid" and not divisors_by_heads(model, layout):
         counts = " and ".join(map(str, sorted(_query_heads(model, layout.tp))))
-        return (
+        return LayoutError(
+            "cp-indivisible",
             f"cp={degree} exchange=hybrid: no number of ranks between 1 and {degree} divides both {degree} and the {counts or 0} heads "
-            "of a rank, as groups that exchange heads need; exchange=ring works"
+            "of a rank, as groups that exchange heads need; exchange=ring works",
         )
     most = model.length if is_ring else by_heads
     if most % degree == 0 and model.length // degree >= LEAST_TOKENS:
@@ -115,7 +120,10 @@ def _refuse_degree(model: ModelSpec, layout: Layout) -> str | None:
     near = f"cp={' or '.join(map(str, works))} does" if works else "only cp=1 does"
     if not is_ring and model.length % degree == 0 and model.length // degree >= LEAST_TOKENS:
         near += ", and exchange=ring works"
-    return f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}"
+    return LayoutError(
+        "cp-indivisible",
+        f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}",
+    )
 
 
 def exchange_of(model: ModelSpec, layout: Layout) -> Literal["heads", "ring", "hybrid"]:
@@ -144,9 +152,9 @@ def attention_ranks(model: ModelSpec, layout: Layout, ranks_per_node: int | None
     exchange, degree = exchange_of(model, layout), layout.cp
     if exchange != "hybrid":
         return AttentionRanks(degree, 1) if exchange == "heads" else AttentionRanks(1, degree)
-    found = divisors_by_heads(model, layout) or [1]
-    inside = [one for one in found if ranks_per_node is None or one * layout.model_ranks <= ranks_per_node]
-    heads = max(inside, default=found[0])
+    divisors = divisors_by_heads(model, layout) or [1]
+    inside = [degree for degree in divisors if ranks_per_node is None or degree * layout.model_ranks <= ranks_per_node]
+    heads = max(inside, default=divisors[0])
     return AttentionRanks(heads, degree // heads, f"cp_heads{heads}", f"cp_ring{heads}")
 
 
@@ -158,8 +166,8 @@ def divisors_by_heads(model: ModelSpec, layout: Layout) -> list[int]:
 @cache_by_model
 def _divisors_by_heads(model: ModelSpec, tp: int, degree: int) -> tuple[int, ...]:
     counts = _query_heads(model, tp)
-    every = (one for one in range(2, degree) if degree % one == 0) if counts else ()
-    return tuple(one for one in every if all(count % one == 0 for count in counts))
+    every = (factor for factor in range(2, degree) if degree % factor == 0) if counts else ()
+    return tuple(factor for factor in every if all(count % factor == 0 for count in counts))
 
 
 def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: int | None) -> SlicePlacement:
@@ -169,7 +177,10 @@ def placement_of(model: ModelSpec, layout: Layout, length: int, ranks_per_node: 
     of tokens, and convolutions along tokens need neighbours, so models that have either have contiguous slices.
     """
     is_causal = any(
-        one.factors == "causal" for layer in model.layers for one in layer.products if not layer.is_gathered(one.owner)
+        product.factors == "causal"
+        for layer in model.layers
+        for product in layer.products
+        if not layer.is_gathered(product.owner)
     )
     ranks = attention_ranks(model, layout, ranks_per_node)
     has_moves = any(layer.token_moves for layer in model.layers)
@@ -217,7 +228,7 @@ def slice_model(model: ModelSpec, placement: SlicePlacement, by_ring: bool) -> M
     return replace(model, layers=layers, logit_rows=model.logit_rows // degree)
 
 
-def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -> LayerSpec:
+def _with_ring(layer: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -> LayerSpec:
     """Return a sliced layer whose attentions keep their heads, with the buffers in which keys and values come and go.
 
     With contiguous slices the rank with the last tokens computes nearly all pairs of a causal attention, and the others wait.
@@ -232,41 +243,49 @@ def _with_ring(whole: LayerSpec, sliced: LayerSpec, placement: SlicePlacement) -
             within=one.within if placement.is_head_tail else 1.0,
             is_hidden=True,
         )
-        if one.is_attention and not whole.is_gathered(one.owner)
-        else mine
-        for one, mine in zip(whole.products, sliced.products, strict=True)
+        if one.is_attention and not layer.is_gathered(one.owner)
+        else product
+        for one, product in zip(layer.products, sliced.products, strict=True)
     )
     # What `sliced_by` counts twice is sent by an exchange of heads alone.
-    kept = [-(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept and heads == 1]
-    cut = [-(-one.elements // degree) for one in whole.sliced_exchanges if one.is_kept and one.is_cut and heads == 1]
+    kept = [
+        -(-sliced_exchange.elements // degree)
+        for sliced_exchange in layer.sliced_exchanges
+        if sliced_exchange.is_kept and heads == 1
+    ]
+    cut = [
+        -(-sliced_exchange.elements // degree)
+        for sliced_exchange in layer.sliced_exchanges
+        if sliced_exchange.is_kept and sliced_exchange.is_cut and heads == 1
+    ]
     passing, passing_cut = (
         RING_BUFFERS
         * sum(
-            -(-one.elements // degree)
-            for one in whole.sliced_exchanges
-            if one.role in _PASSING and one.is_cut >= cut_only
+            -(-sliced_exchange.elements // degree)
+            for sliced_exchange in layer.sliced_exchanges
+            if sliced_exchange.role in _PASSING and sliced_exchange.is_cut >= cut_only
         )
         for cut_only in (False, True)
     )
+    outputs = sum(exchange.role == "output" for exchange in layer.sliced_exchanges)
     # Every further hop adds to the sums of all queries.
     added, added_cut = (
         SUMS_MOVED
         * hops
         * sum(
-            one.elements // degree for one in whole.sliced_exchanges if one.role == "output" and one.is_cut >= cut_only
+            sliced_exchange.elements // degree
+            for sliced_exchange in layer.sliced_exchanges
+            if sliced_exchange.role == "output" and sliced_exchange.is_cut >= cut_only
         )
         for cut_only in (False, True)
     )
     return replace(
         sliced,
         products=products,
-        moved_elements=sliced.moved_elements + added,
-        moved_cut_elements=sliced.moved_cut_elements + added_cut,
-        kernels=sliced.kernels + SUM_KERNELS * hops * sum(one.role == "output" for one in whole.sliced_exchanges),
+        moved=sliced.moved.plus(added, added_cut, SUM_KERNELS * hops * outputs),
         saved_elements=sliced.saved_elements - sum(kept),
         saved_cut_elements=sliced.saved_cut_elements - sum(cut),
-        working_elements=sliced.working_elements + passing,
-        working_cut_elements=sliced.working_cut_elements + passing_cut,
+        working=sliced.working.plus(passing, passing_cut),
     )
 
 
@@ -329,8 +348,8 @@ def _gathered(part: GatheredPart, step: StepSpec, after: Op, *, backward: bool) 
     """
     kind = OpKind.REDUCE_SCATTER if backward else OpKind.ALL_GATHER
     op = _awaited(kind, part.owner, AXIS, step.compute_dtype, after, part.place)
-    sent = [one for one in part.gathered if one.takes_gradient or not backward]
-    return [op.sized(one.elements * step.microbatch_samples) for one in sent]
+    sent = [tensor for tensor in part.gathered if tensor.takes_gradient or not backward]
+    return [op.sized(tensor.elements * step.microbatch_samples) for tensor in sent]
 
 
 def _passed(move: TokenMove, step: StepSpec, after: Op, *, backward: bool) -> list[Op]:
@@ -346,11 +365,16 @@ def _sent(ranks: AttentionRanks, layer: LayerSpec, step: StepSpec, after: Op, *,
     """Yield what the attentions of a layer send: two all_to_alls each among ranks that exchange heads, and shifts around a ring."""
     sent = layer.sliced_exchanges
     calls = [sent[at : at + 4] for at in range(0, len(sent), 4)]
-    attentions = [one for one in layer.products if one.is_attention and not layer.is_gathered(one.owner)] * (
-        ranks.ring > 1
+    attentions = [
+        product for product in layer.products if product.is_attention and not layer.is_gathered(product.owner)
+    ] * (ranks.ring > 1)
+    blocks = [
+        replace(attention.cut_by(step.layout.tp), columns=-(-attention.columns // ranks.ring))
+        for attention in attentions
+    ]
+    per_call: list[tuple[Product, ...]] = (
+        [(block,) for block in blocks] if len(blocks) == len(calls) else [()] * len(calls)
     )
-    blocks = [replace(one.cut_by(step.layout.tp), columns=-(-one.columns // ranks.ring)) for one in attentions]
-    per_call: list[tuple[Product, ...]] = [(one,) for one in blocks] if len(blocks) == len(calls) else [()] * len(calls)
     pairs = [*zip(calls, per_call, strict=True)]
     for call, beside in reversed(pairs) if backward else pairs:
         *given, output = call
@@ -372,9 +396,9 @@ def _exchanged(
     backward: bool,
 ) -> Iterator[Op]:
     """Yield the all_to_all of some tensors of an attention; the backward has it if one takes a gradient."""
-    if ranks.heads == 1 or (backward and not any(one.takes_gradient for one in parts)):
+    if ranks.heads == 1 or (backward and not any(part.takes_gradient for part in parts)):
         return
-    numel = sum(_sent_elements(one, step, ranks.heads) for one in parts) * step.microbatch_samples
+    numel = sum(_sent_elements(part, step, ranks.heads) for part in parts) * step.microbatch_samples
     owner = f"{layer.repeats or layer.name}.{role}"
     op = _awaited(OpKind.ALL_TO_ALL, owner, ranks.heads_axis, step.compute_dtype, after, parts[0].place)
     yield op.sized(numel)
@@ -410,7 +434,7 @@ def _shifts(
     degree, (_, key, value, output) = ranks.ring, call
     if degree == 1:
         return
-    numel = step.microbatch_samples * sum(_sent_elements(one, step, ranks.heads) for one in (key, value))
+    numel = step.microbatch_samples * sum(_sent_elements(tensor, step, ranks.heads) for tensor in (key, value))
     owner = f"{layer.repeats or layer.name}.{KEYS_VALUES}"
     passed = _awaited(OpKind.SHIFT, owner, ranks.ring_axis, step.compute_dtype, after, key.place).sized(numel)
     if not backward:
@@ -435,10 +459,5 @@ def sum_dtype(dtype: str) -> str:
 @cache_by_model
 def _query_heads(model: ModelSpec, tp: int) -> set[int]:
     """Return the numbers of query heads of the model's attentions on one rank of `tp`."""
-    exchanges = (
-        exchange
-        for layer in with_attentions(model).layers
-        for exchange in layer.sliced_exchanges
-        if exchange.role == "query"
-    )
-    return {one.query_heads // tp if one.is_cut else one.query_heads for one in exchanges}
+    exchanges = (exchange for layer in model.layers for exchange in layer.sliced_exchanges if exchange.role == "query")
+    return {exchange.query_heads // tp if exchange.is_cut else exchange.query_heads for exchange in exchanges}

@@ -6,7 +6,8 @@ the input is sent, with the backward of the stages before, so that stages never 
 samples that the whole step counts, so gradients are summed, never averaged. With N ranks and S bytes:
 
     reduce=ring           all_reduce                                       2 (N-1)/N S bytes a rank
-    the other ways        `program/reduce_ways.py`
+    reduce=hierarchical   reduce_scatter in the node, all_reduce between nodes, all_gather in the node
+    reduce=root           reduce to one rank, then broadcast: the naive way, N-1 times S through one link
 
 Under zero=1 a bucket is first reduce_scattered over `dp_shard`, the rank updates its chunk of it, and the weights are
 all_gathered after the update: together the bytes of one all_reduce. If ZeRO has sharded the gradients (zero >= 1), an
@@ -17,10 +18,11 @@ few scalars ends the step: loss, count, gradient norm and flags.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from samestep.program import reduce_ways
+from samestep.errors import LayoutError
 from samestep.program.buckets import (
     Bucket,
     Reduction,
@@ -33,15 +35,16 @@ from samestep.program.codecs import PLAIN
 from samestep.program.holding import REPLICAS
 from samestep.program.ops import REDUCING, UPDATE_BODY, BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
+from samestep.program.ranks import data_ranks_per_node
 from samestep.program.step import StepSpec
-from samestep.program.unit_sums import partial_sums, reduce_tied_units, reduce_units
+from samestep.program.units import Unit, padded_rows, partial_sizes
 
 AXIS = REPLICAS
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the layout cannot reduce as asked."""
-    return reduce_ways.refusal(step)
+    return _refusal_of_way(step)
 
 
 def apply(program: Program) -> Program:
@@ -58,23 +61,23 @@ def apply(program: Program) -> Program:
 
     program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program, reduction))
     if are_tied and program.units:  # over the stages that share a weight, before all else of the update
-        ties = tuple(reduce_tied_units(step, program.units))
+        ties = tuple(_reduce_tied_units(step, program.units))
         program = program.with_update(lambda ops: (*ties, *ops))
     if are_partial:  # over a model axis, after all other reductions
-        parts = tuple(partial_sums(program, program.buckets if step.contributions is None else ()))
+        parts = tuple(_partial_sums(program, program.buckets if step.contributions is None else ()))
         program = program.with_update(lambda ops: _before_update(ops, parts))
     return _sum_scalars(program) if step.layout.world_size > 1 else program
 
 
 def _with_buckets(program: Program, *, sums: bool) -> Program:
     """Return the program with the buckets of its gradients, which it `sums` or not, and the axes over which they are summed."""
-    step, made = program.step, program.step.contributions
-    if made is not None:
-        axes = {made.sent_over: made.ranks} if made.ranks > 1 else {}
+    step, contributions = program.step, program.step.contributions
+    if contributions is not None:
+        axes = {contributions.sent_over: contributions.ranks} if contributions.ranks > 1 else {}
     else:
-        axes = reduce_ways.axes(step) if step.layout.num_replicas > 1 else {}
+        axes = _axes_of_way(step) if step.layout.num_replicas > 1 else {}
     # Mixed precision and codecs need their buffers on one rank too.
-    has_buckets = step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or made is not None))
+    has_buckets = step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or contributions is not None))
     buckets = make_buckets(step, program.chunks) if has_buckets else ()
     return replace(program, buckets=buckets, axes={**program.axes, **axes})
 
@@ -103,7 +106,7 @@ def _add_reductions(key: BodyKey, ops: Ops, program: Program, reduction: Reducti
         is_last = step.ends_gradients(key)
         if not is_last and all(unit.num_shards > 1 for unit in units):
             return ops
-        return tuple(reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=is_last))
+        return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=is_last))
     if step.ends_gradients(key):
         # A bucket that no two ranks of a replica share is sent over another axis, and waits for none of the others.
         for is_cut in (True, False):
@@ -158,13 +161,119 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     over_ties = tuple(op(OpKind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
     if step.zero == 1:
         first = (op(OpKind.REDUCE_SCATTER, holding.data_axis, numel),) if holding.num_shards > 1 else ()
-        over_replicas = (op(OpKind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
-        return (*first, *over_replicas, *over_ties)
+        last = (op(OpKind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
+        return (*first, *last, *over_ties)
     ranks = step.ranks.size(holding.data_axis)
-    return (*reduce_ways.over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
+    return (*_over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
     """Return the ops with `sums` inserted before the update."""
     place = next(index for index, op in enumerate(ops) if op.kind is OpKind.UPDATE)
     return (*ops[:place], *sums, *ops[place:])
+
+
+def _refusal_of_way(step: StepSpec) -> LayoutError | None:
+    """Return why a layout cannot reduce as asked."""
+    layout = step.layout
+    if layout.reduce != "ring" and step.zero > 0:
+        return LayoutError(
+            "reduce-unsupported",
+            f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}; reduce=ring works",
+        )
+    leaves_node = step.ranks_per_node % layout.model_ranks > 0
+    if layout.reduce == "hierarchical" and (layout.dp_cp_size % _per_node(step) or leaves_node):
+        return LayoutError(
+            "reduce-unsupported",
+            f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
+            f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node",
+        )
+    return None
+
+
+def _axes_of_way(step: StepSpec) -> dict[str, int]:
+    """Return the number of ranks of each axis over which replicas are reduced."""
+    if step.layout.reduce != "hierarchical":
+        return {REPLICAS: step.layout.num_replicas}
+    inside = _per_node(step)
+    sizes = ("dp_intra", inside), ("dp_inter", step.layout.dp_cp_size // inside)
+    return {name: size for name, size in sizes if size > 1}
+
+
+def _over_replicas(
+    step: StepSpec, numel: int, op: Callable[[OpKind, str, int], Op], axis: str, ranks: int
+) -> tuple[Op, ...]:
+    """Return the collectives that sum `numel` elements over an axis of so many ranks."""
+    if ranks == 1:
+        return ()
+    if step.layout.reduce == "ring":
+        return (op(OpKind.ALL_REDUCE, axis, numel),)
+    if step.layout.reduce == "root":
+        return (op(OpKind.REDUCE, axis, numel), op(OpKind.BROADCAST, axis, numel))
+    sizes = _axes_of_way(step)
+    inside = sizes.get("dp_intra", 1)
+    between = (op(OpKind.ALL_REDUCE, "dp_inter", numel // inside),) if "dp_inter" in sizes else ()
+    if inside == 1:
+        return between
+    return (op(OpKind.REDUCE_SCATTER, "dp_intra", numel), *between, op(OpKind.ALL_GATHER, "dp_intra", numel))
+
+
+def _per_node(step: StepSpec) -> int:
+    """Return the number of ranks of one node whose gradients of one weight are summed."""
+    return data_ranks_per_node(step.layout, step.ranks_per_node)
+
+
+def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
+    """Yield the ops with an all_reduce over the replicas after each unit's last reduce_scatter, as FSDP2 does.
+
+    A unit with a single shard has no reduce_scatter; its all_reduce takes the place of it.
+    """
+    for op in ops:
+        if op.kind is not OpKind.REDUCE_SCATTER or op.owner not in units:
+            yield op
+            continue
+        parts = units[op.owner].num_shards
+        if parts > 1:
+            yield op
+        if is_last and step.layout.num_replicas > 1 and step.contributions is None:
+            numel = units[op.owner].padded_grad_numel // parts
+            summed = op.but(kind=OpKind.ALL_REDUCE, axis=REPLICAS, after=(op.name,) if parts > 1 else op.after)
+            yield summed.sized(numel)
+
+
+def _reduce_tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
+    """Yield, for each tied weight, the all_reduce of its reduced gradient shard among the stages that hold it.
+
+    In the order of the model's weights, which all stages have in common.
+    """
+    is_summed_last = step.layout.num_replicas > 1 and step.contributions is None
+    reduced = OpKind.ALL_REDUCE if is_summed_last else OpKind.REDUCE_SCATTER
+    unit_of = {name: unit for unit in units for name in unit.params}
+    for param in step.model.params:
+        unit = unit_of.get(param.name)
+        for axis in step.holding(param).tied_over if unit is not None and param.trainable else ():
+            assert unit is not None
+            op = Op(kind=OpKind.ALL_REDUCE, owner=param.name, axis=axis, dtype=step.master_dtype)
+            numel = padded_rows(param, unit.num_shards) // unit.num_shards
+            yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(numel)
+
+
+def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]:
+    """Yield the all_reduces of gradients that are still partial over a model axis, after their other reductions."""
+    step = program.step
+    final = [op for key, ops in program.bodies.items() if step.ends_gradients(key) for op in ops]
+    final += itertools.takewhile(lambda op: op.kind is not OpKind.UPDATE, program.bodies[UPDATE_BODY])
+    last = {op.owner: op.name for op in final if op.kind in (*REDUCING, OpKind.BROADCAST, OpKind.ALL_GATHER)}
+    done = next(op.name for op in reversed(final) if op.kind in (OpKind.BACKWARD, OpKind.WEIGHT))
+    for axis in sorted({axis for param in step.model.params for axis in step.holding(param).partial_over}):
+        sizes = {
+            bucket.name: bucket.padded_numel // bucket.holding.num_shards
+            for bucket in buckets
+            if axis in bucket.holding.partial_over
+        }
+        sizes |= {unit.name: sum(partial_sizes(step, unit, axis).values()) for unit in program.units}
+        for name, numel in sizes.items():
+            if numel:
+                after = (last.get(name, done),)
+                op = Op(kind=OpKind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after)
+                yield op.but(is_exposed=True).sized(numel)

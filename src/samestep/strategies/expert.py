@@ -34,6 +34,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.layer_parts import ExpertDispatch, Product
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
@@ -51,31 +52,41 @@ _COUNT_BYTES = 8
 """Bytes of one number of rows, an int64."""
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why `ep` divides neither data ranks nor experts, or what else cannot run with experts."""
     layout, model = step.layout, step.model
-    if model.balanced_experts and (reason := _refuse_balance(step)):
-        return reason
+    if model.balanced_experts and (error := _refuse_balance(step)):
+        return error
     if layout.ep == 1:
         return None
     experts, shared = _experts_of(model)
     if not experts:
-        return (
+        return LayoutError(
+            "ep-no-experts",
             f"ep={layout.ep}: {model.name} has no experts stacked in one weight "
-            "(a module called with rows, the experts chosen for them and their weights): ep=1 works"
+            "(a module called with rows, the experts chosen for them and their weights): ep=1 works",
         )
     ranks = layout.innermost_data_ranks
     if ranks % layout.ep == 0 and experts % layout.ep == 0 and layout.reduce != "hierarchical":
-        return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works" if shared else None
+        text = f"ep={layout.ep}: {shared} is used by several modules: ep=1 works"
+        return LayoutError("ep-no-experts", text) if shared else None
     works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
     nearest = f"{'ep=' + ' or '.join(works) if works else 'only ep=1'} works"
     if ranks % layout.ep:
         axis = ("dp_shard" if step.zero else "dp_replicate") + (" x cp" if layout.cp > 1 else "")
-        return f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}; {nearest}"
+        return LayoutError(
+            "ep-indivisible", f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}; {nearest}"
+        )
     if experts % layout.ep:
         uneven = next(param for param in model.params if param.experts % layout.ep)
-        return f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}"
-    return f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
+        return LayoutError(
+            "ep-indivisible",
+            f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}",
+        )
+    return LayoutError(
+        "reduce-unsupported",
+        f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works",
+    )
 
 
 @cache_by_model
@@ -86,25 +97,27 @@ def _experts_of(model: ModelSpec) -> tuple[int, str | None]:
     return math.gcd(*(param.experts for param in weights)), shared
 
 
-def _refuse_balance(step: StepSpec) -> str | None:
+def _refuse_balance(step: StepSpec) -> LayoutError | None:
     """Return why the layout cannot compute the loss that balances experts over the global batch."""
     if step.layout.pp > 1:
-        return (
+        return LayoutError(
+            "pp-balanced-experts",
             f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which stand on several "
-            "stages: pp=1 works, and so does a job without it (output_router_logits = false)"
+            "stages: pp=1 works, or a job without it (output_router_logits = false)",
         )
     if step.sharing.trains_apart:  # refused in any case, whatever its micro-batches are
         return None
-    made = step.contributions
-    if made is not None and made.each > 1:
-        return (
-            f"numerics.replicas = {step.sharing.replicas} makes {made.each} contributions on a data rank, one behind the other, and the loss "
-            f"that balances experts is one of the whole batch: dp={step.sharing.replicas} works, with no microbatch"
+    contributions = step.contributions
+    if contributions is not None and contributions.each > 1:
+        return LayoutError(
+            "contributions-uneven",
+            f"numerics.replicas = {step.sharing.replicas} makes {contributions.each} contributions on a data rank, one after the other, and the loss "
+            f"that balances experts is one of the whole batch: dp={step.sharing.replicas} works, with no microbatch",
         )
     if step.num_microbatches > 1:
-        return (
-            f"microbatch={step.layout.microbatch}: the loss that balances experts is one of the whole batch, whose choices "
-            f"are known only after the forward of all of it: microbatch={step.rank_samples} works"
+        return LayoutError(
+            "batch-values-microbatch",
+            f"microbatch={step.layout.microbatch}: the loss that balances experts needs the choices of the whole batch, which are known after its forward: microbatch={step.rank_samples} works",
         )
     return None
 
@@ -163,9 +176,9 @@ def _shard_layer(layer: LayerSpec, degree: int) -> LayerSpec:
         layer,
         products=tuple(map(sharded, layer.products)),
         saved_elements=layer.saved_elements + combined,
-        working_elements=layer.working_elements + combined,
-        norm_working_elements=layer.norm_working_elements - combined,
-        moved_elements=layer.moved_elements + 4 * combined,  # sorted by expert and put back, each read and written
+        working=layer.working.plus(combined),
+        norm_working=layer.norm_working.plus(-combined),
+        moved=layer.moved.plus(4 * combined),  # sorted by expert and put back, each read and written
         repeats_last_sum=True,
     )
 

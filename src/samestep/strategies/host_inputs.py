@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
+from samestep.errors import LayoutError
 from samestep.models.spec import gradients_within
 from samestep.program.ops import BYTES_OF, BodyKey, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
@@ -28,10 +29,13 @@ from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why inputs of blocks cannot be on the host: the model goes back through its blocks more than once."""
     if step.layout.recompute == "offload" and step.model.differentiates_at:
-        return f"recompute=offload copies the input of a block back once, and {gradients_within(step.model)}: recompute=full works"
+        return LayoutError(
+            "forward-takes-gradients",
+            f"recompute=offload copies the input of a block back once, and {gradients_within(step.model)}: recompute=full works",
+        )
     return None
 
 
@@ -77,7 +81,7 @@ def _to_host(ops: Ops, sizes: Mapping[int, int]) -> Iterator[Op]:
     for op in ops:
         if op.kind is OpKind.FORWARD and op.layer is not None and (leaving or op.layer in sizes):
             waits = (leaving.name,) if leaving else ()
-            gone = tuple(one.name for one in leaving.allocates) if leaving else ()
+            gone = tuple(op.name for op in leaving.allocates) if leaving else ()
             leaving = None
             if op.layer in sizes:
                 leaving = _copy(OpKind.OFFLOAD, op, sizes[op.layer]).but(after=(made,) if made else ())
@@ -105,7 +109,7 @@ def _from_host(ops: Ops, sizes: Mapping[int, int], program: Program) -> Iterator
                 coming[previous.layer] = copy
                 yield copy
             if own is not None:
-                gone = tuple(one.name for one in own.allocates)
+                gone = tuple(op.name for op in own.allocates)
                 op = op.but(after=(*op.after, own.name), frees_before=(*op.frees_before, *gone))
         done = op.name if _is_computed(op) else done
         yield op

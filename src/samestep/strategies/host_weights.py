@@ -1,6 +1,6 @@
 """Frozen weights in the host's memory (`model.offload`): the copies to the device for which compute waits.
 
-`program/host_modules.py` says which weights these are. A copy stands in front of the layer that calls the module, and what it allocates
+`program/program.py` says which weights these are. A copy stands in front of the layer that calls the module, and what it allocates
 is free behind the layer; under zero=2 and 3 it stands in front of the gather of the unit, which frees it. Its time is that of its
 bytes over the link between host and device, and nothing hides it.
 """
@@ -10,31 +10,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.errors import did_you_mean
+from samestep.errors import LayoutError, did_you_mean
 from samestep.models.spec import enclosing, gradients_within, is_below
-from samestep.program.host_modules import host_modules, shard_bytes, units_on_host
 from samestep.program.ops import BodyKey, Buffer, Op, OpKind, Ops, is_forward
-from samestep.program.program import Program
+from samestep.program.program import Program, host_modules, shard_bytes, units_on_host
 from samestep.program.step import StepSpec
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why weights that the job names cannot be on the host."""
     for root in step.offload:
-        mine = [
-            param for param in step.model.params if any(is_below(one, root) for one in (param.name, *param.aliases))
+        params = [
+            param for param in step.model.params if any(is_below(alias, root) for alias in (param.name, *param.aliases))
         ]
-        if not root or not mine:
+        if not root or not params:
             known = sorted({path for param in step.model.params for path in enclosing(param.name.rpartition(".")[0])})
-            return f"offload names {root!r}, and the model has no weights there{did_you_mean(root, known)}: a name of a module works"
-        if trained := next((param.name for param in mine if param.trainable), None):
-            return (
-                f"offload names {root!r}, and {trained} takes a gradient: requires_grad_(False) on it works, and so does the word "
-                "offload in the layout, which holds the optimizer's states on the host"
+            return LayoutError(
+                "weight-unknown",
+                f"offload names {root!r}, and the model has no weights there{did_you_mean(root, known)}: a name of a module works",
+            )
+        if trained := next((param.name for param in params if param.trainable), None):
+            return LayoutError(
+                "offload-trained-weight",
+                f"offload names {root!r}, and {trained} takes a gradient: requires_grad_(False) on it works, or the word "
+                "offload in the layout, which holds the optimizer's states on the host",
             )
     if step.offload and step.model.differentiates_at:
-        return (
-            f"offload holds weights on the host between two uses, and {gradients_within(step.model)}: no offload works"
+        return LayoutError(
+            "forward-takes-gradients",
+            f"offload holds weights on the host between two uses, and {gradients_within(step.model)}: no offload works",
         )
     return None
 
@@ -66,19 +70,23 @@ def _in_front_of_layers(program: Program, ops: Ops) -> Iterator[Op]:
             yield op
             continue
         layer = step.model.layers[op.layer]
-        mine = [one for one in program.host_modules if one.path in layer.called]
+        host_modules = [host_module for host_module in program.host_modules if host_module.path in layer.called]
         if op.layer not in reached:
             reached.add(op.layer)
             reads = layer.backward_reads_weights
-            copied = mine if op.kind is OpKind.FORWARD else [one for one in mine if one.goes_back and reads]
-            yield from (_copy(one.path, sum(bytes_of[name] for name in one.params)) for one in copied)
-        is_over = mine and op.kind in (OpKind.FORWARD, OpKind.BACKWARD)
-        yield op.but(frees=(*op.frees, *(_buffer(one.path) for one in mine))) if is_over else op
+            copied = (
+                host_modules
+                if op.kind is OpKind.FORWARD
+                else [module for module in host_modules if module.goes_back and reads]
+            )
+            yield from (_copy(module.path, sum(bytes_of[name] for name in module.params)) for module in copied)
+        is_over = host_modules and op.kind in (OpKind.FORWARD, OpKind.BACKWARD)
+        yield op.but(frees=(*op.frees, *(_buffer(module.path) for module in host_modules))) if is_over else op
 
 
 def _in_front_of_gathers(program: Program, ops: Ops) -> Iterator[Op]:
     """Copy a rank's shard of a unit before each of its gathers, which frees it."""
-    sizes = {one.name: shard_bytes(program.step, one) for one in units_on_host(program.units, program.host_modules)}
+    sizes = {unit.name: shard_bytes(program.step, unit) for unit in units_on_host(program.units, program.host_modules)}
     for op in ops:
         if op.kind is OpKind.ALL_GATHER and op.implied and op.owner in sizes:
             yield (copy := _copy(op.owner, sizes[op.owner]))

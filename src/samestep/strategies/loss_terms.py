@@ -12,6 +12,7 @@ their forward (twin: `runtime/axes/loss_terms.py`).
 
 from __future__ import annotations
 
+from samestep.errors import LayoutError
 from samestep.program.holding import REPLICAS, SHARDS
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_forward, starts_step
 from samestep.program.program import Program
@@ -22,7 +23,7 @@ AXIS = "dp_cp"
 OWNER = "loss.counts"
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return nothing: every layout can exchange counts."""
     return None
 
@@ -34,9 +35,9 @@ def axis_of(step: StepSpec) -> str | None:
         return None
     axis: str | None = AXIS
     if step.sharing.trains_apart:  # then over the ranks of a replica
-        made = step.contributions
-        assert made is not None
-        axis = "cp" if step.zero == 0 else SHARDS if made.axis == REPLICAS else None
+        contributions = step.contributions
+        assert contributions is not None
+        axis = "cp" if step.zero == 0 else SHARDS if contributions.axis == REPLICAS else None
     return axis if axis is not None and step.ranks.size(axis) > 1 else None
 
 

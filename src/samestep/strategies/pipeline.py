@@ -25,7 +25,7 @@ last backward their gradients are summed over the stages, so that they are updat
 counts them once, and the first of the stages saves them.
 
 A model that follows another one (a teacher, a target network) may be on other stages than that one. Behind the update the stages
-that have the trained weights send them to those that average them (`program/followed_weights.py`).
+that have the trained weights send them to those that average them (`program/program.py`).
 """
 
 from __future__ import annotations
@@ -37,46 +37,54 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep import schedules
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.layer_parts import Crossing
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec, cache_by_model
-from samestep.program.followed_weights import send_followed, weights_sent
-from samestep.program.graphs import one_graph
 from samestep.program.holding import Holding
 from samestep.program.ops import UPDATE_BODY, BodyKey, Op, OpKind, Ops, Task, is_backward, position
-from samestep.program.program import Program
+from samestep.program.program import Program, send_followed, weights_sent
 from samestep.program.ranks import tie_of
-from samestep.program.step import StepSpec
+from samestep.program.step import StepSpec, one_graph
 from samestep.schedules import SCHEDULES, TaskKind
 
 AXIS = "pp"
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the schedule, the number of blocks or a weight does not allow the layout's stages."""
     layout = step.layout
     if layout.pp == 1:
-        return "virtual_stages needs pp > 1" if layout.virtual_stages > 1 else None
+        is_alone = layout.virtual_stages > 1
+        return LayoutError("virtual-stages", "virtual_stages needs pp > 1") if is_alone else None
     if layout.virtual_stages > 1 and not SCHEDULES[layout.schedule].takes_chunks:
-        return f"virtual_stages={layout.virtual_stages} needs {schedules.taking_chunks()}, not {layout.schedule}"
+        return LayoutError(
+            "virtual-stages",
+            f"virtual_stages={layout.virtual_stages} needs {schedules.taking_chunks()}, not {layout.schedule}",
+        )
     if step.splits_backward and one_graph(step):
-        return (
+        return LayoutError(
+            "schedule-unsupported",
             f"schedule={layout.schedule} takes the backward of linear layers apart, and {one_graph(step)}: "
-            "schedule=1f1b works, and so does run.compile = 'none'"
+            "schedule=1f1b works, or run.compile = 'none'",
         )
     if step.model.varies_at and not step.model.varies_within:
         varies = f"stages send tensors of one shape, and shapes at {step.model.varies_at} depend on values"
-        return f"pp={layout.pp}: {varies}: pp=1 works"
+        return LayoutError("pp-shapes-vary", f"pp={layout.pp}: {varies}: pp=1 works")
     if layout.pp * layout.virtual_stages > num_starts(step.model, layout.tp > 1):
         return _refuse_number(step.model, layout)
     if step.splits_backward and step.model.differentiates_at:
-        return (
+        return LayoutError(
+            "forward-takes-gradients",
             f"schedule={layout.schedule} postpones gradients of weights, and the forward at {step.model.differentiates_at} "
-            "takes gradients itself: schedule=1f1b works"
+            "takes gradients itself: schedule=1f1b works",
         )
     if replaced := _replaced(step.model):
-        return f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works"
+        return LayoutError(
+            "pp-forward-differs",
+            f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works",
+        )
     return _refuse_crossings(step)
 
 
@@ -86,7 +94,7 @@ def _replaced(model: ModelSpec) -> str:
     return next((param.name for param in model.params if param.is_replaced), "")
 
 
-def _refuse_number(model: ModelSpec, layout: Layout) -> str:
+def _refuse_number(model: ModelSpec, layout: Layout) -> LayoutError:
     """Return the refusal of more chunks than a model has layers with which one can begin."""
     chunks, starts, is_cut = layout.pp * layout.virtual_stages, num_starts(model, layout.tp > 1), layout.tp > 1
     fewer = starts // layout.pp
@@ -103,10 +111,13 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> str:
     beginning = (index for index, layer in enumerate(model.layers) if index and layer.is_beginning)
     closed = next((index for index in beginning if _why_no_stage(model, index, is_cut)), None)
     if closed is None:
-        return f"pp={layout.pp} cuts the {max(starts, 1)} {what} into {chunks} {stages}: {works}"
-    return (
+        return LayoutError(
+            "pp-too-many-stages", f"pp={layout.pp} cuts the {max(starts, 1)} {what} into {chunks} {stages}: {works}"
+        )
+    return LayoutError(
+        "pp-stage-begin",
         f"pp={layout.pp} cuts the {starts} runs of {several} of {model.name} that can be stages into {chunks} {stages}: {works} "
-        f"(no stage can begin with {model.layers[closed].name}: {_why_no_stage(model, closed, is_cut)})"
+        f"(no stage can begin with {model.layers[closed].name}: {_why_no_stage(model, closed, is_cut)})",
     )
 
 
@@ -129,7 +140,7 @@ def _why_no_stage(model: ModelSpec, index: int, is_cut: bool) -> str:
     return model.layers[index].why_no_stage(is_cut)
 
 
-def _refuse_crossings(step: StepSpec) -> str | None:
+def _refuse_crossings(step: StepSpec) -> LayoutError | None:
     """Return why what crosses the boundaries cannot be sent in a layout."""
     layout = step.layout
     if not layout.sequence_parallel:
@@ -138,9 +149,9 @@ def _refuse_crossings(step: StepSpec) -> str | None:
     if crossed is None:
         return None
     names = ", ".join(crossing.owner for crossing in crossed.crossings)
-    return (
-        f"pp={layout.pp} with sequence_parallel: a stage that begins with {crossed.name} is sent {names}, whose tokens "
-        f"nobody cuts: pp={layout.pp} without sequence_parallel works, and so does pp=1"
+    return LayoutError(
+        "pp-stage-begin",
+        f"pp={layout.pp} with sequence_parallel: a stage that begins with {crossed.name} is sent {names}, and no rank cuts its tokens: pp={layout.pp} without sequence_parallel works, or pp=1",
     )
 
 
@@ -270,7 +281,9 @@ def chunks_of(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[range
 def elements_sent_before(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[int, ...]:
     """Return the elements of a sample that cross the boundary before each layer, 0 where none of `count` chunks can begin."""
     return tuple(
-        sum(one.elements + one.fixed_elements for one in crossings_at(model, index)) if index and may_begin else 0
+        sum(crossing.elements + crossing.fixed_elements for crossing in crossings_at(model, index))
+        if index and may_begin
+        else 0
         for index, may_begin in enumerate(starts(model, count, is_cut))
     )
 
@@ -358,13 +371,13 @@ def _chunk_ops(ops: Ops, step: StepSpec, chunk: range, backward: bool) -> Iterat
     received = tuple(_pass_tensors(OpKind.RECV, step, comes_in, (), backward))
     yield from received
     layer: int | None = None
-    before = tuple(op.name for op in received)
+    names = tuple(op.name for op in received)
     name = ""
     for op in ops:
         layer = layer if op.layer is None else op.layer
         if layer in chunk:
-            yield op.but(after=(*op.after, *before)) if before else op
-            before, name = (), op.name
+            yield op.but(after=(*op.after, *names)) if names else op
+            names, name = (), op.name
     yield from _pass_tensors(OpKind.SEND, step, goes_out, (name,), backward)
 
 
@@ -381,5 +394,5 @@ def _pass_tensors(kind: OpKind, step: StepSpec, boundary: int, after: tuple[str,
 
 def crossings_at(model: ModelSpec, boundary: int) -> tuple[Crossing, ...]:
     """Return the tensors that cross the boundary before a layer: most often the output of the layer before."""
-    before = model.layers[boundary - 1]
-    return model.layers[boundary].crossings or (Crossing(owner=before.name, elements=before.output_elements),)
+    layer = model.layers[boundary - 1]
+    return model.layers[boundary].crossings or (Crossing(owner=layer.name, elements=layer.output_elements),)

@@ -7,12 +7,13 @@ reductions run in float32, so the rule is the same in every layout, one device i
 
 from __future__ import annotations
 
+from samestep.errors import LayoutError
 from samestep.program.ops import BodyKey, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return None: every precision runs in every layout."""
     return None
 

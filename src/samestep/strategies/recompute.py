@@ -5,39 +5,52 @@ input in the host's memory (`host_inputs.py`); `selective` also keeps the result
 cheap operations (Korthikanti et al. 2022, arXiv:2205.05198), and `alternate` those of every second product
 (`program/repeated_products.py`).
 A block is recomputed while its unit is gathered for the backward, so recompute adds no gather.
+
+The collectives that checkpoints in the model's own code repeat are placed where a backward asks for them:
+
+    forward    checkpoint 1 [ a  b (kept)  c ]  d            c is sent behind all that is kept, so nobody repeats it
+    backward   d'  c'  a b  b'  a'                           what stands behind the last kept tensor, the repeated part, the rest
+
+A checkpoint is repeated before the first backward of something in front of its last kept tensor, at the latest before that of what
+stands in front of the checkpoint; and after the repeat of the one around it, which has its input.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from samestep.errors import LayoutError
+from samestep.models.layer_parts import NOWHERE
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import is_below
-from samestep.program.graphs import repeats_in_graphs
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, is_backward
 from samestep.program.program import Program
-from samestep.program.repeated_forwards import with_repeats
 from samestep.program.repeated_products import KEEPS_PRODUCTS, is_one_graph, repeated_flops
-from samestep.program.step import StepSpec
+from samestep.program.step import StepSpec, repeats_in_graphs
 from samestep.schedules import TaskKind
 
 _EXCHANGES = (OpKind.ALL_TO_ALL, OpKind.SHIFT)
 _OF_TOKENS = "cp"
 """The axis of which a repeated forward repeats all collectives, the gathers of whole sequences too."""
+_LAYER = 0
+"""What stands for a layer, whose whole forward the layout repeats, among the numbers of its checkpoints."""
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why blocks cannot be recomputed: there are none, they are graphs, or the model goes back through them twice."""
     if step.layout.recompute != "none" and not any(layer.is_block for layer in step.model.layers):
-        return (
-            f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "
-            "(a ModuleList or Sequential of blocks): recompute=none works"
+        return LayoutError(
+            "recompute-unsupported",
+            f"recompute={step.layout.recompute} drops the saved tensors of blocks, and {step.model.name} has none "
+            "(a ModuleList or Sequential of blocks): recompute=none works",
         )
     if step.layout.recompute in KEEPS_PRODUCTS and step.model.differentiates_at:
-        return (
+        return LayoutError(
+            "forward-takes-gradients",
             f"recompute={step.layout.recompute} keeps results for one backward, and the forward at {step.model.differentiates_at} takes "
-            "gradients itself: recompute=full works, and so does none"
+            "gradients itself: recompute=full works, or none",
         )
     return None
 
@@ -106,25 +119,25 @@ def _with_own(program: Program, key: BodyKey, ops: Ops, repeated: Collection[int
             continue
         sent = [*_following(ops, number - 1)]
         number += len(sent)
-        again = [one.but(after=(op.name,)) for one in forwards.get(op.layer, ()) if not _is_kept(one)]
-        found = with_repeats(again, sent, repeats_layer=op.layer in repeated)
+        again = [forward.but(after=(op.name,)) for forward in forwards.get(op.layer, ()) if not _is_kept(forward)]
+        sent_backward = _with_repeats(again, sent, repeats_layer=op.layer in repeated)
         if op.layer in repeated:  # before it computes
             flops = repeated_flops(step, layers[op.layer]) * step.microbatch_samples
             whole = op.but(kind=OpKind.RECOMPUTE, flops=flops)
-            yield from (one.but(layer=op.layer, after=op.after) for one in found.ahead)
-            yield from (whole, *(one.but(after=(whole.name,)) for one in found.repeated))
-        yield from (op, *found.rest)
+            yield from (forward.but(layer=op.layer, after=op.after) for forward in sent_backward.ahead)
+            yield from (whole, *(forward.but(after=(whole.name,)) for forward in sent_backward.repeated))
+        yield from (op, *sent_backward.rest)
 
 
 def _by_layer(forward: Ops) -> dict[int, list[Op]]:
     """Return what each layer's forward sends."""
-    found: dict[int, list[Op]] = {}
+    ops: dict[int, list[Op]] = {}
     layer: int | None = None
     for op in forward:
         layer = op.layer if op.kind is OpKind.FORWARD else layer
         if layer is not None and op.axis is not None:
-            found.setdefault(layer, []).append(op)
-    return found
+            ops.setdefault(layer, []).append(op)
+    return ops
 
 
 def _is_exchange(op: Op) -> bool:
@@ -155,7 +168,7 @@ def _following(ops: Ops, number: int) -> Iterator[Op]:
 
 def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
     """Return the collectives inside each layer's forward, without those at its boundary, which belong to the layer's module."""
-    found: dict[int, list[Op]] = {}
+    ops: dict[int, list[Op]] = {}
     layer: int | None = None
     for op in forward:
         if op.kind is OpKind.FORWARD:
@@ -164,5 +177,70 @@ def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
         if layer is None or op.axis is None or _is_kept(op):
             continue
         if op.kind is OpKind.SHIFT or op.owner not in layers[layer].modules:  # a block may shift tokens itself
-            found.setdefault(layer, []).append(op)
-    return found
+            ops.setdefault(layer, []).append(op)
+    return ops
+
+
+class SentBackward(NamedTuple):
+    """The collectives of a layer's backward, in three parts."""
+
+    ahead: list[Op]
+    """In front of the repeat of the whole layer's forward, if that is repeated."""
+    repeated: list[Op]
+    """In that repeat."""
+    rest: list[Op]
+
+
+def _with_repeats(forward: Sequence[Op], backward: Sequence[Op], *, repeats_layer: bool) -> SentBackward:
+    """Return what a layer sends in its backward, with what its checkpoints repeat of its forward.
+
+    What is sent over one axis is in order; how messages of several axes alternate is not known.
+    """
+    sent_backward = SentBackward([], [], [])
+    for axis in dict.fromkeys(op.axis for op in (*forward, *backward)):
+        repeats = _Repeats([op for op in forward if op.axis == axis], sent_backward if repeats_layer else None)
+        for op in backward:
+            if op.axis == axis:
+                sent_backward.rest.extend(repeats.before(op))
+                (sent_backward.rest if repeats.has_layer else sent_backward.ahead).append(op.but(place=NOWHERE))
+        sent_backward.rest.extend(repeats.rest())
+    return sent_backward
+
+
+class _Repeats:
+    """The repeats of one layer's checkpoints in its backward, of what it sends over one axis."""
+
+    def __init__(self, forward: Sequence[Op], layer: SentBackward | None) -> None:
+        self._forward, self._layer = forward, layer
+        self._made: set[int] = set() if layer is not None else {_LAYER}
+        self._around = {
+            checkpoint: op.place.inside[:index] for op in forward for index, checkpoint in enumerate(op.place.inside)
+        }
+        """The checkpoints around each one."""
+
+    @property
+    def has_layer(self) -> bool:
+        """Whether the repeat of the whole layer is over, or there is none."""
+        return _LAYER in self._made
+
+    def before(self, op: Op) -> Iterator[Op]:
+        """Yield what is repeated before an op of the backward."""
+        behind = sorted((checkpoint for checkpoint in self._around if checkpoint > op.place.at), reverse=True)
+        return self._repeated((*behind, *op.place.again))
+
+    def rest(self) -> Iterator[Op]:
+        """Yield what is repeated after the last op of the backward."""
+        return self._repeated((*sorted(self._around, reverse=True), _LAYER))
+
+    def _repeated(self, checkpoints: Iterable[int]) -> Iterator[Op]:
+        for checkpoint in checkpoints:
+            if checkpoint in self._made:
+                continue
+            self._made.add(checkpoint)
+            if checkpoint != _LAYER:
+                yield from self._repeated((_LAYER, *self._around.get(checkpoint, ())))
+            again = [op.but(place=NOWHERE) for op in self._forward if checkpoint in op.place.again]
+            if checkpoint == _LAYER and self._layer is not None:
+                self._layer.repeated.extend(again)
+            else:
+                yield from again

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, is_below
@@ -36,29 +37,36 @@ from samestep.program.step import StepSpec
 AXIS = "tp"
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the layout, the model or the length of its samples does not allow sequence parallelism."""
     if step.layout.tp == 1:
-        return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
+        return LayoutError(
+            "sequence-parallel-needs-tp",
+            "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out",
+        )
     if step.layout.recompute != "none" and (unclear := _block_that_keeps(step.model)):
-        return (
-            f"sequence_parallel: {unclear} keeps something for its backward behind its last sum, in a part that computes on "
-            f"whole sequences, with which recompute={step.layout.recompute} is not supported: recompute=none works, and so does "
-            f"tp={step.layout.tp} alone"
+        return LayoutError(
+            "sequence-parallel-unsupported",
+            f"sequence_parallel: {unclear} keeps something for its backward after its last sum, in a part that computes on whole sequences. There, recompute={step.layout.recompute} is not supported: recompute=none works, or "
+            f"tp={step.layout.tp} alone",
         )
     return refuse_model(step.model, step.layout.tp) or _refuse_slices(step)
 
 
-def _refuse_slices(step: StepSpec) -> str | None:
+def _refuse_slices(step: StepSpec) -> LayoutError | None:
     """Return why the slices of `cp` cannot be cut once more."""
     model, cp, tp = step.model, step.layout.cp, step.layout.tp
     if cp > 1 and (part := next((part.owner for layer in model.layers for part in layer.gathered_parts), "")):
-        return f"sequence_parallel: {part} computes all tokens on every rank of cp={cp}; tp={tp} alone works, and so does cp=1"
+        return LayoutError(
+            "sequence-parallel-unsupported",
+            f"sequence_parallel: {part} computes all tokens on every rank of cp={cp}; tp={tp} alone works, or cp=1",
+        )
     if cp == 1 or model.length % cp or model.length // cp % tp == 0:
         return None
-    return (
+    return LayoutError(
+        "sequence-parallel-indivisible",
         f"sequence_parallel: tp={tp} does not divide the {model.length // cp} tokens of a slice that cp={cp} leaves a rank; "
-        f"{model.length // (cp * tp) * cp * tp} tokens work, and so does tp={tp} alone"
+        f"{model.length // (cp * tp) * cp * tp} tokens work, or tp={tp} alone",
     )
 
 
@@ -70,29 +78,37 @@ def _block_that_keeps(model: ModelSpec) -> str:
 
 def _keeps_behind(layer: LayerSpec) -> bool:
     """Return whether a block may keep something after the last sum of a part that is split at its end, or has no sum there."""
-    ends = [one.owner for one in layer.sequence_boundaries[-1:] if one.kind == "split"]
+    ends = [
+        sequence_boundary.owner
+        for sequence_boundary in layer.sequence_boundaries[-1:]
+        if sequence_boundary.kind == "split"
+    ]
     has_sum = any(is_below(part.owner, end) for part in layer.forward_sums for end in ends)
     return bool(ends) and (layer.repeats_last_sum or not has_sum)
 
 
-def refuse_model(model: ModelSpec, degree: int) -> str | None:
+def refuse_model(model: ModelSpec, degree: int) -> LayoutError | None:
     """Return why no layout may divide the model's sequence among `degree` ranks."""
     if model.sequence_refusal:
-        return f"sequence_parallel: {model.sequence_refusal}; tp={degree} alone works"
+        return LayoutError(
+            "sequence-parallel-unsupported", f"sequence_parallel: {model.sequence_refusal}; tp={degree} alone works"
+        )
     if model.balanced_experts:
-        return (
-            "sequence_parallel: the loss that balances experts is counted from whole samples, of which a rank would route "
-            f"a part; tp={degree} alone works, and so does a job without it (output_router_logits = false)"
+        return LayoutError(
+            "sequence-parallel-unsupported",
+            f"sequence_parallel: the loss that balances experts is counted from whole samples, and a rank would route a part of one; tp={degree} alone works, or a job without it (output_router_logits = false)",
         )
     if model.expert_refusal and any(layer.dispatches for layer in model.layers):
-        return (
+        return LayoutError(
+            "sequence-parallel-unsupported",
             f"sequence_parallel: the experts of {model.name} would be given a part of the tokens, and "
-            f"{model.expert_refusal}; tp={degree} alone works"
+            f"{model.expert_refusal}; tp={degree} alone works",
         )
     if model.sequence % degree:
-        return (
+        return LayoutError(
+            "sequence-parallel-indivisible",
             f"sequence_parallel: tp={degree} does not divide the {model.sequence} tokens of a sample; "
-            f"{model.sequence // degree * degree} tokens work, and so does tp={degree} alone"
+            f"{model.sequence // degree * degree} tokens work, or tp={degree} alone",
         )
     return None
 
@@ -151,13 +167,11 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         saved_elements=kept + (layer.saved_elements - kept) // degree,
         saved_norm_elements=layer.saved_norm_elements // degree,
         input_norm_elements=layer.input_norm_elements // degree,
-        working_elements=layer.working_cut_elements + (layer.working_elements - layer.working_cut_elements) // degree,
-        norm_working_elements=layer.norm_working_cut_elements
-        + (layer.norm_working_elements - layer.norm_working_cut_elements) // degree,
-        norm_working_wide_elements=layer.norm_working_wide_elements // degree,
+        working=layer.working.divided_by(degree),
+        norm_working=layer.norm_working.divided_by(degree),
         saved_selective_elements=selective + (layer.saved_selective_elements - selective) // degree,
-        moved_elements=layer.moved_cut_elements + (layer.moved_elements - layer.moved_cut_elements) // degree,
-        fusible_elements=layer.fusible_cut_elements + (layer.fusible_elements - layer.fusible_cut_elements) // degree,
+        moved=layer.moved.divided_by(degree),
+        fusible=layer.fusible.divided_by(degree),
     )
 
 
@@ -183,13 +197,13 @@ def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
 
 def _sums_of(ops: Ops) -> dict[int, list[Op]]:
     """Return the collectives over `tp` that follow each layer's compute op."""
-    found: dict[int, list[Op]] = {}
+    sums: dict[int, list[Op]] = {}
     here = 0
     for op in ops:
         here = here if op.layer is None else op.layer
         if op.axis == AXIS:
-            found.setdefault(here, []).append(op)
-    return found
+            sums.setdefault(here, []).append(op)
+    return sums
 
 
 def _is_within(path: str, parts: Collection[str]) -> bool:

@@ -26,6 +26,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, is_below, read_by_own_code
 from samestep.program.codecs import PLAIN, exchange
@@ -50,19 +51,25 @@ from samestep.program.units import Unit, by_layer, coded_parts, last_use, make_u
 AXIS = SHARDS
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Refuse settings that mean nothing at this ZeRO stage."""
     layout = step.layout
     if layout.accumulate == "full" and step.zero < 2 <= layout.zero:
-        return f"accumulate=full is about sharded gradients, which zero={layout.zero} leaves whole on one rank: accumulate=sharded works"
+        return LayoutError(
+            "accumulate-full-needs-zero",
+            f"accumulate=full is about sharded gradients, which zero={layout.zero} leaves whole on one rank: accumulate=sharded works",
+        )
     if layout.accumulate == "full" and step.zero < 2:
-        return f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}; accumulate=sharded works"
+        return LayoutError(
+            "accumulate-full-needs-zero",
+            f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}; accumulate=sharded works",
+        )
     if step.zero < 2:
         return None
     if step.splits_backward:
-        return (
-            f"zero={step.zero} reduces gradients behind each backward, and schedule={step.layout.schedule} computes those of "
-            "weights later: zero=1 works, and so does schedule=1f1b"
+        return LayoutError(
+            "schedule-unsupported",
+            f"zero={step.zero} reduces gradients after each backward, and schedule={step.layout.schedule} computes the gradients of weights later: zero=1 works, or schedule=1f1b",
         )
     if step.layout.pp > 1 and (refusal := _refuse_own_code(step)):
         return refusal
@@ -71,22 +78,25 @@ def refusal(step: StepSpec) -> str | None:
     return _refuse_weights(step.model)
 
 
-def _refuse_own_code(step: StepSpec) -> str | None:
+def _refuse_own_code(step: StepSpec) -> LayoutError | None:
     """Refuse weights that the root's code reads where a stage of a pipeline does not gather them once a forward."""
     for param, is_in_block in _read_by_root(step.model):
         if step.layout.virtual_stages > 1:
-            return (
+            return LayoutError(
+                "zero-shared-weight",
                 f"zero={step.zero} gathers {param.name}, which the model's own code reads, with every virtual stage: "
-                "zero=1 works, and so does virtual_stages=1"
+                "zero=1 works, or virtual_stages=1",
             )
         if param.shared:
-            return (
-                f"{param.name} is shared by modules, and read by the model's own code: zero=1 works, and so does pp=1"
+            return LayoutError(
+                "zero-shared-weight",
+                f"{param.name} is shared by modules, and read by the model's own code: zero=1 works, or pp=1",
             )
         if step.zero == 3 and step.layout.recompute != "none" and is_in_block:
-            return (
+            return LayoutError(
+                "zero-shared-weight",
                 f"{param.name} is also read outside its block, and zero={step.zero} does not gather it again for "
-                f"recompute={step.layout.recompute}: zero=1 works, and so does recompute=none"
+                f"recompute={step.layout.recompute}: zero=1 works, or recompute=none",
             )
     return None
 
@@ -101,14 +111,15 @@ def _read_by_root(model: ModelSpec) -> tuple[tuple[ParamSpec, bool], ...]:
     )
 
 
-def _refuse_again(step: StepSpec) -> str | None:
+def _refuse_again(step: StepSpec) -> LayoutError | None:
     """Refuse weights that a rank may use in several virtual stages, each of which gathers them separately."""
     name = _used_by_several(step.model)
     if name is None:
         return None
-    return (
+    return LayoutError(
+        "zero-shared-weight",
         f"zero={step.zero} gathers and reduces {name}, which several layers use, with one virtual stage: zero=1 "
-        "works, and so does virtual_stages=1"
+        "works, or virtual_stages=1",
     )
 
 
@@ -124,12 +135,13 @@ def _used_by_several(model: ModelSpec) -> str | None:
 
 
 @cache_by_model
-def _refuse_weights(model: ModelSpec) -> str | None:
+def _refuse_weights(model: ModelSpec) -> LayoutError | None:
     """Refuse weights that FSDP2 cannot shard, or cannot gather separately from others."""
     for param in model.params:
         if param.sparse_gradient and param.trainable:
-            return (
-                f"{param.name} has sparse gradients, which cannot be cut: sparse=False gives the same step, or zero=0"
+            return LayoutError(
+                "zero-sparse-gradient",
+                f"{param.name} has sparse gradients, which cannot be cut: sparse=False gives the same step, or zero=0",
             )
     return None
 
@@ -263,9 +275,11 @@ def _gather(unit: Unit) -> Op:
 
 def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
     size = unit.padded_grad_numel
-    if (made := step.contributions) is not None and step.scatters_codes:
-        parts = [*coded_parts(step, made, unit)]
-        (sent,) = exchange(unit.name, unit.codec, unit.shard_axis, parts, made.each, step.master_dtype, gathers=False)
+    if (contributions := step.contributions) is not None and step.scatters_codes:
+        parts = [*coded_parts(step, contributions, unit)]
+        (sent,) = exchange(
+            unit.name, unit.codec, unit.shard_axis, parts, contributions.each, step.master_dtype, gathers=False
+        )
         return sent.but(implied=True, after=(after.name,))
     dtype, axis = step.master_dtype, unit.shard_axis
     op = Op(kind=OpKind.REDUCE_SCATTER, owner=unit.name, axis=axis, dtype=dtype, codec=PLAIN, after=(after.name,))

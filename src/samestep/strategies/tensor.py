@@ -31,10 +31,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.layer_parts import NOWHERE, PartialSum
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.packing import BLOCK
-from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.param_spec import BLOCK, Cut, ParamSpec
 from samestep.models.spec import ModelSpec, cache_by_model, gradients_within
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -44,22 +44,23 @@ from samestep.program.step import StepSpec
 AXIS = "tp"
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why the degree would cut through a group of a weight, or why the model cannot be cut at all."""
     return (
         refuse_degree(step.model, step.layout.tp) or _refuse_packed(step.model, step.layout.tp) or _refuse_blocks(step)
     )
 
 
-def _refuse_packed(model: ModelSpec, degree: int) -> str | None:
+def _refuse_packed(model: ModelSpec, degree: int) -> LayoutError | None:
     """Return the 4-bit weight that would be cut within a block of its rows, with a degree that works."""
     for param in _held_in_4_bits(model):
         if not _cuts_packed(param, degree):
             continue
         works = max(n for n in range(1, degree) if not _cuts_packed(param, n) and degree % n == 0)
-        return (
+        return LayoutError(
+            "tp-cuts-scale-blocks",
             f"tp={degree} cuts rows of {param.name} within blocks of {BLOCK} elements, which share a scale in 4 bits: tp={works} "
-            'works, and so does model.lora.base = "full"'
+            'works, or model.lora.base = "full"',
         )
     return None
 
@@ -77,7 +78,7 @@ def _cuts_packed(param: ParamSpec, degree: int) -> bool:
     return param.shape[cut.dim] // (cut.parts * min(degree, cut.groups)) % BLOCK != 0
 
 
-def _refuse_blocks(step: StepSpec) -> str | None:
+def _refuse_blocks(step: StepSpec) -> LayoutError | None:
     """Return which weight would be cut within a block of its 8-bit states, or of the codes of its gradient."""
     degree = step.layout.tp
     for blocks, key in (
@@ -88,9 +89,10 @@ def _refuse_blocks(step: StepSpec) -> str | None:
             block = blocks.get(param.name, 0) if param.trainable else 0
             if block and _cuts_block(param, degree, block):
                 works = max(n for n in range(1, degree) if not _cuts_block(param, n, block) and degree % n == 0)
-                return (
+                return LayoutError(
+                    "tp-cuts-scale-blocks",
                     f"tp={degree} cuts {param.name} within blocks of {block} elements, which share a scale under "
-                    f'numerics.{key}: tp={works} works, and so does "bf16"'
+                    f'numerics.{key}: tp={works} works, or "bf16"',
                 )
     return None
 
@@ -105,20 +107,25 @@ def _cuts_block(param: ParamSpec, degree: int, block: int) -> bool:
 
 
 @cache_by_model
-def refuse_degree(model: ModelSpec, degree: int) -> str | None:
+def refuse_degree(model: ModelSpec, degree: int) -> LayoutError | None:
     """Return why a degree would cut through a group of a weight, or why the model cannot be cut at all."""
     if model.differentiates_at:
-        return f"tp={degree}: {gradients_within(model)}; tp=1 works"
+        return LayoutError("forward-takes-gradients", f"tp={degree}: {gradients_within(model)}; tp=1 works")
     if model.cut_refusal:
-        return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
+        return LayoutError("tp-uncuttable", f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works")
     for param in model.params:
         if param.cut is not None and param.read_outside:
-            return f"tp={degree}: {param.name} is also read outside the layer that owns it, where it would be cut: tp=1 works"
+            return LayoutError(
+                "tp-uncuttable",
+                f"tp={degree}: {param.name} is also read outside the layer that owns it, where it would be cut: tp=1 works",
+            )
         if param.cut is not None and not _divides(degree, param.cut):
+            noun = "heads" if param.cut.groups * param.cut.parts < param.shape[param.cut.dim] else "columns"
             works = [str(n) for n in range(2, param.cut.groups + 1) if _divides_all(n, model)]
-            return (
-                f"tp={degree} does not divide the {param.cut.groups} groups of {param.name}; "
-                f"{'tp=' + ' or '.join(works) + ' does' if works else 'only tp=1 does'}"
+            return LayoutError(
+                "tp-indivisible",
+                f"tp={degree} does not divide the {param.cut.groups} {noun} of {param.name}; "
+                f"{'tp=' + ' or '.join(works) + ' does' if works else 'only tp=1 does'}",
             )
     return None
 
@@ -228,8 +235,8 @@ def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
     """Yield the all_reduces of a loss on cut logits: first each row's maximum, then its sum and its label's logit; or those of a
     loss of one's own in chunks."""
     rows = step.model.logit_rows
-    own = step.model.chunk_reduces if step.layout.loss_chunk is not None else ()
-    for held, numel in (own or (("largest", rows), ("sums", 2 * rows))) if rows and step.cuts_loss else ():
+    chunk_reduces = step.model.chunk_reduces if step.layout.loss_chunk is not None else ()
+    for held, numel in (chunk_reduces or (("largest", rows), ("sums", 2 * rows))) if rows and step.cuts_loss else ():
         yield _sum(f"loss.{held}", step.master_dtype, after).sized(numel * step.microbatch_samples)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.errors import LayoutError
 from samestep.models.spec import LossTensor
 from samestep.program.ops import BodyKey, Buffer, Op, OpKind, Ops, Task, ends_step, starts_step
 from samestep.program.program import Program
@@ -34,12 +35,13 @@ SIZES = 8
 """Sizes of a tensor that ranks compare before they gather it."""
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Return why a layout cannot give a loss the outputs of all samples."""
     if step.sharing.trains_apart:
-        return (
+        return LayoutError(
+            "diloco-unsupported",
             f"numerics.exchange_every = {step.sharing.every} trains replicas apart, each on samples of its own, and the loss is one "
-            "over the whole batch: exchange_every = 1 works"
+            "over the whole batch: exchange_every = 1 works",
         )
     return None
 
@@ -101,29 +103,33 @@ def _gathers(step: StepSpec) -> Iterator[Op]:
     """Yield the all_gathers of the tensors' sizes, of each tensor's samples, as many places on each rank as the largest has, and of
     the tokens of outputs; and the all_reduces of gradients of which each rank has a part.
     """
-    tensors = [one for one in reads_of(step) if one.is_gathered]
+    tensors = [read for read in reads_of(step) if read.is_gathered]
     if not tensors:
         return
     yield from _gathers_of(step, tensors)
-    for one in reads_of(step):
-        if one.is_by_rows:
+    for read in reads_of(step):
+        if read.is_by_rows:
             op = Op(
-                kind=OpKind.ALL_REDUCE, owner=one.name, axis=AXIS, dtype=one.dtype or step.master_dtype, is_exposed=True
+                kind=OpKind.ALL_REDUCE,
+                owner=read.name,
+                axis=AXIS,
+                dtype=read.dtype or step.master_dtype,
+                is_exposed=True,
             )
-            yield op.sized(one.elements * (step.global_batch if one.is_gathered else 1))
+            yield op.sized(read.elements * step.global_batch // step.layout.cp if read.is_gathered else read.elements)
 
 
 def _gathers_of(step: StepSpec, tensors: list[LossTensor]) -> Iterator[Op]:
     sizes = Op(kind=OpKind.ALL_GATHER, owner="loss.sizes", axis=AXIS, dtype="int64", is_exposed=True)
     yield sizes.sized(step.layout.dp * SIZES * len(tensors))
-    for one in tensors:
-        dtype, cuts = one.dtype or step.master_dtype, step.layout.cp if one.of == "outputs" else 1
-        gathered = {AXIS: step.layout.dp * step.rank_samples * one.elements // cuts}
+    for tensor in tensors:
+        dtype, cuts = tensor.dtype or step.master_dtype, step.layout.cp if tensor.of == "outputs" else 1
+        gathered = {AXIS: step.layout.dp * step.rank_samples * tensor.elements // cuts}
         if cuts > 1:
-            gathered[TOKENS] = step.global_batch * one.elements
+            gathered[TOKENS] = step.global_batch * tensor.elements
         for axis, numel in gathered.items():
-            op = Op(kind=OpKind.ALL_GATHER, owner=one.name, axis=axis, dtype=dtype, is_exposed=True).sized(numel)
-            buffer = Buffer(f"samples of {one.name} over {axis}", "buffers", op.size_bytes)
+            op = Op(kind=OpKind.ALL_GATHER, owner=tensor.name, axis=axis, dtype=dtype, is_exposed=True).sized(numel)
+            buffer = Buffer(f"samples of {tensor.name} over {axis}", "buffers", op.size_bytes)
             yield op.but(allocates=(buffer,), frees=(buffer.name,))
 
 

@@ -17,24 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
 from samestep.program.buckets import owners_of
+from samestep.program.holding import Owned, Owners
 from samestep.program.ops import Op, OpKind, Ops
-from samestep.program.owners import Owned, Owners
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
 GRADIENTS, WEIGHTS = "gradients to owners", "weights from owners"
 
 
-def refusal(step: StepSpec) -> str | None:
+def refusal(step: StepSpec) -> LayoutError | None:
     """Refuse a weight that comes to one rank from two axes; any other one can."""
     tp, ep = step.layout.tp, step.layout.ep
     for param in step.model.params if tp > 1 and ep > 1 else ():
         if param.is_updated_whole and param.cut is not None and param.experts:
-            return (
+            return LayoutError(
+                "optimizer-cut-both-ways",
                 f"the optimizer does not treat every element of {param.name} by itself, and tp={tp} and ep={ep} both cut it: tp=1 "
-                "works, and so does ep=1"
+                "works, or ep=1",
             )
     return None
 
@@ -46,7 +48,7 @@ def apply(program: Program) -> Program:
     if not params:
         return program
     owners = tuple(_over_data(step, params)) if step.zero >= 2 else ()
-    lenders = {member.name: member.owner for one in owners for member in one.members} or _chunks(program)
+    lenders = {member.name: member.owner for owner in owners for member in owner.members} or _chunks(program)
     owners += tuple(_over_cuts(step, params, lenders))
     if not owners:
         return program
@@ -90,9 +92,9 @@ def _assign_owners(
     members: list[Owned] = []
     window = 0
     for lender in dict.fromkeys(lenders.values()):
-        mine = [name for name in parts if lenders[name] == lender]
+        names = [name for name in parts if lenders[name] == lender]
         filled = [0] * ranks
-        for name, owner in zip(mine, owners_of([parts[name] for name in mine], ranks), strict=True):
+        for name, owner in zip(names, owners_of([parts[name] for name in names], ranks), strict=True):
             members.append(
                 Owned(
                     name=name,
@@ -130,15 +132,15 @@ def _add_exchanges(ops: Ops, owners: tuple[Owners, ...], dtype: str) -> Iterator
     waits: tuple[str, ...] = ()
     for current in ops:
         if current.owner == "scalars":
-            for one in owners:
-                brought = op(one, GRADIENTS, one.gathered_numel, (*current.after, *waits))
+            for owner in owners:
+                brought = op(owner, GRADIENTS, owner.gathered_numel, (*current.after, *waits))
                 waits = (*waits, brought.name)
                 yield brought
             current = current.but(after=(*current.after, *waits))
             waits = ()
         yield current.but(after=(*current.after, *waits)) if waits else current
         if current.kind is OpKind.UPDATE:
-            for one in reversed(owners):
-                sent = op(one, WEIGHTS, one.scattered_numel, (current.name, *waits))
+            for owner in reversed(owners):
+                sent = op(owner, WEIGHTS, owner.scattered_numel, (current.name, *waits))
                 waits = (*waits, sent.name)
                 yield sent

@@ -21,8 +21,9 @@ from samestep.models.layer_parts import NOWHERE, ExpertDispatch, PartialSum
 from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
 from samestep.models.spec import ModelSpec, is_below
-from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.operations import Visit
+from samestep.tracing.costs import Costs
+from samestep.tracing.flow import Flow
+from samestep.tracing.module_inputs import ForwardCalls, ModuleCall
 from samestep.tracing.stage_events import beginnings
 
 
@@ -50,7 +51,12 @@ class Layer:
 
 
 def arrange(
-    module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer, stages: Sequence[str] = ()
+    module: nn.Module,
+    name: str,
+    containers: tuple[str, ...],
+    modules: ForwardCalls,
+    costs: Costs,
+    stages: Sequence[str] = (),
 ) -> list[Layer]:
     """Return the layers, which are runs of calls of the top-most modules in order, and where pipeline stages may begin.
 
@@ -60,31 +66,31 @@ def arrange(
     Raises:
         ModelError: no call of a module with weights begins with one of `stages`.
     """
-    calls = [call for call in watch.order if call in watch.regions]
+    calls = [call for call in modules.order if call in modules.regions]
     if len(calls) < (1 if containers else 2) and not stages:
         owns_weights = any(True for _ in module.parameters(recurse=False))
-        modules = [] if owns_weights else [watch.regions[call].path for call in calls]
-        return [Layer(name=name, modules=modules or [""], regions=list(watch.regions))]
-    named = _first_calls(stages, calls, watch)
-    layers = _join_calls(containers, watch, named, is_fine=False)
+        paths = [] if owns_weights else [modules.regions[call] for call in calls]
+        return [Layer(name=name, modules=paths or [""], regions=list(modules.regions))]
+    named = _first_calls(stages, calls, modules)
+    layers = _join_calls(containers, modules, named, is_fine=False)
     blocks = sum(layer.is_block for layer in layers)
     in_lists = any(not isinstance(module.get_submodule(path), nn.Sequential) for path in containers)
     if stages:
         for index, layer in enumerate(layers):
             layer.begins_stage = "named" if not index or named & {*layer.regions[:1]} else "no"
     elif blocks < 2 or not in_lists:
-        layers = _join_calls(containers, watch, named, is_fine=True)
-        flops = [sum(watch.regions[call].flops for call in layer.regions) for layer in layers]
+        layers = _join_calls(containers, modules, named, is_fine=True)
+        flops = [sum(costs.regions[call].flops for call in layer.regions) for layer in layers]
         of_blocks = sum(count for count, layer in zip(flops, layers, strict=True) if layer.is_block)
         prefers_blocks = blocks > 1 and 2 * of_blocks >= sum(flops)
         for layer in layers:
             layer.begins_stage = "if needed" if prefers_blocks and not layer.is_block else "yes"
     layers[0].regions.append("")
-    _name(layers, watch)
+    _name(layers, modules)
     return layers
 
 
-def _first_calls(stages: Sequence[str], calls: Sequence[str], watch: ForwardTracer) -> set[str]:
+def _first_calls(stages: Sequence[str], calls: Sequence[str], modules: ForwardCalls) -> set[str]:
     """Return the first call at or below each module that `model.stages` names.
 
     Raises:
@@ -92,20 +98,24 @@ def _first_calls(stages: Sequence[str], calls: Sequence[str], watch: ForwardTrac
     """
     found: set[str] = set()
     for name in stages:
-        call = next((call for call in calls if is_below(watch.regions[call].path, name)), None)
+        call = next((call for call in calls if is_below(modules.regions[call], name)), None)
         if call is None:
-            known = ", ".join(dict.fromkeys(watch.regions[one].path for one in calls[1:]))
-            raise ModelError(f"model.stages: the forward calls no module with weights at {name!r}; these work: {known}")
+            known = ", ".join(dict.fromkeys(modules.regions[one] for one in calls[1:]))
+            raise ModelError(
+                "stages-unknown",
+                f"model.stages: the forward calls no module with weights at {name!r}; these work: {known}",
+            )
         if call == calls[0]:
             raise ModelError(
-                f"model.stages: the first stage begins with {name!r} in any case, and later ones are named here"
+                "stages-unknown",
+                f"model.stages: the first stage begins with {name!r} in any case, and later ones are named here",
             )
         found.add(call)
     return found
 
 
 def _join_calls(
-    containers: tuple[str, ...], watch: ForwardTracer, begin: Collection[str], *, is_fine: bool
+    containers: tuple[str, ...], modules: ForwardCalls, begin: Collection[str], *, is_fine: bool
 ) -> list[Layer]:
     """Return the calls in layers: blocks, and what stands between them, which `is_fine` divides into single calls.
 
@@ -113,9 +123,9 @@ def _join_calls(
     """
     layers: list[Layer] = []
     first_of: dict[str, Layer] = {}
-    for call in watch.order:
-        has_weights = call in watch.regions
-        path = watch.regions[call].path if has_weights else call
+    for call in modules.order:
+        has_weights = call in modules.regions
+        path = modules.regions.get(call, call)
         block = block_of(path, containers)
         last = layers[-1] if layers else None
         begins = has_weights and (call in begin or (is_fine and block is None))
@@ -135,7 +145,7 @@ def _join_calls(
             layer.regions.append(call)
             known = layer.again if call != path else layer.modules
             known += [path] if path not in layer.called else []
-        elif len(watch.visits[path]) == 1:
+        elif len(modules.of[path]) == 1:
             layer.modules.append(path)
     return layers
 
@@ -160,9 +170,9 @@ def block_of(path: str, containers: Iterable[str]) -> str | None:
     return None
 
 
-def _name(layers: list[Layer], watch: ForwardTracer) -> None:
+def _name(layers: list[Layer], modules: ForwardCalls) -> None:
     """Name blocks after their paths, and other layers after their modules with weights; number equal names."""
-    paths = [[watch.regions[call].path for call in layer.regions if call] for layer in layers]
+    paths = [[modules.regions[call] for call in layer.regions if call] for layer in layers]
     shorts = ["+".join(path.rpartition(".")[2] for path in some) for some in paths]
     taken = Counter({layer.block: 2 for layer in layers})
     taken.update(short for layer, short in zip(layers, shorts, strict=True) if not layer.is_block and not layer.again)
@@ -177,12 +187,12 @@ def _name(layers: list[Layer], watch: ForwardTracer) -> None:
         layer.repeats = caller.get(layer.again[0], "") if layer.is_block and layer.again else ""
 
 
-def modules_entered_again(layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[tuple[str, int], ...]]:
+def modules_entered_again(layers: Sequence[Layer], modules: ForwardCalls) -> list[tuple[tuple[str, int], ...]]:
     """Return for each layer the modules that other layers enter too, and how often this layer enters each."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
     found: list[dict[str, int]] = [{} for _ in layers]
-    for path, visits in watch.visits.items():
-        counts = Counter(layer_of[visit.region] for visit in visits if visit.is_within)
+    for path, calls in modules.of.items():
+        counts = Counter(layer_of[call.region] for call in calls if call.is_within)
         for index, count in counts.items() if len(counts) > 1 else ():
             found[index][path] = count
     return [tuple(counts.items()) for counts in found]
@@ -191,12 +201,11 @@ def modules_entered_again(layers: Sequence[Layer], watch: ForwardTracer) -> list
 class UsesOfWeights:
     """Finds the layers that use each weight: called with the name of a weight and the modules that hold it."""
 
-    def __init__(self, layers: Sequence[Layer], specs: Sequence[LayerSpec], watch: ForwardTracer) -> None:
-        assert watch.flow is not None
+    def __init__(self, layers: Sequence[Layer], specs: Sequence[LayerSpec], modules: ForwardCalls, flow: Flow) -> None:
         self._layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
-        self._watch = watch
-        self._events = dict(watch.flow.uses)
-        begins = beginnings(specs, watch.flow)
+        self._modules = modules
+        self._events = dict(flow.uses)
+        begins = beginnings(specs, flow)
         self._begins = [begin for begin in begins[1:] if begin is not None]
         self._is_clear = len(self._begins) == len(layers) - 1
 
@@ -207,19 +216,19 @@ class UsesOfWeights:
         for path in owners:
             for layer, calls in self._calls(path).items():
                 if read is None or layer in read:
-                    called = min(visit.entered for visit in calls), max(visit.left for visit in calls)
+                    called = min(call.entered for call in calls), max(call.left for call in calls)
                     found.append(Use(layer=layer, owner=path, calls=len(calls), called=called))
         found += [Use(layer=layer) for layer in (read or set()) - {use.layer for use in found}]
         return tuple(sorted(found, key=lambda use: (use.layer, use.called, use.owner)))
 
-    def _calls(self, path: str) -> dict[int, list[Visit]]:
+    def _calls(self, path: str) -> dict[int, list[ModuleCall]]:
         """Return by layer the calls of a module, or where it is not called itself of the nearest one around it."""
-        found: dict[int, list[Visit]] = {}
+        found: dict[int, list[ModuleCall]] = {}
         while path:
-            calls: dict[int, list[Visit]] = {}
-            for visit in self._watch.visits.get(path, ()):
-                if visit.is_within:
-                    calls.setdefault(self._layer_of[visit.region], []).append(visit)
+            calls: dict[int, list[ModuleCall]] = {}
+            for call in self._modules.of.get(path, ()):
+                if call.is_within:
+                    calls.setdefault(self._layer_of[call.region], []).append(call)
             found = {**calls, **found}
             path = path.rpartition(".")[0]
         return found
@@ -266,9 +275,7 @@ def with_loss(spec: ModelSpec) -> ModelSpec:
         last,
         loss_elements=last.output_elements,
         loss_working_elements=2 * last.output_elements,
-        moved_elements=last.moved_elements + moved,
-        moved_cut_elements=last.moved_cut_elements + (moved if spec.logit_rows else 0),
-        kernels=last.kernels + 3,
+        moved=last.moved.plus(moved, moved if spec.logit_rows else 0, kernels=3),
     )
     return replace(spec, layers=(*others, last))
 

@@ -28,24 +28,15 @@ from torch.autograd.graph import Node
 
 from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
 from samestep.building.loss_result import Loss, loss_result
-from samestep.building.torch_seams import DispatchMode, current_autograd_node
-from samestep.models.loss_names import LossNames
+from samestep.building.torch_seams import current_autograd_node
+from samestep.errors import first_line
+from samestep.models.layer_parts import WorkingSet
+from samestep.models.spec import LossNames
 from samestep.state.snapshot import preserve_function
+from samestep.tracing.costs import Costs
+from samestep.tracing.custom_functions import FollowedCalls, Ran
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.meta_tensors import run_on_meta
 from samestep.trees import map_tensors, operands, tensors_in
-
-
-class WorkingSet(NamedTuple):
-    """Peak of a layer's backward, without the tensors that its forward kept, in elements of all samples traced."""
-
-    elements: int = 0
-    cut_elements: int = 0
-    """Elements of these that a tensor cut divides."""
-    wide_elements: int = 0
-    """Elements of these that norms hold in master precision."""
-    weights: int = 0
-    """Elements of the layer's weights whose gradients have been made by then."""
 
 
 class _BackwardOperation(NamedTuple):
@@ -77,18 +68,37 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
         node.register_hook(functools.partial(_record_weights, found, watch, indices))
         for node, indices in _edges_to_weights(roots)
     ]
-    before = set(watch.sizes)
+    before = set(watch.storages.sizes)
     try:
-        with _BackwardTracer(watch, found):
+        with FollowedCalls(_operation_recorder(found, watch)):
             given = [torch.empty_like(root) for root in roots]
             torch.autograd.grad(roots, weights, given, allow_unused=True)
     except Exception:  # an operator without a meta kernel: nothing is known of the operations after it
         return found
     finally:
-        found.made = watch.sizes.keys() - before
+        found.made = watch.storages.sizes.keys() - before
         for hook in hooks:
             hook.remove()
     return found
+
+
+def _operation_recorder(found: Backward, watch: ForwardTracer) -> Ran:
+    """Return a function that adds each operation of a backward to those found, in the region whose node runs it."""
+    begins = [number for number, _ in watch.modules.begins]
+    regions = ["", *(region for _, region in watch.modules.begins)]
+    last = -1, regions[-1]
+
+    def keys(values: Iterable[Any]) -> frozenset[int]:
+        return frozenset(watch.key(tensor) for tensor in operands(*values) if tensor.is_meta)
+
+    def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+        nonlocal last
+        if (node := current_autograd_node()) is not None:
+            number = node._sequence_nr()
+            last = number, last[1] if is_end(node) else regions[bisect.bisect_right(begins, number)]
+        found.operations.append(_BackwardOperation(*last, keys((*args, *kwargs.values())), keys((outcome,))))
+
+    return ran
 
 
 def nodes_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> set[Node]:
@@ -128,8 +138,8 @@ def _names_by_values(outputs: Any, sample: Any, loss: Loss, num_samples: int) ->
         with torch.no_grad(), preserve_function(loss):
             copies = map_tensors(sample, lambda one: torch.cat([one] * num_samples) if one.dim() else one)
             return loss_result(loss(map_tensors(outputs, value), copies)).names
-    except Exception:  # of the user's own code, which may raise anything
-        return LossNames()
+    except Exception as error:  # of the user's own code, which may raise anything
+        return LossNames(failure=f"{type(error).__name__}: {first_line(error)}")
 
 
 def idle_weights(module: nn.Module, outputs: Any, roots: Iterable[Tensor]) -> frozenset[int]:
@@ -152,33 +162,6 @@ def _weights_of(roots: Iterable[Tensor]) -> set[int]:
 def nodes_of(roots: Iterable[Tensor]) -> set[Node]:
     """Return all nodes of the graph of some tensors."""
     return set(nodes_from(root.grad_fn for root in roots))
-
-
-class _BackwardTracer(DispatchMode):
-    """Records the storages that each operation of a backward reads and writes."""
-
-    def __init__(self, watch: ForwardTracer, found: Backward) -> None:
-        super().__init__()
-        self.watch, self.found = watch, found
-        self.marks = [number for number, _ in watch.marks]
-        self.region = watch.marks[-1][1] if watch.marks else ""
-        self.node = -1
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outcome = run_on_meta(func, args, kwargs or {})
-        node = current_autograd_node()
-        if node is not None and not is_end(node):
-            index = bisect.bisect_right(self.marks, node._sequence_nr()) - 1
-            self.region = self.watch.marks[index][1] if index >= 0 else ""
-        read, written = (self._keys(values) for values in ((*args, *(kwargs or {}).values()), (outcome,)))
-        self.node = self.node if node is None else node._sequence_nr()
-        self.found.operations.append(_BackwardOperation(self.node, self.region, read, written))
-        return outcome
-
-    def _keys(self, values: Iterable[Any]) -> frozenset[int]:
-        return frozenset(self.watch.key(tensor) for tensor in operands(*values) if tensor.is_meta)
 
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
@@ -209,6 +192,7 @@ def working_sets(
     backward: Backward,
     layer_of: Mapping[str, int],
     watch: ForwardTracer,
+    costs: Costs,
     without: int = 0,
     ignored: frozenset[int] = frozenset(),
     counts: Callable[[int], bool] | None = None,
@@ -221,15 +205,17 @@ def working_sets(
         backward: its operations.
         layer_of: the layer of each region.
         watch: the forward.
+        costs: its costs.
         without: number of elements of tensors that are left out.
         ignored: kept tensors that are left out too: nothing is free when they are.
         counts: whether a node of autograd, by its sequence number, counts; without it all do.
         in_norms: whether the operations of norms alone count, where more may have been freed than is made.
     """
     is_of_norm = _nodes_of_norms(watch)
-    kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
+    sizes, divided = watch.storages.sizes, watch.cut.storages
+    kept = {key: layer_of[region] for key, region in costs.saved.items()}
     # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
-    cut_sizes = {watch.sizes[key] for key in watch.cut} - {watch.sizes[key] for key in kept.keys() - watch.cut}
+    cut_sizes = {sizes[key] for key in divided} - {sizes[key] for key in kept.keys() - divided}
     ending = _ending(backward)
     counted = backward.made - backward.of_weights
     alive: set[int] = set()
@@ -239,7 +225,7 @@ def working_sets(
     weights: dict[int, set[int]] = {layer: set() for layer in layer_of.values()}
 
     def add(to: list[int], key: int, sign: int, is_cut: bool, times_wide: int) -> None:
-        size = sign * watch.sizes[key] * (watch.sizes[key] != without)
+        size = sign * sizes[key] * (sizes[key] != without)
         to[:] = to[0] + size, to[1] + size * is_cut, to[2] + size * times_wide
 
     for at, one in enumerate(backward.operations):
@@ -249,24 +235,24 @@ def working_sets(
         for key in (one.written & counted) - alive:
             alive.add(key)
             wide |= {key} if of_norm else set()
-            add(held, key, 1, watch.sizes[key] in cut_sizes, of_norm)
+            add(held, key, 1, sizes[key] in cut_sizes, of_norm)
         elements, cut, more = (mine - gone for mine, gone in zip(held, freed[layer], strict=True))
         cut = cut if in_norms else min(max(cut, 0), elements)
-        now = WorkingSet(elements, cut, more, sum(watch.sizes[key] for key in weights[layer]))
+        now = WorkingSet(elements, cut, more, sum(sizes[key] for key in weights[layer]))
         if (of_norm or not in_norms) and (counts is None or counts(one.node)):
             most[layer] = max(most.get(layer, now), now)
         for key in ending.get(at, ()):
             if key in alive:
-                add(held, key, -1, watch.sizes[key] in cut_sizes, key in wide)
+                add(held, key, -1, sizes[key] in cut_sizes, key in wide)
             elif key in kept and key not in ignored:
-                copies = (key in watch.norm_savers) * (1 + (key in watch.savers))
-                add(freed[kept[key]], key, 1, key in watch.cut, copies)
+                copies = (key in costs.norm_savers) * (1 + (key in costs.savers))
+                add(freed[kept[key]], key, 1, key in divided, copies)
     return most
 
 
 def _nodes_of_norms(watch: ForwardTracer) -> Callable[[int], bool]:
     """Return whether a node of autograd, by its sequence number, was created in a norm."""
-    calls = sorted((call.first, call.last) for path in watch.norms for call in watch.notes.calls.get(path, ()))
+    calls = sorted((call.first, call.last) for path in watch.facts.norms for call in watch.modules.of.get(path, ()))
     firsts = [first for first, _ in calls]
 
     def is_of_norm(node: int) -> bool:

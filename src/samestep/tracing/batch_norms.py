@@ -75,23 +75,6 @@ def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     )
 
 
-class InsideCalls(TorchFunctionMode):
-    """A function mode that knows whether the code which runs inside is that of a call of batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_inside = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        before, self.is_inside = self.is_inside, self.is_inside or func in FUNCTIONS
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.is_inside = before
-
-
 class OfAnySize(TorchFunctionMode):
     """A function mode that lets batch norm run on one value per channel: a group of samples has more than the traced part."""
 

@@ -12,62 +12,27 @@ Modules whose calls alternate are a *group*: none of their backwards is over bef
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
-from samestep.tracing.forward import ValueOf
-from samestep.tracing.watched_forward import outputs_on_meta
+from samestep.tracing.containers import containers_of
+from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.module_inputs import ForwardCalls
+from samestep.tracing.watched_forward import watch_forward
 
 Groups = tuple[tuple[str, ...], ...]
 """The paths of the modules of each group, in the order of their first calls."""
 
 
-@dataclass(slots=True)
-class _Span:
-    """The calls of a module in one forward."""
-
-    first: int
-    """The event at which its first call starts, counted over all starts and ends of calls."""
-    last: int = 0
-    """The event at which its last call ends."""
-    count: int = 0
-
-
-@contextmanager
-def record_calls(module: nn.Module) -> Iterator[Mapping[str, _Span]]:
-    """Record the calls of all modules below a model in a forward inside."""
-    spans: dict[str, _Span] = {}
-    events = 0
-
-    def enter(path: str, *_: object) -> None:
-        nonlocal events
-        events += 1
-        spans.setdefault(path, _Span(events)).count += 1
-
-    def leave(path: str, *_: object) -> None:
-        nonlocal events
-        events += 1
-        spans[path].last = events
-
-    with ExitStack() as hooks:
-        for path, part in module.named_modules():
-            if path and any(True for _ in part.parameters()):
-                hooks.enter_context(part.register_forward_pre_hook(functools.partial(enter, path)))
-                hooks.enter_context(part.register_forward_hook(functools.partial(leave, path)))
-        yield spans
-
-
-def groups_of(spans: Mapping[str, _Span]) -> Groups:
-    """Return the groups of modules that are called several times, in the order in which they are called first."""
-    again = sorted(((span.first, span.last, path) for path, span in spans.items() if span.count > 1))
+def groups_of(model: nn.Module, modules: ForwardCalls) -> Groups:
+    """Return the groups of modules with weights that a forward has called several times, in the order of their first calls."""
+    weighted = [path for path, part in model.named_modules() if path and any(True for _ in part.parameters())]
+    calls = [(modules.of[path], path) for path in weighted if len(modules.of.get(path, ())) > 1]
     found: list[list[str]] = []
     end = 0
-    for first, last, path in again:
+    for first, last, path in sorted((some[0].entered, max(call.left for call in some), path) for some, path in calls):
         if first > end:
             found.append([])
         found[-1].append(path)
@@ -82,9 +47,10 @@ def called_again(
 
     `keeps_all` follows the values of all tensors, for models whose code looks at them.
     """
-    with record_calls(module) as spans, suppress(Exception):  # of the user's own code, which a run meets again
-        outputs_on_meta(module, sample, num_samples, value_of, keeps_all)
-        return groups_of(spans)
+    watch = ForwardTracer(module, {}, keeps_all=keeps_all)
+    with suppress(Exception):  # of the user's own code, which a run meets again
+        watch_forward(module, sample, num_samples, "the model", containers_of(module), watch, value_of)
+        return groups_of(module, watch.modules)
     return ()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.trees import operands
+from samestep.building.torch_seams import DispatchMode, disable_current_modes
+from samestep.state.snapshot import preserve_function
+from samestep.tracing.meta_tensors import NeedsValuesError, run_on_meta
+from samestep.trees import have_same_values, operands, tree_map_only
 
 Applied = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Receives the `apply` of a Function, the arguments of a call, and its outcome."""
@@ -19,7 +25,14 @@ Applied = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 Hooked = Callable[[str, Callable[..., Any], list[Tensor], list[Tensor]], None]
 """Receives a hook of gradients: its name, a function of the gradients of some tensors, these, and those whose it returns."""
 
+Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+"""Receives an operation: its function, its arguments as they are given, and its outcome."""
+
 _KNOWN = ("samestep.", "torch.")
+
+
+SEVERAL = "a hook on several gradients"
+"""How a hook of `register_multi_grad_hook` is named."""
 
 
 @contextmanager
@@ -35,18 +48,67 @@ def report_functions(applied: Applied, hooked: Hooked) -> Iterator[None]:
 @contextmanager
 def _tensor_hooks(hooked: Hooked) -> Iterator[None]:
     original, thread = Tensor.register_hook, threading.get_ident()
+    of_nodes: Any = torch.autograd.Function._register_hook
+    grad_fn: Any = Tensor.grad_fn
+    several: list[Tensor] = []
+    """Tensors on whose gradients a hook of several waits that is being registered."""
+    firsts: dict[Any, list[Tensor]] = {}
+    """Tensors of each hook that is given the gradient which comes first."""
+    shown: list[Tensor] = []
+    """The tensor whose node was asked for last."""
+
+    def is_of_user(hook: Any) -> bool:
+        return threading.get_ident() == thread and not (getattr(hook, "__module__", "") or "").startswith(_KNOWN)
 
     def register(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         handle = original(tensor, hook)
-        if threading.get_ident() == thread and not (getattr(hook, "__module__", "") or "").startswith(_KNOWN):
+        if (
+            getattr(hook, "__code__", _NO_CODE).co_filename == torch.autograd.graph.__file__
+        ):  # of register_multi_grad_hook
+            seen = inspect.getclosurevars(hook).nonlocals
+            function, is_last = seen["fn"], seen.get("idx", 0) + 1 == seen.get("len_tensors", 1)
+            several.append(tensor)
+            if is_last and is_of_user(function):
+                takes_list = "idx" in seen
+                firsts.setdefault(hook, []).append(tensor)
+                given = [*several] if takes_list else [*firsts[hook]]
+                hooked(SEVERAL, lambda *own: (function([*own] if takes_list else own[0]), own)[1], given, given)
+            if is_last:
+                several.clear()
+        elif is_of_user(hook):
             hooked("a hook on a gradient", lambda gradient: _or_given(hook(gradient), gradient), [tensor], [tensor])
         return handle
 
-    Tensor.register_hook = register  # type: ignore[method-assign]
+    class Shown:
+        """The attribute of tensors that is their node."""
+
+        __name__ = "grad_fn"
+
+        def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+            shown[:] = [] if tensor is None else [tensor]
+            return self if tensor is None else grad_fn.__get__(tensor)
+
+    def register_on_node(hooks: Any, hook: Callable[..., Any]) -> Any:
+        if shown and is_of_user(hook):
+            hooked("a hook on a node (grad_fn.register_hook)", _refuse_to_run, [*shown], [*shown])
+        return of_nodes(hooks, hook)
+
+    Tensor.register_hook, Tensor.grad_fn = register, Shown()  # type: ignore[method-assign, assignment]
+    torch.autograd.Function._register_hook = staticmethod(register_on_node)  # type: ignore[method-assign]
     try:
         yield
     finally:
         Tensor.register_hook = original  # type: ignore[method-assign]
+        del Tensor.grad_fn
+        del torch.autograd.Function._register_hook
+
+
+_NO_CODE = (lambda: None).__code__
+
+
+def _refuse_to_run(*_: Any) -> Any:
+    """Stand for a hook whose gradients are those of a node's inputs and outputs, of which a forward shows nothing."""
+    raise NeedsValuesError
 
 
 def report_module_hooks(part: nn.Module, given: tuple[Any, ...], output: Any, hooked: Hooked) -> None:
@@ -54,14 +116,81 @@ def report_module_hooks(part: nn.Module, given: tuple[Any, ...], output: Any, ho
     inputs = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
     outputs = operands(output)
     for hook in part._backward_pre_hooks.values():
-        hooked("a backward hook", lambda *above, hook=hook: _or_given(hook(part, above), above), outputs, outputs)
+        hooked("a backward hook", functools.partial(_above, hook, part), outputs, outputs)
     for hook in part._backward_hooks.values():
-
-        def run(*gradients: Tensor, hook: Callable[..., Any] = hook) -> Any:
-            own, above = gradients[: len(inputs)], gradients[len(inputs) :]
-            return _or_given(hook(part, own, above), own)
-
+        run = functools.partial(_both, hook, part, len(inputs))
         hooked("a backward hook", run, [*inputs, *outputs], inputs)
+
+
+def _above(hook: Callable[..., Any], part: nn.Module, *above: Tensor) -> Any:
+    return _or_given(hook(part, above), above)
+
+
+def _both(hook: Callable[..., Any], part: nn.Module, num_inputs: int, *gradients: Tensor) -> Any:
+    own, above = gradients[:num_inputs], gradients[num_inputs:]
+    return _or_given(hook(part, own, above), own)
+
+
+class FollowedCalls(DispatchMode):
+    """Runs operations on the meta device, and reports each that is given or returns a tensor of it: of a hook, a loss, a backward."""
+
+    def __init__(self, ran: Ran) -> None:
+        super().__init__()
+        self._ran = ran
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = operands(*args, *kwargs.values())
+        moved = args, kwargs
+        if any(one.is_meta for one in given):
+            if func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, torch.device("meta")):
+                raise NeedsValuesError
+            if not all(one.is_meta for one in given):
+                moved = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+        outcome = run_on_meta(func, *moved)
+        if any(one.is_meta for one in (*given, *operands(outcome))):
+            self._ran(func, args, kwargs, outcome)
+        return outcome
+
+
+def follow_hook(hook: Callable[..., Any], gradients: Sequence[Tensor], ran: Ran) -> list[Tensor] | None:
+    """Run a hook on gradients of the meta device, report its operations, and return what it makes of them; None if it looks at values and
+    does not leave the gradients as they are.
+    """
+    try:
+        with disable_current_modes(), torch.no_grad(), preserve_function(hook), FollowedCalls(ran):
+            return operands(hook(*gradients))
+    except Exception:  # of the user's own code, which reads what the meta device does not have
+        return _left_alone(hook, gradients)
+
+
+_SIZES = (0.0, 1e-8, 1e-4, 1.0, 1e4, 1e8, math.inf, math.nan)
+"""Factors of the gradients on which a hook is tried that looks at their values."""
+_MOST_NUMBERS = 8
+"""Gradients of so many sizes are tried too that are near the numbers in the code of a hook."""
+
+
+def _left_alone(hook: Callable[..., Any], gradients: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the gradients that a hook leaves as they are, of whatever size, as one that logs them does; None if it changes some."""
+    drawn = [torch.randn(one.shape, dtype=one.dtype, generator=torch.Generator().manual_seed(0)) for one in gradients]
+    largest = max((float(one.norm()) for one in drawn), default=0.0) or 1.0
+    results: list[Tensor] = []
+    with disable_current_modes(), torch.no_grad(), preserve_function(hook) as before:
+        near = [number * by / largest for number in sorted(before.numbers)[-_MOST_NUMBERS:] for by in (0.9, 1.1)]
+        for size in (*_SIZES, *near):
+            whole = [one * size for one in drawn]
+            seen = [one.clone() for one in whole]
+            try:
+                results = operands(hook(*seen))
+            except Exception:  # of the user's own code, which may be a check of finite gradients
+                if math.isfinite(size):
+                    return None
+                continue
+            if not all(map(have_same_values, (*results, *seen), (*whole[: len(results)], *whole))):
+                return None
+    return [*gradients[: len(results)]]
 
 
 def _or_given(returned: Any, given: Any) -> Any:

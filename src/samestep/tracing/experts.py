@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
-from samestep.models.analysis import ExpertModules
-from samestep.models.layer_parts import ExpertDispatch
+from samestep.models.layer_parts import ExpertDispatch, OtherWork
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, is_below
+from samestep.models.spec import ExpertModules, ModelSpec, is_below
 from samestep.tracing.checkpointed import Point, TracedPlaces
 
 
@@ -45,12 +44,13 @@ def experts_of(model: nn.Module) -> ExpertModules:
         return ExpertModules({path: n for path in switchable if (n := facts.experts_in(modules[path]))}, switchable)
     found = {path: part for path, part in modules.items() if any(fnmatch.fnmatch(path, word) for word in plan)}
     if not found:
-        raise ModelError(f"expert_plan names no module: {', '.join(plan)}")
+        raise ModelError("expert-plan-form", f"expert_plan names no module: {', '.join(plan)}")
     for path, part in found.items():
         if not facts.experts_in(part):
             raise ModelError(
+                "expert-plan-form",
                 f"expert_plan: {path} must have an attribute `{facts.expert_count}`, and so many experts along dimension 0 "
-                "of each weight"
+                "of each weight",
             )
     return ExpertModules({path: facts.experts_in(part) for path, part in found.items()}, switchable)
 
@@ -170,8 +170,9 @@ def _places(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str, in
             if tensors[rows].dim() == 2:
                 return rows, chosen, weights
     raise ModelError(
+        "expert-plan-form",
         "a module of experts is called with rows [N, D], the experts chosen for each as integers [N, K], and their weights "
-        "[N, K]"
+        "[N, K]",
     )
 
 
@@ -193,7 +194,7 @@ def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn
         if not mine:
             return layer
         # A compiler leaves experts out of its graphs, and what is fused of the rest is not counted.
-        return replace(layer, dispatches=tuple(mine), fusible_elements=0, fusible_cut_elements=0, fusible_kernels=0)
+        return replace(layer, dispatches=tuple(mine), fusible=OtherWork())
 
     asks = balanced is not None and facts_of(balanced).balance_of(balanced)
     return replace(
@@ -233,7 +234,7 @@ def check_experts(
     picks = order[:, : chosen.shape[1]].to(chosen.dtype)
     picks[: _ROWS // 2] = picks[0]  # several rows of one expert: a limit on their number would show
     factors = drawn(_ROWS, chosen.shape[1]).abs() + 0.1
-    works = "ep=1 works, and so does a module that adds weight x expert(row) and leaves the rest to the model around it"
+    works = "ep=1 works, or a module that adds weight x expert(row) and leaves the rest to the model around it"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             tried = _real(path, module, facts, count, some, value_of, drawn)
@@ -247,20 +248,23 @@ def check_experts(
             expected = torch.stack([factors[:, k, None] * slot for k, slot in enumerate(slots)]).sum(0)
     except Exception as error:
         raise LayoutError(
+            "expert-plan-differs",
             f"expert_plan: {path} cannot be run on {some} of its experts with one choice a row "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}), as expert parallelism runs it: {works}"
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}), as expert parallelism runs it: {works}",
         ) from error
     if at_once.shape != expected.shape or not torch.allclose(
         at_once, expected, rtol=1e-6, atol=1e-9 * float(expected.abs().max())
     ):
         raise LayoutError(
-            f"expert_plan: {path} does not compute the sum of weight x expert(row) from what it is given, so rows that are "
-            f"sent to the ranks of their experts would come back as something else: {works}"
+            "expert-plan-differs",
+            f"expert_plan: {path} does not compute the sum of weight x expert(row) from its arguments, so rows that are "
+            f"sent to the ranks of their experts would come back as something else: {works}",
         )
     if not torch.allclose(single, slots[0][-1:], rtol=1e-6, atol=1e-9 * float(expected.abs().max())):
         raise LayoutError(
+            "expert-plan-differs",
             f"expert_plan: the rows of {path} influence each other, and other rows come together on the ranks of their "
-            f"experts: {works}"
+            f"experts: {works}",
         )
 
 

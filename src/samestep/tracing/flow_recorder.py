@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,6 @@ from samestep.tracing.flow import (
 from samestep.trees import map_tensors, tensors_in
 
 _UNSEEN = "code that torch does not show"
-
-
-class Tracing(Protocol):
-    """The part of a `ForwardTracer` that identifies storages."""
-
-    def key(self, tensor: Tensor) -> int:
-        """Return a number that identifies a tensor's storage."""
-        ...
 
 
 @dataclass(slots=True)
@@ -85,9 +77,9 @@ class _Weight:
 class FlowRecorder(TorchFunctionMode):
     """Records the events of one forward on the meta device, which runs inside; `ran` reports its operations."""
 
-    def __init__(self, tracer: Tracing) -> None:
+    def __init__(self, key: Callable[[Tensor], int]) -> None:
         super().__init__()
-        self._tracer = tracer
+        self._key = key
         self._numbers = WeakIdKeyDictionary()
         """The value that each tensor is."""
         self._events: list[Event] = []
@@ -100,7 +92,8 @@ class FlowRecorder(TorchFunctionMode):
         """The node of autograd that made each value."""
         self._storages: dict[int, int] = {}
         """The storage of each value."""
-        self._finished: Flow | None = None
+        self.flow: Flow | None = None
+        """What passes between modules; None before the forward has ended."""
         self._weights: dict[int, _Weight] = {}
         """The weights of the module, by their storage."""
         self._running: _Running | None = None
@@ -134,7 +127,7 @@ class FlowRecorder(TorchFunctionMode):
         """Record a forward of `module` inside; modules that are outside (they hold the blocks) make no calls."""
         facts = facts_of(module)
         for name, param in module.named_parameters(remove_duplicate=False):
-            self._weights.setdefault(self._tracer.key(param), _Weight(param)).names.append(name)
+            self._weights.setdefault(self._key(param), _Weight(param)).names.append(name)
         with ExitStack() as hooks:
             for path, part in module.named_modules():
                 if not is_outside(path) and makes_event(part):
@@ -148,12 +141,12 @@ class FlowRecorder(TorchFunctionMode):
             yield
             self._is_active = False
 
-    def finish(self, outputs: Any) -> Flow:
-        """Return what was recorded of a forward with these outputs."""
+    def finish(self, outputs: Any) -> None:
+        """Set the flow of a forward with these outputs."""
         for tensor in tensors_in(outputs):
             number = self._numbers.get(tensor)
             if self._is_weight(tensor):
-                self._weights[self._tracer.key(tensor)].uses.setdefault(len(self._events), "")
+                self._weights[self._key(tensor)].uses.setdefault(len(self._events), "")
             if number is not None:
                 self._last_reads[number] = len(self._events)
             elif self._maker(tensor) is not None:
@@ -161,7 +154,7 @@ class FlowRecorder(TorchFunctionMode):
         used = [weight for weight in self._weights.values() if weight.uses]
         for weight in used:
             self._end_weight(weight)
-        self._finished = Flow(
+        self.flow = Flow(
             events=tuple(self._events),
             values=tuple(self._values),
             hidden=tuple((*ends, text) for ends, text in self._hidden.items()),
@@ -173,17 +166,17 @@ class FlowRecorder(TorchFunctionMode):
             picks_from=self._picks_from,
             behind=tuple(weight.names[0] for weight in used if any(weight.uses.values())),
         )
-        return self._finished
 
-    def with_idle(self, nodes: Collection[Node]) -> Flow:
-        """Return the flow with values that take no gradient if the loss depends on these nodes alone."""
-        assert self._finished is not None, "the forward has ended"
+    def take_idle(self, nodes: Collection[Node]) -> None:
+        """Let values take no gradient if the loss depends on these nodes alone, and not on theirs."""
+        assert self.flow is not None, "the forward has ended"
         idle = {number for number, node in self._nodes.items() if node is not None and node not in nodes}
-        values = (
-            replace(value, takes_gradient=value.takes_gradient and number not in idle)
-            for number, value in enumerate(self._finished.values)
-        )
-        return replace(self._finished, values=tuple(values)) if nodes else self._finished
+        if nodes:
+            values = (
+                replace(value, takes_gradient=value.takes_gradient and number not in idle)
+                for number, value in enumerate(self.flow.values)
+            )
+            self.flow = replace(self.flow, values=tuple(values))
 
     def values_in(self, storages: Collection[int]) -> frozenset[int]:
         """Return the values that are in some storages."""
@@ -272,12 +265,18 @@ class FlowRecorder(TorchFunctionMode):
             )  # what backward() leaves in x.grad, no event passes on
             self._hidden.setdefault((made, end), "the model's own code takes gradients across blocks")
 
+    def note_several(self, tensors: Sequence[Tensor]) -> None:
+        """Note that one hook is given the gradients of several tensors, which one stage must compute."""
+        events = [self._values[self._numbers[tensor]].event for tensor in tensors if tensor in self._numbers]
+        if events and min(events) < max(events):
+            self._hidden.setdefault((min(events), max(events)), "one hook is given gradients of both sides")
+
     def _begin(self, number: int, name: str, given: Sequence[Tensor], *, is_call: bool = False) -> None:
-        self._running = _Running(number, name, {self._tracer.key(tensor) for tensor in given}, is_call)
+        self._running = _Running(number, name, {self._key(tensor) for tensor in given}, is_call)
         self.is_random = False
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) and tensor.is_meta and self._tracer.key(tensor) in self._weights
+        return isinstance(tensor, nn.Parameter) and tensor.is_meta and self._key(tensor) in self._weights
 
     def _note_untracked(self, given: Sequence[Tensor], name: str) -> None:
         """Note a tensor given past the values: one that a module keeps, or a view of what was written."""
@@ -287,7 +286,7 @@ class FlowRecorder(TorchFunctionMode):
                 self._note_hidden(maker, len(self._events), name)
 
     def _maker(self, tensor: Tensor) -> int | None:
-        return self._makers.get(self._tracer.key(tensor)) if tensor.is_meta else None
+        return self._makers.get(self._key(tensor)) if tensor.is_meta else None
 
     def _note_hidden(self, maker: int | None, reader: int, name: str) -> None:
         assert maker is not None
@@ -336,7 +335,7 @@ class FlowRecorder(TorchFunctionMode):
         assert running is not None
         for tensor in given:
             if tensor not in self._numbers and self._is_weight(tensor):
-                name_of_weight = self._weights[self._tracer.key(tensor)].names[0]
+                name_of_weight = self._weights[self._key(tensor)].names[0]
                 self._new_value(tensor, number, f"the weight {name_of_weight}")
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         for value in reads:
@@ -344,7 +343,7 @@ class FlowRecorder(TorchFunctionMode):
         maker = name if is_call else f"the code after {self._last_call or 'the start'}"
         begins_with = self._numbers.get(first) if isinstance(first, Tensor) else None
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
-        views = {self._tracer.key(tensor) for tensor in given if tensor.is_meta and tensor not in self._numbers}
+        views = {self._key(tensor) for tensor in given if tensor.is_meta and tensor not in self._numbers}
         writes = []
         for place, (tensor, version) in enumerate(zip(given, versions, strict=True)):
             if tensor._version != version and places[id(tensor)] == place:
@@ -373,16 +372,16 @@ class FlowRecorder(TorchFunctionMode):
         self._nodes[number] = tensor.grad_fn
         self._numbers[tensor] = number
         if tensor.is_meta:
-            self._storages[number] = self._tracer.key(tensor)
-        if tensor.is_meta and self._tracer.key(tensor) not in views and self._tracer.key(tensor) not in self._weights:
-            self._makers.setdefault(self._tracer.key(tensor), event)
+            self._storages[number] = self._key(tensor)
+        if tensor.is_meta and self._key(tensor) not in views and self._key(tensor) not in self._weights:
+            self._makers.setdefault(self._key(tensor), event)
         return number
 
     def _note_views(self, tensor: Tensor, event: int) -> None:
         """Note that other tensors which view the same memory see what an event writes into one of them."""
-        key = self._tracer.key(tensor)
+        key = self._key(tensor)
         for other, number in list(self._numbers.items()):
-            if other is not tensor and self._tracer.key(other) == key and self._values[number].event < event:
+            if other is not tensor and self._key(other) == key and self._values[number].event < event:
                 made = self._values[number].event
                 text = f"{self._running.name if self._running else ''} writes into a view of a tensor of {self._values[number].maker}"
                 self._hidden.setdefault((made, event), text)

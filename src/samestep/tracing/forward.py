@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,38 +24,62 @@ from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall
 from samestep.building.families import facts_of
-from samestep.building.named_tensors import address, inner_tensor, tensors_of
-from samestep.building.torch_seams import DispatchMode, autograd_sequence_number
+from samestep.building.named_tensors import tensors_of
+from samestep.building.torch_seams import DispatchMode, disable_current_modes
 from samestep.errors import ModelError, module_name
-from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Cutting, Factors, Product
+from samestep.models.layer_parts import BatchValueCall, Factors, Product
 from samestep.tracing import attention_exchanges, batch_norms
 from samestep.tracing.checkpointed import TracedPlaces
-from samestep.tracing.custom_functions import report_module_hooks
-from samestep.tracing.flow import Flow, makes_event
+from samestep.tracing.costs import is_fusible
+from samestep.tracing.custom_functions import SEVERAL, follow_hook, report_module_hooks
 from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.looks import Looks
 from samestep.tracing.meta_tensors import (
+    FunctionCalls,
     KnownValues,
     NeedsValuesError,
     is_whole,
+    mutated_operands,
     run_on_meta,
     seen_by,
-    storage_elements,
     values_of,
 )
-from samestep.tracing.module_inputs import CallNotes, EmbeddingInputs, WeightSlots
-from samestep.tracing.moved_elements import MovedElements, OperationKind, is_fusible
-from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
+from samestep.tracing.module_inputs import ForwardCalls, ModuleInputs
+from samestep.tracing.operations import LOOKED, Events, Recorder, SavedTensor, Storages, Work, WorkKind
 from samestep.tracing.picked_rows import PACKS, PickedRows
-from samestep.tracing.products import Products
+from samestep.tracing.products import CutStorages, Products
 from samestep.trees import map_tensors, operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
-_BY_COLUMNS = ("column", "qkv", "gather", "vocab")
-"""The cut styles that leave a rank some of the columns of a product."""
-
+_LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default)
+"""Operations whose fourth argument is whether the gradient of a token is divided by how often it is there."""
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The weights of a model by their storages, its norms and its products."""
+
+    weights: frozenset[int]
+    """Parameters and buffers."""
+    params: frozenset[int]
+    frozen: frozenset[int]
+    norms: frozenset[str]
+    """Paths of its norms."""
+    products: Products
+
+    @classmethod
+    def of(cls, module: nn.Module, key: Callable[[Tensor], int]) -> ModelFacts:
+        """Return the facts of a model."""
+        facts, params = facts_of(module), [*module.parameters()]
+        return cls(
+            weights=frozenset(map(key, (*params, *module.buffers()))),
+            params=frozenset(map(key, params)),
+            frozen=frozenset(key(param) for param in params if not param.requires_grad),
+            norms=frozenset(path for path, part in module.named_modules() if facts.is_norm(part)),
+            products=Products(facts.grouped_fallback),
+        )
 
 
 class ForwardTracer(DispatchMode):
@@ -72,120 +96,44 @@ class ForwardTracer(DispatchMode):
         recorder: Recorder | None = None,
         answers: Iterable[Any] | None = None,
         places: TracedPlaces | None = None,
+        events: Events | None = None,
     ) -> None:
         super().__init__()
+        self.storages = Storages()
+        self.key = self.storages.key
+        self.facts = ModelFacts.of(module, self.key)
         self.looks = Looks.again(answers)
         """Where code looks at values; with the `answers` of an earlier forward, it takes the branches of that one."""
+        self.looks.data |= self.facts.params
         self.recorder = recorder
         """Records every operation, if there is one."""
+        self.events = events or Events()
+        """With a list for its costs, these are recorded too."""
         self.places = places or TracedPlaces()
-        self.styles = styles
-        self.cut: set[int] = set()
-        """Storages of which a tensor cut leaves a rank its part."""
-        self.regions: dict[str, Region] = {"": Region()}
-        """Every call of a top-most module with weights, by its path, or from the second call on by path and number."""
-        self.region = ""
-        """The newest of them; empty before the first."""
-        self.moved = MovedElements()
-        self.order: list[str] = []
-        """These calls, and the first calls of top-most modules without weights, in their order."""
-        self.visits: dict[str, list[Visit]] = {}
-        """The calls of each module."""
-        self.lookups = EmbeddingInputs(self.key)
-        """What the embeddings look up."""
-        self.taking_gradient: set[str] = set()
-        """Modules whose input took a gradient when they were first entered."""
-        self.stacks: dict[int, set[frozenset[str]]] = {}
-        """For each weight, the sets of modules that were running when it was read."""
-        self.innermost = ""
-        """Path of the module that was entered last."""
-        self.makers: dict[int, str] = {}
-        self.readers: dict[int, list[str]] = {}
-        self.savers: dict[int, str] = {}
-        self.norm_savers: dict[int, str] = {}
-        """Storages that norms keep, which compute in master precision, with their regions."""
-        self.returned: set[int] = set()
-        self.sizes: dict[int, int] = {}
-        """Number of elements of each storage."""
-        self._alive: dict[int, torch.UntypedStorage] = {}
+        self.cut = CutStorages(styles)
+        self.modules = ForwardCalls(self.key)
+        self.inputs = ModuleInputs(module, self.key)
+        self.picked = PickedRows(self.key)
         self.values = values_of(module, keeps_all=keeps_all)
-        self.slots = WeightSlots(module)
-        """Weights in whose place a module had another tensor when it was entered."""
-        self.notes = CallNotes(self.key)
-        self._open_notes()
-        self._learn_weights(module)
-
-    def _open_notes(self) -> None:
-        """Make the notes of what the forward does, all empty."""
-        self.varies = ""
-        """Path of a module whose code may act differently, or make another shape, for other values."""
-        self.varies_within = True
-        """Whether what follows from values of weights, or of floating inputs, stays within calls of modules."""
-        self.picks = ""
-        """Path of the first module whose code works on rows that values of the sample pick: other samples may have more."""
-        self.picks_none = False
-        """Whether the sample has no such row, so that what is done to them cannot be seen."""
-        self._picked = PickedRows(self.key)
-        self.has_looked = False
-        """Whether its code looks at values: with others it may use other weights."""
-        self.read_before_look = frozenset[int]()
-        """The weights, by their storages, that were read before its code looked at a value first."""
-        self.exchanges: list[attention_exchanges.PlacedExchange] = []
-        """Inputs and outputs of attentions, with region, storage, and the point at which ranks send them."""
-        self.batch_norms: list[tuple[str, BatchNormCall]] = []
-        """Calls of batch norm that take the statistics of samples, with their regions."""
-        self.batch_values: list[tuple[str, BatchValueCall]] = []
-        """Calls that take values of all samples by name, with their regions."""
-        self.of_batch: set[int] = set()
-        """Storages that depend on what these have returned."""
-        self.kept_after: dict[int, str] = {}
-        """The buffers with a value after the step, each with the region whose code gives it last."""
-        self.saves: Counter[int] = Counter()
-        """Number of times that each storage is kept."""
-        self.pairs: set[int] = set()
-        """Storages of masks of pairs of tokens."""
-        self.flow_recorder = FlowRecorder(self)
-        self.flow: Flow | None = None
-        """What passes between modules; None before the forward has ended."""
-        self.marks: list[tuple[int, str]] = []
-        """Autograd's sequence numbers from which on nodes belong to a region."""
-        self._running, self._open = list[str](), list[Visit]()
-        self._calls: Counter[str] = Counter()
-        self._is_within = self._writes = self._is_fusible = False
-        """Whether a call of a module with weights runs, and whether the operation at hand writes into its operands, or may be fused."""
-        self._events = 0
-        self._depth = 0
-
-    def _learn_weights(self, module: nn.Module) -> None:
-        self.looks.data = {self.key(param) for param in module.parameters()}
-        self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        facts = facts_of(module)
-        self._products = Products(facts.grouped_fallback)
-        self.norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
-        self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
+        self.flow_recorder = FlowRecorder(self.key)
+        self.functions = FunctionCalls(self.read)
 
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
         """Receive a call that takes values of all samples, with its result."""
         is_number = x.is_floating_point() or x.is_complex()
         call = BatchValueCall(
-            owner="".join(self._running[-1:]),
+            owner=self.modules.where,
             kind=kind,
             elements=math.prod(x.shape[1:]) * (2 if x.is_complex() else 1),
             dtype="" if is_number else "int64",
             takes_gradient=result.requires_grad,
             is_everywhere=self.flow_recorder.is_between,
         )
-        self.batch_values.append((self.region, call))
-        self.of_batch.add(self.key(result))
+        self.events.batch_values.append((self.modules.region, call))
 
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Receive the value that a buffer gets after the step."""
-        self.kept_after[self.key(buffer)] = self.region
-
-    @property
-    def keeps_all_values(self) -> bool:
-        """Whether neither the outputs nor what the forward writes depends on values of all samples."""
-        return not self.of_batch & (self.returned | self._weights)
+        self.events.kept_after[self.key(buffer)] = self.modules.region
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -194,50 +142,59 @@ class ForwardTracer(DispatchMode):
         as_given = args, kwargs
         given = operands(*args, *kwargs.values())
         if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
-            # A constant that the forward made on the CPU; meta tensors cannot be combined with CPU tensors.
-            args, kwargs = tree_map_only(Tensor, self.to_meta, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
-        if (call := batch_norms.find_batch_norm(func, args, kwargs, "".join(self._running[-1:]))) is not None:
-            self.batch_norms.append((self.region, call))
+        if (call := batch_norms.find_batch_norm(func, args, kwargs, self.modules.where)) is not None:
+            self.events.batch_norms.append((self.modules.region, call))
+        if func in _LOOKUPS and args[3:4] == (True,):
+            self.events.counting.append(self.modules.innermost)
+        self.events.written.update(map(self.key, mutated_operands(func, *as_given)))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
-        flops = self._products.flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
-        self._writes, self._is_fusible = func._schema.is_mutable, is_fusible(func, args, kwargs)
         self.looks.follow(func, map(self.key, given), map(self.key, written))
         self._follow_picks(func, args, given, written)
-        self.record(given, written, flops, None if flops is None else self._product_of(func, args, outcome, flops))
+        flops, product, is_fused = None, None, False
+        if self.events.costs is not None or self.cut.styles:
+            flops, is_fused = self.facts.products.flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
+            product = None if flops is None else self._product_of(func, args, outcome, flops)
+        self.record(given, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
         if self.recorder is not None:
             self.recorder.record(func, self.where, *as_given, outcome)
+        self.ran(func, args, kwargs, outcome)
         return outcome
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+        """Receive an operation that has been recorded, with its arguments on the meta device."""
+
+    def _moved(self, constant: Tensor) -> Tensor:
+        """Return a constant that the forward has made on the CPU, on the meta device."""
+        return self.to_meta(constant)
 
     def _product_of(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
         """Describe a matrix product or convolution of the module that was entered last."""
-        left, right = self._products.factors_of(func, args)
-        style = self.styles.get(self.innermost, "")
-        cut: Cutting = "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
-        keys = self.key(left), self.key(right)
-        if keys[1] not in self._weights and not self.cut.isdisjoint(keys):
-            cut = "count"
-        kind: Factors = "pair" if keys[1] not in self._weights else "frozen" if keys[1] in self._frozen else "weight"
-        return self._products.product_of(func, args, outcome, flops, factors=kind, cut=cut, owner=self.innermost)
+        facts, owner = self.facts, self.modules.innermost
+        left, right = map(self.key, facts.products.factors_of(func, args))
+        kind: Factors = "pair" if right not in facts.weights else "frozen" if right in facts.frozen else "weight"
+        cut = self.cut.of_product(owner, (left, right), is_pair=kind == "pair")
+        return facts.products.product_of(func, args, outcome, flops, factors=kind, cut=cut, owner=owner)
 
     def _follow_picks(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
         """Note the first event that works on rows which values pick, and whether it passes them on."""
-        if self._picked.follow(func, args, given, made) and self.flow_recorder.picks():
-            self.picks = self.picks or self.innermost
+        if self.picked.follow(func, args, given, made) and self.flow_recorder.picks():
+            self.picked.path = self.picked.path or self.modules.innermost
             if any(tensor.numel() == 0 for tensor in made):
-                self.picks_none = True
+                self.picked.has_none = True
                 self.looks.unseen.setdefault(self.where)
-            if not self._depth:
-                self.varies_within = False
+            if not self.modules.is_inside:
+                self.looks.varies_within = False
                 self.flow_recorder.pick()
 
     @property
     def where(self) -> str:
         """Path of the module whose code runs; empty for the model itself."""
-        return self._running[-1] if self._running else ""
+        return self.modules.where
 
     def _run(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the meta device, and on the values where they are known.
@@ -268,14 +225,13 @@ class ForwardTracer(DispatchMode):
 
     def _look(self, given: list[Tensor]) -> None:
         """Note that code looks at values, and whether it does so between calls of modules."""
-        if not self.has_looked:
-            self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
-        if not self._depth and any(self.key(tensor) in self.looks.data for tensor in given if tensor.is_meta):
-            self.varies_within = False
+        self.looks.has_looked = True
+        if any(self.key(tensor) in self.looks.data for tensor in given if tensor.is_meta):
+            self.looks.varies_within &= self.modules.is_inside
 
     def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
         """Return what a look at these tensors is answered, and record it."""
-        self.varies = self.varies or self.innermost or "the model itself"
+        self.looks.vary_at(self.modules.innermost)
         if self.recorder is not None:
             self.recorder.record(LOOKED, self.where, tuple(seen), {}, ())
         return self.looks.answer(self.where, find)
@@ -320,7 +276,8 @@ class ForwardTracer(DispatchMode):
         if not self.values.knows(lengths):
             raise NeedsValuesError
         self._look([lengths])
-        self.varies, self.varies_within = self.varies or self.innermost or "the model itself", False
+        self.looks.vary_at(self.modules.innermost)
+        self.looks.varies_within = False
         self.looks.modules.setdefault(self.where)
         is_known = self.values.knows(tensor)
         given = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -331,75 +288,66 @@ class ForwardTracer(DispatchMode):
         return made, sizes
 
     def record(
-        self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
+        self,
+        given: list[Tensor],
+        written: list[Tensor],
+        flops: int | None,
+        product: Product | None = None,
+        *,
+        writes: bool = False,
+        is_fusible: bool = False,
     ) -> None:
-        """Add an operation to the current region; `flops` is None unless recompute=selective keeps its results."""
-        region = self.regions[self.region]
-        read = {self.key(tensor) for tensor in given}
-        for key in read - self._weights - region.read:
-            self.readers.setdefault(key, []).append(self.region)
-        region.read |= read
-        for key in read & self._weights:
-            self.stacks.setdefault(key, set()).add(frozenset(self._running))
-        keys = {self.key(tensor) for tensor in written}
-        if self.of_batch & read:
-            self.of_batch |= keys
-        self.flow_recorder.ran(read, keys if self._writes else keys - read)
-        for key in keys - read:  # a view, or a tensor written in place, was made earlier
-            self.makers.setdefault(key, self.region)
-        is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
-        if is_cut and not (product and self.styles.get(product.owner) == "gather"):
-            self.cut |= keys - read
-        if flops is not None:
-            region.flops += flops
-            region.results.update(keys)
-        if product is not None:
-            region.products.append(product)
-        if product is not None or keys - read or any(tensor._version for tensor in written):  # no view
-            reads, writes = (tuple((self.key(one), one.numel()) for one in some) for some in (given, written))
-            kind: OperationKind = "product" if product is not None else "fusible" if self._is_fusible else "other"
-            self.moved.ran(self.region, reads, writes, kind, is_cut=is_cut)
+        """Add an operation, which may write into its operands; `flops` is None unless recompute=selective keeps its results."""
+        read, keys = {self.key(tensor) for tensor in given}, {self.key(tensor) for tensor in written}
+        self.flow_recorder.ran(read, keys if writes else keys - read)
+        is_cut = self.cut.follow(read, keys - read, product)
+        self._note_readers(read)
+        if self.events.costs is None:
+            return
+        reads, writings = (tuple((self.key(one), one.numel()) for one in some) for some in (given, written))
+        kind: WorkKind = "product" if product is not None else "fusible" if is_fusible else "other"
+        is_view = product is None and keys <= read and not any(tensor._version for tensor in written)
+        self.events.costs.append(
+            Work(self.modules.region, reads, writings, kind, flops, product, is_cut=is_cut, is_view=is_view)
+        )
+
+    def _note_readers(self, storages: Iterable[int]) -> None:
+        for key in self.facts.weights.intersection(storages) if self.events.costs is not None else ():
+            self.events.readers.setdefault(key, set()).add(self.modules.paths)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Record the inputs and the output of an attention; one without a dimension of heads exchanges nothing."""
         if query.dim() != 4:
             return
-        is_cut = self.key(query) in self.cut
+        is_cut = self.key(query) in self.cut.storages
         for tensor, exchange in attention_exchanges.exchanges_of(query, key, value, output, is_cut=is_cut):
-            self.exchanges.append((self.region, self.key(tensor), exchange, self.places.point()))
+            place = self.modules.region, self.key(tensor)
+            self.events.exchanges.append((*place, exchange, self.places.point()))
 
     def attended(self, output: Tensor) -> None:
         """Record that an attention has kept what it keeps: ranks send its output after that."""
-        if self.exchanges and output.dim() == 4:
-            self.exchanges[-4:] = attention_exchanges.behind(self.exchanges[-4:], self.places.point(output))
+        sent = self.events.exchanges
+        if sent and output.dim() == 4:
+            sent[-4:] = attention_exchanges.behind(sent[-4:], self.places.point(output))
 
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Record the call of a custom Function of autograd, whose operations have been recorded before.
 
         The weights that it is given are read here: its backward may use them without the modules that own them.
         """
-        for key in {self.key(tensor) for tensor in tensors_in((args, named))} & self._weights:
-            self.stacks.setdefault(key, set()).add(frozenset(self._running))
+        self._note_readers(map(self.key, tensors_in((args, named))))
         if self.recorder is not None:
             self.recorder.record("function", self.where, (function, *args), named, outcome)
 
     def save(self, tensor: Tensor) -> Tensor | None:
-        """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
-        if self._depth:  # and not the model's own code behind it, which is not recomputed with it
-            self.regions[self.region].keep()
-        self.places.keep(self.here)
-        key = self.key(tensor)
-        if tensor.is_meta and key not in self._weights:
-            saved = self.norm_savers if self._running and self._running[-1] in self.norms else self.savers
-            saved.setdefault(key, self.region)
-            self.saves[key] += 1
-            self.notes.kept.setdefault(key, self.where)
+        """Record a tensor that autograd keeps; return it only if a backward follows."""
+        modules = self.modules
+        self.places.keep(modules.top_most)
+        if self.events.costs is not None:
+            key = self.key(tensor)
+            storage = key if tensor.is_meta and key not in self.facts.weights else None
+            self.events.costs.append(SavedTensor(modules.region, modules.where, storage, is_inside=modules.is_inside))
         return tensor if self.has_backward else None
-
-    @property
-    def here(self) -> str | None:
-        """Path of the top-most module with weights entered last; None in the model's code after it, which is not repeated with it."""
-        return self.regions[self.region].path if self._depth else None
 
     def given(self, batch: Any) -> Any:
         """Return the batch that the forward is given, on the meta device."""
@@ -423,66 +371,55 @@ class ForwardTracer(DispatchMode):
         self.values.learn(tensor, real)
         return tensor
 
-    def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage, its index in the trace's tables, and keep the storage alive."""
-        found = address(tensor)
-        if found not in self._alive:
-            self._alive[found] = inner_tensor(tensor).untyped_storage()
-            self.sizes[found] = storage_elements(tensor)
-        return found
-
     @property
     def reached(self) -> str:
         """The module at which the forward is, as text."""
-        return f"the forward at {module_name(self.innermost)}" if self.innermost else "the forward"
+        at = self.modules.innermost
+        return f"the forward at {module_name(at)}" if at else "the forward"
 
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
         """Record that a module's forward starts."""
-        self.innermost = path
-        self.notes.enter(path, given)
-        visits = self.visits.setdefault(path, [])
-        self._running.append(path)
-        self._events += 1
-        if not visits and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(given)):
-            self.taking_gradient.add(path)
-        if isinstance(part, nn.Embedding) and not visits:
-            self.lookups.note(path, next((t for t in tree_leaves(given) if isinstance(t, Tensor)), None), self.values)
-        if not outside:
-            self._enter_inside(path, part, is_first=not visits)
-        visits.append(Visit(self.region, self._events, self._is_within and not outside))
-        self._open.append(visits[-1])
-
-    def _enter_inside(self, path: str, part: nn.Module, *, is_first: bool) -> None:
-        if self._depth == 0:
-            self.slots.note(path, part)
-            self._is_within = makes_event(part)
-            if self._is_within:
-                self._calls[path] += 1
-                self.region = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
-                self.regions[self.region] = Region(path=path)
-                self.order.append(self.region)
-                self.marks.append((autograd_sequence_number(), self.region))
-            elif is_first:
-                self.order.append(path)
-        self._depth += 1
+        if isinstance(part, nn.Embedding) and path not in self.modules.of:
+            indices = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
+            self.inputs.note_indices(path, indices, self.values)
+        if not outside and not self.modules.is_inside:
+            self.inputs.note_weights(path, part)
+        self.modules.enter(path, part, given, is_outside=outside)
 
     def check_attention(self, call: AttentionCall) -> None:
         """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
         call.check()
 
     def hooked(self, name: str, hook: Callable[..., Any], given: list[Tensor], results: list[Tensor]) -> None:
-        """Receive a hook on gradients: a function of those of `given` tensors that returns those of `results`."""
+        """Record a hook on gradients, a function of those of `given` tensors that returns those of `results`, and its operations."""
+        if name == SEVERAL:
+            self.flow_recorder.note_several(given)
+        if self.recorder is None:
+            return
+        with disable_current_modes():
+            record, where = self.recorder.record, self.where
+            gradients = [torch.empty_like(one, requires_grad=False) for one in given]
+            for gradient in gradients:
+                self.key(gradient)  # alive, so that no other storage has the same number
+            record("hook", where, tuple(given), {}, tuple(gradients))
+
+            def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+                for tensor in operands(outcome):
+                    self.key(tensor)
+                record(func, where, args, kwargs, outcome)
+
+            made = follow_hook(hook, gradients, ran)
+            if made is None or len(made) != len(results):
+                record(LOOKED, where, tuple(gradients), {}, ())
+            else:
+                record("hooked", where, (tuple(results), tuple(made)), {}, ())
 
     def leave(self, outside: bool, part: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         """Record that a module's forward ends."""
         report_module_hooks(part, given, output, self.hooked)
-        self.notes.leave(output)
-        self._events += 1
-        self._running.pop()
-        self._open.pop().left = self._events
-        self._depth -= not outside
-        if not self._depth and self._picked.holds(output):
-            self.varies_within = False
+        self.modules.leave(output)
+        if not self.modules.is_inside and self.picked.holds(output):
+            self.looks.varies_within = False
             self.flow_recorder.pick()
 
     @contextmanager

@@ -46,6 +46,13 @@ class Looks:
     random: set[int] = field(default_factory=set)
     """Storages of random numbers, and of what is computed of them."""
 
+    has_looked: bool = False
+    """Whether code looks at values: with others it may use other weights."""
+    varies: str = ""
+    """Path of a module whose code may act differently, or make another shape, for other values."""
+    varies_within: bool = True
+    """Whether what follows from values of weights, or of floating inputs, stays within calls of modules."""
+
     @classmethod
     def again(cls, answers: Iterable[Any] | None) -> Looks:
         """Return the looks of a forward that is answered as an earlier one was, if there was one."""
@@ -68,6 +75,10 @@ class Looks:
             self.tokens |= results
         if torch.Tag.nondeterministic_seeded in func.tags or not given.isdisjoint(self.random):
             self.random |= results
+
+    def vary_at(self, path: str) -> None:
+        """Record that the code of a module may act differently for other values; the first one is kept."""
+        self.varies = self.varies or path or "the model itself"
 
     def is_open(self, storages: Iterable[int]) -> bool:
         """Return whether other samples, weights or random numbers may change what code finds in some storages."""

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import current_transform_level, num_dispatch_modes
+from samestep.tracing.batch_norms import FUNCTIONS as BATCH_NORMS
 from samestep.trees import fold, operands, tensors_in, tree_map_only
 
 _LIMIT = 2**16
@@ -283,8 +284,10 @@ _FILLED = {
 """Operations that make a tensor of equal elements like another, and the number that they all have, if it is not given."""
 
 
-class KnownConstants(TorchFunctionMode):
-    """Makes tensors of numbers that stand in the code on the host, where their values are known, and reads values that are.
+class FunctionCalls(TorchFunctionMode):
+    """The calls of torch's functions in a traced forward: whether one of batch norm runs, and constants whose values are known.
+
+    It makes tensors of numbers that stand in the code on the host, where their values are known, and reads values that are.
 
     Torch makes them on the device of the other operands: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
     any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost. `x.numpy()` and a format
@@ -294,11 +297,18 @@ class KnownConstants(TorchFunctionMode):
     def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._read = read
+        self.in_batch_norm = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in BATCH_NORMS:
+            self.in_batch_norm = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.in_batch_norm = False
         if func in _READS and args[0].is_meta:
             return func(self._read(args[0]), *args[1:], **kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__):

@@ -10,82 +10,158 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from samestep.building.torch_seams import autograd_sequence_number
+from samestep.tracing.flow import makes_event
 from samestep.tracing.meta_tensors import KnownValues, is_whole
 from samestep.trees import tree_leaves
 
 LookedUp = Literal["tokens", "positions"]
 
 
-class EmbeddingInputs:
-    """The inputs of a model's embeddings: tokens or positions, where it is known."""
+class ModuleInputs:
+    """The inputs of modules besides activations: indices of embeddings, and weights that code has put in place of others."""
 
-    def __init__(self, key: Callable[[Tensor], int]) -> None:
+    def __init__(self, module: nn.Module, key: Callable[[Tensor], int]) -> None:
         self._key = key
-        self.by_path: dict[str, LookedUp] = {}
-        """What each embedding looks up, by its path."""
-        self.given: dict[int, LookedUp] = {}
+        self.embeds: dict[str, LookedUp] = {}
+        """What each embedding looks up, tokens or positions, by its path; only where it is known."""
+        self.of_sample: dict[int, LookedUp] = {}
         """What the tensors of a sample are to an embedding, by their storages."""
+        self.replaced: set[str] = set()
+        """Weights in whose place a top-most module had another tensor when it was entered."""
+        owners = {id(part): part._parameters for part in module.modules() if part._parameters}
+        self._weights = {part: {leaf: id(param) for leaf, param in params.items()} for part, params in owners.items()}
+        """The weights of each module as identities: a trace may live longer than the model."""
 
-    def note(self, path: str, indices: Tensor | None, values: KnownValues) -> None:
+    def note_indices(self, path: str, indices: Tensor | None, values: KnownValues) -> None:
         """Note an embedding's input: tokens that a sample holds, or numbers that count on from one to the next."""
         if indices is None or not is_whole(indices):
             return
         counts_on = indices.dim() > 0 and indices.shape[-1] > 1 and values.knows(indices)
-        if self._key(indices) in self.given:
-            self.by_path[path] = self.given[self._key(indices)]
+        if self._key(indices) in self.of_sample:
+            self.embeds[path] = self.of_sample[self._key(indices)]
         elif counts_on and bool((values.of(indices).diff(dim=-1) == 1).all()):
-            self.by_path[path] = "positions"
+            self.embeds[path] = "positions"
 
-
-class WeightSlots:
-    """The weights that each module of a model holds, as identities: a trace may live longer than the model."""
-
-    def __init__(self, module: nn.Module) -> None:
-        held = {id(part): part._parameters for part in module.modules() if part._parameters}
-        self._held = {part: {leaf: id(own) for leaf, own in params.items()} for part, params in held.items()}
-        self.replaced: set[str] = set()
-        """Weights in whose place a top-most module had another tensor when it was entered."""
-
-    def note(self, path: str, part: nn.Module) -> None:
+    def note_weights(self, path: str, part: nn.Module) -> None:
         """Note the weights of a module for which `torch.func.functional_call`, or code like it, has put others."""
         for name, inner in part.named_modules(prefix=path):
-            for leaf, own in self._held.get(id(inner), {}).items():
-                if id(inner._parameters.get(leaf)) != own:
+            for leaf, identity in self._weights.get(id(inner), {}).items():
+                if id(inner._parameters.get(leaf)) != identity:
                     self.replaced.add(f"{name}.{leaf}".lstrip("."))
 
 
+Shapes = list[tuple[int, tuple[int, ...]]]
+"""Storage and shape of each tensor among some values."""
+
+
 @dataclass(slots=True)
-class NotedCall:
+class ModuleCall:
     """One call of a module: what it is given and returns, and the nodes of autograd that are created in it."""
 
-    given: list[tuple[int, tuple[int, ...]]]
-    """Storage and shape of each tensor of its arguments."""
+    path: str
+    given: Shapes
+    takes_gradient: bool
+    """Whether a tensor of its arguments does."""
     first: int
     """Autograd's sequence number at its beginning."""
+    entered: int
+    """When it starts, as a count of entries and exits of modules."""
+    is_outside: bool
+    """Whether the module is the model itself, a container of blocks, or holds such a container."""
+    region: str = ""
+    """The call of a top-most module with weights that is the newest then."""
+    is_within: bool = False
+    """Whether it is a part of that call, and not of the model's own code behind it."""
     last: int = 0
-    """The same at its end."""
-    returned: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Autograd's sequence number at its end."""
+    left: int = 0
+    """When it ends."""
+    returned: Shapes = field(default_factory=list)
 
 
-class CallNotes:
-    """The calls of the modules of a forward, and the modules whose code ran when autograd kept something first."""
+class ForwardCalls:
+    """The calls of the modules of a forward, and its regions: the operations from one call of a top-most module with weights to the next."""
 
     def __init__(self, key: Callable[[Tensor], int]) -> None:
-        self.calls: dict[str, list[NotedCall]] = {}
-        self.kept: dict[int, str] = {}
-        """Path of that module, by storage."""
-        self._key, self._open = key, list[NotedCall]()
+        self._key = key
+        self.of: dict[str, list[ModuleCall]] = {}
+        """The calls of each module, by its path."""
+        self.running: list[ModuleCall] = []
+        self.innermost = ""
+        """Path of the module that was entered last."""
+        self.regions: dict[str, str] = {"": ""}
+        """Path of the module of each region, which is named by it, or from the second call on by path and number."""
+        self.region = ""
+        """The newest region; empty before the first."""
+        self.begins: list[tuple[int, str]] = []
+        """Autograd's sequence numbers from which on nodes belong to a region."""
+        self.order: list[str] = []
+        """The regions, and the first calls of top-most modules without weights, in their order."""
+        self._is_within = False
+        """Whether the top-most module that was entered last has weights."""
+        self._depth = 0
+        """Number of running modules that are top-most ones, or below these."""
+        self._events = 0
 
-    def enter(self, path: str, given: Any) -> None:
-        """Note that a module's forward starts."""
-        call = NotedCall(self._seen(given), autograd_sequence_number())
-        self.calls.setdefault(path, []).append(call)
-        self._open.append(call)
+    @property
+    def where(self) -> str:
+        """Path of the module whose code runs; empty for the model itself."""
+        return self.running[-1].path if self.running else ""
+
+    @property
+    def number(self) -> int:
+        """Number of the call whose code runs; 0 for the model itself."""
+        return self.running[-1].entered if self.running else 0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a top-most module runs, and not the model's own code around it."""
+        return self._depth > 0
+
+    @property
+    def top_most(self) -> str | None:
+        """Path of the top-most module with weights entered last; None in the model's code after it, which is not repeated with it."""
+        return self.regions[self.region] if self.is_inside else None
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Paths of the modules that run."""
+        return frozenset(call.path for call in self.running)
+
+    def enter(self, path: str, part: nn.Module, given: Any, *, is_outside: bool) -> None:
+        """Record that a module's forward starts."""
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        takes_gradient = any(tensor.requires_grad for tensor in tensors)
+        self._events += 1
+        call = ModuleCall(
+            path, self._shapes(tensors), takes_gradient, autograd_sequence_number(), self._events, is_outside
+        )
+        calls = self.of.setdefault(path, [])
+        if not is_outside and not self.is_inside:
+            self._begin_top_most(call, part, is_first=not calls)
+        self.innermost = path
+        call.region, call.is_within = self.region, self._is_within and not is_outside
+        calls.append(call)
+        self.running.append(call)
+        self._depth += not is_outside
+
+    def _begin_top_most(self, call: ModuleCall, part: nn.Module, *, is_first: bool) -> None:
+        self._is_within = makes_event(part)
+        if self._is_within:
+            number = 1 + [*self.regions.values()].count(call.path)
+            self.region = call.path if number == 1 else f"{call.path}#{number}"
+            self.regions[self.region] = call.path
+            self.begins.append((call.first, self.region))
+        if self._is_within or is_first:
+            self.order.append(self.region if self._is_within else call.path)
 
     def leave(self, output: Any) -> None:
-        """Note that the forward that started last ends."""
-        call = self._open.pop()
-        call.last, call.returned = autograd_sequence_number(), self._seen(output)
+        """Record that the forward that started last ends."""
+        call = self.running.pop()
+        self._depth -= not call.is_outside
+        self._events += 1
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        call.left, call.last, call.returned = self._events, autograd_sequence_number(), self._shapes(tensors)
 
-    def _seen(self, values: Any) -> list[tuple[int, tuple[int, ...]]]:
-        return [(self._key(one), tuple(one.shape)) for one in tree_leaves(values) if isinstance(one, Tensor)]
+    def _shapes(self, tensors: list[Tensor]) -> Shapes:
+        return [(self._key(tensor), tuple(tensor.shape)) for tensor in tensors]

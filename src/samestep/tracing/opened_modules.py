@@ -69,12 +69,15 @@ def _around(name: str, module: nn.Module, containers: Collection[str]) -> Iterat
     parts = dict(module.named_modules())
     if name not in parts or not name:
         known = [path for path, part in parts.items() if path and _num_elements(part)]
-        raise ModelError(f"model.stages: the model has no module {name!r}{did_you_mean(name, known)}")
+        raise ModelError("stages-unknown", f"model.stages: the model has no module {name!r}{did_you_mean(name, known)}")
     steps = name.split(".")
     for index in range(len(steps)):
         path = ".".join(steps[:index])
         is_block = any(path != one and is_below(path, one) for one in containers) if path else False
         if is_block or (path and not _can_be_opened(parts[path])):
             what = "a block" if is_block else type(parts[path]).__name__
-            raise ModelError(f"model.stages: {name!r} is a part of {what}, which stays whole: {path!r} works")
+            raise ModelError(
+                "stages-unknown",
+                f"model.stages: {name!r} is a part of {what}, which stays whole: {path!r} works",
+            )
         yield path

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.building.named_tensors import address, inner_tensor
-from samestep.building.torch_seams import DispatchMode
-from samestep.models.layer_parts import Product
-from samestep.tracing.meta_tensors import mutated_operands
-from samestep.trees import fold, operands
+from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Product
+from samestep.tracing.attention_exchanges import PlacedExchange
+from samestep.tracing.meta_tensors import mutated_operands, storage_elements
+from samestep.trees import fold
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -52,7 +52,8 @@ class Operation:
 
     func: Any
     """An operator of torch, `"attention"`, `"function"` for a custom Function of autograd, `"left"` for the end of a
-    module's forward, `LOOKED` for a look at values, or `"outputs"` for the model's."""
+    module's forward, `LOOKED` for a look at values, `"outputs"` for the model's, and of hooks `"hook"` for the gradients of what is given,
+    whose operations follow, and `"hooked"` for what is made of them."""
     where: str
     """Path of the module whose code runs."""
     args: tuple[Any, ...] = ()
@@ -75,37 +76,87 @@ class Operation:
         return not isinstance(self.func, str) and self.func._schema.is_mutable
 
 
-@dataclass(slots=True)
-class Region:
-    """The operations between the entry of one top-most module with weights and the next such entry."""
+class Storages:
+    """The storages of a forward by their addresses: each stays alive, so that no other one has the same address."""
 
-    path: str = ""
-    """Path of the module."""
-    flops: int = 0
-    products: list[Product] = field(default_factory=list)
-    repeated: int = 0
-    """Number of its products behind which autograd keeps something."""
-    read: set[int] = field(default_factory=set)
-    results: set[int] = field(default_factory=set)
-    """Storages written by matrix products, convolutions and attention."""
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        """Number of elements of each storage."""
+        self._alive: dict[int, torch.UntypedStorage] = {}
 
-    def keep(self) -> None:
-        """Record that autograd keeps something that the products so far have computed."""
-        self.repeated = len(self.products)
+    def key(self, tensor: Tensor) -> int:
+        """Return the address of a tensor's storage, its index in the tables of a trace."""
+        found = address(tensor)
+        if found not in self._alive:
+            self._alive[found] = inner_tensor(tensor).untyped_storage()
+            self.sizes[found] = storage_elements(tensor)
+        return found
 
 
-@dataclass(slots=True)
-class Visit:
-    """One call of a module."""
+Elements = tuple[tuple[int, int], ...]
+"""Storages, each with the elements of it that an operation reads or writes."""
+WorkKind = Literal["product", "fusible", "other"]
+"""A matrix product or attention, an operation that a compiler may join with others, or one that stands alone."""
+
+
+class Work(NamedTuple):
+    """The cost of an operation."""
 
     region: str
     """The call of a top-most module with weights that is the newest then."""
-    entered: int
-    """When it starts, as a count of entries and exits of modules."""
-    is_within: bool
-    """Whether it is a part of that call, and not of the model's own code behind it."""
-    left: int = 0
-    """When it ends."""
+    reads: Elements
+    writes: Elements
+    kind: WorkKind
+    flops: int | None
+    """None unless recompute=selective keeps its results."""
+    product: Product | None
+    is_cut: bool
+    """Whether a tensor cut leaves a rank its part of the results."""
+    is_view: bool
+    """Whether its results are views of what it reads, that nothing has been written into."""
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that autograd keeps for the backward."""
+
+    region: str
+    owner: str
+    """Path of the module whose code runs."""
+    storage: int | None
+    """None of a weight, and of a tensor that is not on the meta device."""
+    is_inside: bool
+    """Whether a top-most module runs, which recomputation repeats, and not the model's own code behind it."""
+
+
+@dataclass(slots=True)
+class Events:
+    """The events of one forward in their order, but for the calls of modules (`module_inputs.ForwardCalls`)."""
+
+    costs: list[Work | SavedTensor] | None = None
+    """What it computes and keeps; None if nobody asks for costs."""
+    readers: dict[int, set[frozenset[str]]] = field(default_factory=dict)
+    """For each weight, the sets of modules that were running when it was read; without costs it is empty."""
+    exchanges: list[PlacedExchange] = field(default_factory=list)
+    """Inputs and outputs of attentions, with region, storage, and the point at which ranks send them."""
+    batch_norms: list[tuple[str, BatchNormCall]] = field(default_factory=list)
+    """Calls of batch norm that take the statistics of samples, with their regions."""
+    batch_values: list[tuple[str, BatchValueCall]] = field(default_factory=list)
+    """Calls that take values of all samples by name, with their regions."""
+    kept_after: dict[int, str] = field(default_factory=dict)
+    """The buffers with a value after the step, each with the region whose code gives it last."""
+    pairs: set[int] = field(default_factory=set)
+    """Storages of masks of pairs of tokens."""
+    returned: set[int] = field(default_factory=set)
+    """Storages of the outputs."""
+    written: set[int] = field(default_factory=set)
+    """Storages that an operation has written into."""
+    counting: list[str] = field(default_factory=list)
+    """Module of each lookup whose gradient is divided by how often the micro-batch has a token."""
+
+    def restart(self) -> None:
+        """Forget all, since another forward begins."""
+        for name in fields(self):
+            getattr(self, name.name).clear()
 
 
 _UNINITIALISED = {
@@ -175,17 +226,3 @@ def views_in(value: Any) -> Iterator[View]:
     elif isinstance(value, tuple):
         for item in value:
             yield from views_in(item)
-
-
-class ReadStorages(DispatchMode):
-    """The storages that the code which runs inside reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.found |= {address(tensor) for tensor in operands(*args, *(kwargs or {}).values())}
-        return func(*args, **(kwargs or {}))

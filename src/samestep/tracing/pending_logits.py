@@ -33,7 +33,7 @@ from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in, tree_leaves, tree_map
 
 WORKS = (
-    "F.cross_entropy, torch.logsumexp, samestep.losses.token_entropy and elementwise functions of logits work, and so does a layout "
+    "F.cross_entropy, torch.logsumexp, samestep.losses.token_entropy and elementwise functions of logits work, or a layout "
     "without loss_chunk"
 )
 
@@ -145,7 +145,10 @@ class PendingLogits(Tensor):
 
 
 def _refusal(what: str) -> ModelError:
-    return ModelError(f"loss_chunk makes the logits in chunks of tokens, and {what} needs them at once: {WORKS}")
+    return ModelError(
+        "loss-chunk-unsupported",
+        f"loss_chunk makes the logits in chunks of tokens, and {what} needs them at once: {WORKS}",
+    )
 
 
 # -- functions of rows ---------------------------------------------------------------------------------------------------

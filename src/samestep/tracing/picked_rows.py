@@ -22,6 +22,10 @@ class PickedRows:
     def __init__(self, key_of: Callable[[Tensor], int]) -> None:
         self._key_of = key_of
         self._storages: set[int] = set()
+        self.path = ""
+        """Path of the first module whose code works on such rows: other samples may have more."""
+        self.has_none = False
+        """Whether the sample has no such row, so that what is done to them cannot be seen."""
 
     def follow(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> bool:
         """Follow an operation to its results; return whether it picks rows, or works on some."""

@@ -1,4 +1,4 @@
-"""The FLOPs of matrix products and convolutions, and the sizes of what they multiply.
+"""The FLOPs of matrix products and convolutions, the sizes of what they multiply, and what a tensor cut leaves a rank of them.
 
 FLOPs are torch's own count (`torch.utils.flop_counter`): 2 for a multiplication and an addition.
 """
@@ -6,7 +6,8 @@ FLOPs are torch's own count (`torch.utils.flop_counter`): 2 for a multiplication
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,3 +76,30 @@ class Products:
     def _is_grouped(self, func: Any) -> bool:
         """Return whether an operation multiplies rows with the matrix of their group."""
         return func in GROUPED_PRODUCTS or func._schema.name == self.grouped_fallback
+
+
+_BY_COLUMNS = ("column", "qkv", "gather", "vocab")
+"""The cut styles that leave a rank some of the columns of a product."""
+
+
+@dataclass(slots=True)
+class CutStorages:
+    """The storages of which a tensor cut leaves a rank its part, followed from the modules that have a cut style."""
+
+    styles: Mapping[str, str]
+    """Cut style of each module, by its path."""
+    storages: set[int] = field(default_factory=set)
+
+    def of_product(self, owner: str, factors: tuple[int, int], *, is_pair: bool) -> Cutting:
+        """Return how a product of a module is cut, given the storages of its factors; of a pair neither is a weight."""
+        if is_pair and not self.storages.isdisjoint(factors):
+            return "count"
+        style = self.styles.get(owner, "")
+        return "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
+
+    def follow(self, read: Set[int], made: Set[int], product: Product | None) -> bool:
+        """Follow an operation to the storages that it makes; return whether its work is cut."""
+        is_cut = product.cut in ("columns", "count") if product else not self.storages.isdisjoint(read)
+        if is_cut and not (product and self.styles.get(product.owner) == "gather"):
+            self.storages |= made
+        return is_cut

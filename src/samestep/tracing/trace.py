@@ -23,24 +23,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
-from samestep.building.nf4 import mark_of
+from samestep.building.model_changes import held_as
 from samestep.building.several_models import followed_weight
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.layer_parts import (
-    BatchValueCall,
     Exchange,
     HeadSpec,
     KeptBuffer,
     Product,
+    WorkingSet,
 )
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
@@ -49,7 +50,6 @@ from samestep.state.snapshot import GivenWeights, Snapshot
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
 from samestep.tracing.backward import (
     Backward,
-    WorkingSet,
     idle_weights,
     nodes_of,
     roots_of_loss,
@@ -59,14 +59,14 @@ from samestep.tracing.backward import (
 )
 from samestep.tracing.checkpointed import TracedPlaces
 from samestep.tracing.containers import containers_of
+from samestep.tracing.costs import Costs, Region, costs_of
 from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
-from samestep.tracing.moved_elements import OtherWork
 from samestep.tracing.opened_modules import opened_modules
-from samestep.tracing.operations import Recorder, Region
+from samestep.tracing.operations import Events, Recorder
 from samestep.tracing.token_parts import of_one_sample, token_parts_of
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
@@ -94,6 +94,7 @@ def trace(
     loss: Callable[[Any, Any], Any] | None = None,
     stages: Sequence[str] = (),
     keeps_all: bool = False,
+    events: Events | None = None,
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
@@ -102,7 +103,7 @@ def trace(
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
     `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
     part in it. `stages` are the modules with which pipeline stages begin, if others than blocks. `keeps_all` is whether its code is
-    known to look at values.
+    known to look at values. `events` receives what the forward does.
 
     Raises:
         ModelError: the forward fails, or needs values that are not known.
@@ -110,22 +111,24 @@ def trace(
     num_samples = samples_traced(module)
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
-    watch = ForwardTracer(module, styles or {}, keeps_all=keeps_all, recorder=recorder, places=places)
+    events = events or Events(costs=[])
+    watch = ForwardTracer(module, styles or {}, keeps_all, recorder, places=places, events=events)
     before, weights = Snapshot(module), GivenWeights(module)
     try:
         outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
     except NeedsValuesError:
         if value_of is None or keeps_all:
-            raise ModelError(_unseen(name, watch)) from None
-        looked = watch.innermost or name
+            raise _unseen(name, watch) from None
+        looked = watch.modules.innermost or name
         before.restore()  # caches that the first attempt has filled hold no values
         watch.places.restart()
-        watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places)
-        watch.varies = looked
+        events.restart()
+        watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places, events=events)
+        watch.looks.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
         except NeedsValuesError:
-            raise ModelError(_unseen(name, watch)) from None
+            raise _unseen(name, watch) from None
     with weights.given():  # which the forward may have replaced
         return _spec_of(module, sample, name, (containers, opened, stages), watch, outputs, loss)
 
@@ -141,46 +144,58 @@ def _spec_of(
 ) -> ModelSpec:
     """Return the spec of a module from its traced forward; `places` are its lists of blocks, what was opened, and named stages."""
     containers, opened, stages = places
-    num_samples = samples_traced(module)
+    num_samples, looks, recorded = samples_traced(module), watch.looks, watch.flow_recorder
     roots, names = roots_of_loss(outputs, sample, loss, num_samples)
     watch.places.reach(roots)
-    has_looked = bool(watch.varies or watch.has_looked)
+    has_looked = bool(looks.varies or looks.has_looked)
     unused = idle_weights(module, outputs, roots)
-    idle = _never_read(module, watch) & unused if watch.varies else frozenset[int]() if has_looked else unused
+    idle = _never_read(module, watch) & unused if looks.varies else frozenset[int]() if has_looked else unused
     if not has_looked:
-        watch.flow = watch.flow_recorder.with_idle(nodes_of(roots))
-    unused |= _unsure(module, watch, roots if loss is not None and len(roots) > 1 else [])
+        recorded.take_idle(nodes_of(roots))
+    unused |= unlike_weights(roots if loss is not None and len(roots) > 1 else [])
+    if looks.varies:  # other values may leave any weight unused
+        unused |= {id(param) for param in module.parameters() if param.requires_grad}
+    assert watch.events.costs is not None
+    costs = costs_of(watch.events.costs, watch.modules.regions, watch.facts.weights, watch.facts.norms)
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
-    layers = arrange(module, name, containers, watch, stages)
-    assert watch.flow is not None
-    specs = _layer_specs(module, layers, watch, backward, num_samples)
-    uses_of = UsesOfWeights(layers, specs, watch)
+    layers = arrange(module, name, containers, watch.modules, costs, stages)
+    assert recorded.flow is not None
+    specs = _layer_specs(module, layers, watch, costs, backward, num_samples)
+    uses_of = UsesOfWeights(layers, specs, watch.modules, recorded.flow)
     params = _param_specs(module, layers, opened, watch, _Unused(idle, unused), uses_of)
     first = min((param.layer for param in params if param.trainable and not param.is_idle), default=0)
     specs = tuple(dataclasses.replace(spec, has_backward=index >= first) for index, spec in enumerate(specs))
-    if watch.cut:
-        specs = with_cut_crossings(specs, watch.flow, watch.flow_recorder.values_in(watch.cut))
-    varies = watch.varies or (watch.picks if watch.picks_none else "")
+    if divided := watch.cut.storages:
+        specs = with_cut_crossings(specs, recorded.flow, recorded.values_in(divided))
+    varies, kept_after = looks.varies or (watch.picked.path if watch.picked.has_none else ""), watch.events.kept_after
     return ModelSpec(
         name=name,
-        layers=with_crossings(specs, watch.flow, module, num_samples),
+        layers=with_crossings(specs, recorded.flow, module, num_samples),
         params=params,
-        kept_after=tuple(name for name, buffer in module.named_buffers() if watch.key(buffer) in watch.kept_after),
+        kept_after=tuple(name for name, buffer in module.named_buffers() if watch.key(buffer) in kept_after),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
-        coupled_modules=_coupled_modules(module),
+        coupled_modules=tuple(path for path in _coupled_modules(module) if path in watch.modules.of),
         looks=has_looked,
         varies_at=varies,
-        varies_within=bool(varies) and watch.varies_within,
-        picks_at="" if varies else watch.picks,
-        looks_in=watch.looks.paths if varies else (),
-        differentiates_at=watch.flow_recorder.differentiates_at,
+        varies_within=bool(varies) and looks.varies_within,
+        picks_at="" if varies else watch.picked.path,
+        looks_in=looks.paths if varies else (),
+        differentiates_at=recorded.differentiates_at,
         loss_names=names,
     )
 
 
+_WHOLE_BATCHES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
 def samples_traced(module: nn.Module) -> int:
     """Return the number of copies of a sample that are traced: batch norm refuses a batch of one."""
-    return 2 if _coupled_modules(module) else 1
+    return _WHOLE_BATCHES.get(module) or (2 if _coupled_modules(module) else 1)
+
+
+def trace_whole_batch(module: nn.Module, num_samples: int) -> None:
+    """Let forwards of a module be traced on so many samples, since it takes no fewer."""
+    _WHOLE_BATCHES[module] = num_samples
 
 
 def _coupled_modules(module: nn.Module) -> tuple[str, ...]:
@@ -192,13 +207,14 @@ def _couples_samples(module: nn.Module) -> bool:
     return takes_statistics(module) and (module.training or getattr(module, "running_mean", None) is None)
 
 
-def _unseen(name: str, watch: ForwardTracer) -> str:
-    """Return the message about code that looks at values that a trace does not have."""
-    return (
+def _unseen(name: str, watch: ForwardTracer) -> ModelError:
+    """Return the error about code that looks at values that a trace does not have."""
+    return ModelError(
+        "forward-looks-at-values",
         f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
         f"experts do), and the meta device has none; models of up to {KNOWN_WEIGHTS:,} weights are run once to see, larger ones "
         f"with drawn values of tensors of up to {DRAWN_ELEMENTS:,} elements, and a form that does not look, as torch.where, "
-        "always works"
+        "always works",
     )
 
 
@@ -218,41 +234,30 @@ def _never_read(module: nn.Module, watch: ForwardTracer) -> frozenset[int]:
         id(param)
         for path, part in module.named_modules()
         for param in part.parameters(recurse=False)
-        if path not in within and watch.key(param) not in watch.stacks
+        if path not in within and watch.key(param) not in watch.events.readers
     )
-
-
-def _unsure(module: nn.Module, watch: ForwardTracer, outputs: Sequence[Tensor]) -> frozenset[int]:
-    """Return the ids of weights that other values may leave unused: those read after a look at values, where shapes or
-    branches
-    follow from them, and of a loss that no trace shows those on which not all of the model's `outputs` depend."""
-    behind = {
-        id(param)
-        for param in module.parameters()
-        if watch.varies and param.requires_grad and watch.key(param) not in watch.read_before_look
-    }
-    return unlike_weights(outputs) | behind
 
 
 # -- from a traced forward to a spec ---------------------------------------------------------------
 
 
 def _layer_specs(
-    module: nn.Module, layers: list[Layer], watch: ForwardTracer, backward: Backward, num_samples: int
+    module: nn.Module, layers: list[Layer], watch: ForwardTracer, costs: Costs, backward: Backward, num_samples: int
 ) -> tuple[LayerSpec, ...]:
     """Return the spec of each layer, summed over its regions."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
-    working, in_norms = (working_sets(backward, layer_of, watch, in_norms=one) for one in (False, True))
-    inputs, outputs, saved = _storages_of(len(layers), layer_of, watch)
+    working, in_norms = (working_sets(backward, layer_of, watch, costs, in_norms=one) for one in (False, True))
+    sizes, norm_savers, divided = watch.storages.sizes, costs.norm_savers.keys(), watch.cut.storages
+    inputs, outputs, saved = _storages_of(len(layers), layer_of, costs, watch.events.returned)
 
     def elements(keys: set[int]) -> int:
-        return sum(watch.sizes[key] for key in keys) // num_samples
+        return sum(sizes[key] for key in keys) // num_samples
 
     specs = []
-    entered = modules_entered_again(layers, watch)
+    entered = modules_entered_again(layers, watch.modules)
     outside = _kept_outside(module, layers, watch)
     for index, layer in enumerate(layers):
-        regions = [watch.regions[path] for path in layer.regions]
+        regions = [costs.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
         kept = inputs[index] | results
         spec = LayerSpec(
@@ -268,60 +273,39 @@ def _layer_specs(
             input_elements=elements(inputs[index]),
             output_elements=elements(outputs[index]),
             saved_elements=elements(saved[index]),
-            saved_pair_elements=elements(saved[index] & watch.pairs),
-            saved_norm_elements=elements(norms := saved[index] & watch.norm_savers.keys())
-            + elements(norms & watch.savers.keys()),
-            input_norm_elements=elements((inputs[index] & watch.norm_savers.keys()) - watch.savers.keys()),
+            saved_pair_elements=elements(saved[index] & watch.events.pairs),
+            saved_norm_elements=elements(norms := saved[index] & norm_savers) + elements(norms & costs.savers.keys()),
+            input_norm_elements=elements((inputs[index] & norm_savers) - costs.savers.keys()),
             saved_selective_elements=elements(kept),
-            saved_cut_elements=elements(saved[index] & watch.cut),
-            saved_selective_cut_elements=elements(kept & watch.cut),
+            saved_cut_elements=elements(saved[index] & divided),
+            saved_selective_cut_elements=elements(kept & divided),
             products=tuple(_of_one(part, num_samples) for part in _products_of(regions)),
             backward_reads_weights=_backward_reads_weights(module, layer),
-            exchanges=_exchanges_of(layer, watch, num_samples),
+            exchanges=_exchanges_of(layer, watch, costs, num_samples),
             token_parts=tuple(
-                of_one_sample(one, num_samples) for one in token_parts_of(module, layer, layer_of, watch, backward)
+                of_one_sample(one, num_samples)
+                for one in token_parts_of(module, layer, layer_of, watch, costs, backward)
             ),
-            batch_values=_batch_values_of(layer, watch),
-            batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
+            batch_values=tuple(call for region, call in watch.events.batch_values if region in layer.regions),
+            batch_norms=tuple(call for region, call in watch.events.batch_norms if region in layer.regions),
             kept=tuple(one for region, one in outside if region in layer.regions),
         )
-        most, of_norms = (sets.get(index, WorkingSet()) for sets in (working, in_norms))
-        spec = _with_other_work(spec, watch.moved.of({*layer.regions}, watch.sizes, watch.returned), num_samples)
-        specs.append(_with_working(spec, most, of_norms, num_samples))
-    if head := _head_of(specs[-1], {watch.sizes[key] // num_samples for key in outputs[-1]}):
+        moved, fusible = costs.moved.of({*layer.regions}, sizes, watch.events.returned)
+        spec = dataclasses.replace(
+            spec,
+            moved=moved.of_one(num_samples),
+            fusible=fusible.of_one(num_samples),
+            working=working.get(index, WorkingSet()).of_one(num_samples),
+            norm_working=in_norms.get(index, WorkingSet()).of_one(num_samples),
+        )
+        specs.append(spec)
+    if head := _head_of(specs[-1], {sizes[key] // num_samples for key in outputs[-1]}):
         logits = head.logits * num_samples
-        kept = {key for key in saved[-1] if watch.sizes[key] != logits}
-        works_on = working_sets(backward, layer_of, watch, logits).get(len(layers) - 1, WorkingSet()).elements
+        kept = {key for key in saved[-1] if sizes[key] != logits}
+        works_on = working_sets(backward, layer_of, watch, costs, logits).get(len(layers) - 1, WorkingSet()).elements
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
-
-
-def _with_other_work(spec: LayerSpec, other: OtherWork, num_samples: int) -> LayerSpec:
-    """Return a layer with what one sample's forward moves besides its products, and the part of it that fused groups spare."""
-    return dataclasses.replace(
-        spec,
-        moved_elements=other.moved // num_samples,
-        moved_cut_elements=other.moved_cut // num_samples,
-        kernels=other.kernels,
-        fusible_elements=other.fusible // num_samples,
-        fusible_cut_elements=other.fusible_cut // num_samples,
-        fusible_kernels=other.fusible_kernels,
-    )
-
-
-def _with_working(spec: LayerSpec, most: WorkingSet, of_norms: WorkingSet, num_samples: int) -> LayerSpec:
-    """Return a layer with the elements of one sample that are alive in its backward, and in that of its norms."""
-    return dataclasses.replace(
-        spec,
-        working_elements=most.elements // num_samples,
-        working_cut_elements=most.cut_elements // num_samples,
-        working_weights=most.weights,
-        norm_working_elements=of_norms.elements // num_samples,
-        norm_working_cut_elements=of_norms.cut_elements // num_samples,
-        norm_working_wide_elements=of_norms.wide_elements // num_samples,
-        norm_working_weights=of_norms.weights,
-    )
 
 
 def _products_of(regions: Sequence[Region]) -> Iterator[Product]:
@@ -334,56 +318,50 @@ def _products_of(regions: Sequence[Region]) -> Iterator[Product]:
             yield dataclasses.replace(product, is_repeated=is_repeated)
 
 
-def _batch_values_of(layer: Layer, watch: ForwardTracer) -> tuple[BatchValueCall, ...]:
-    """Return the calls of a layer whose values depend on the whole batch, in the order of the forward."""
-    return tuple(
-        dataclasses.replace(call, is_only_kept=watch.keeps_all_values)
-        for region, call in watch.batch_values
-        if region in layer.regions
-    )
-
-
 def _kept_outside(module: nn.Module, layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[str, KeptBuffer]]:
     """Return the buffers of no layer's modules that get a value after the step, each with the region whose code gives it."""
     roots = [path for layer in layers for path in layer.modules if path]
     return [
         (
-            watch.kept_after[watch.key(buffer)],
+            watch.events.kept_after[watch.key(buffer)],
             KeptBuffer(name=name, elements=buffer.numel(), dtype="" if buffer.is_floating_point() else "int64"),
         )
         for name, buffer in module.named_buffers()
-        if watch.key(buffer) in watch.kept_after and not any(is_below(name.rpartition(".")[0], root) for root in roots)
+        if watch.key(buffer) in watch.events.kept_after
+        and not any(is_below(name.rpartition(".")[0], root) for root in roots)
     ]
 
 
-def _exchanges_of(layer: Layer, watch: ForwardTracer, num_samples: int) -> tuple[Exchange, ...]:
+def _exchanges_of(layer: Layer, watch: ForwardTracer, costs: Costs, num_samples: int) -> tuple[Exchange, ...]:
     """Return what the attentions of a block exchange of one sample, where ranks hold parts of sequences."""
     return tuple(
         dataclasses.replace(
             exchange,
             elements=exchange.elements // num_samples,
-            is_kept=exchange.role == "output" and watch.saves[key] > 1,
+            is_kept=exchange.role == "output" and costs.saves[key] > 1,
             takes_gradient=exchange.takes_gradient and watch.places.is_reached(point),
             place=watch.places.place(point, layer.called),
         )
-        for region, key, exchange, point in watch.exchanges
+        for region, key, exchange, point in watch.events.exchanges
         if layer.is_block and region in layer.regions
     )
 
 
-def _storages_of(count: int, layer_of: Mapping[str, int], watch: ForwardTracer) -> tuple[list[set[int]], ...]:
+def _storages_of(
+    count: int, layer_of: Mapping[str, int], costs: Costs, returned: Set[int]
+) -> tuple[list[set[int]], ...]:
     """Return the storages that each of `count` layers takes from others, gives to others, and keeps for its backward."""
     inputs, outputs, saved = ([set[int]() for _ in range(count)] for _ in range(3))
-    for key, readers in watch.readers.items():
-        maker = layer_of[watch.makers[key]] if key in watch.makers else None
+    for key, readers in costs.readers.items():
+        maker = layer_of[costs.makers[key]] if key in costs.makers else None
         others = [layer_of[reader] for reader in readers if layer_of[reader] != maker]
         if others:
             inputs[others[0]].add(key)
         if others and maker is not None:
             outputs[maker].add(key)
-    for key in watch.returned & watch.makers.keys():
-        outputs[layer_of[watch.makers[key]]].add(key)
-    for key, saver in (watch.norm_savers | watch.savers).items():
+    for key in returned & costs.makers.keys():
+        outputs[layer_of[costs.makers[key]]].add(key)
+    for key, saver in costs.saved.items():
         saved[layer_of[saver]].add(key)
     return inputs, outputs, saved
 
@@ -427,11 +405,11 @@ def _param_specs(
     uses_of: UsesOfWeights,
 ) -> tuple[ParamSpec, ...]:
     """Return the spec of each parameter, once, under its first name."""
-    names = _names_of(module)
+    names, calls = _names_of(module), watch.modules.of
     meeting = set()
     for alike in names.values():
         owners = {_owner(name) for name in alike}
-        if len(alike) > 1 or any(len(watch.visits.get(owner, ())) > 1 for owner in owners):
+        if len(alike) > 1 or any(len(calls.get(owner, ())) > 1 for owner in owners):
             meeting |= owners
     layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
     specs = []
@@ -443,8 +421,8 @@ def _param_specs(
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
-        entered = [path for path in watch.visits if path in roots]
-        is_replaced = not watch.slots.replaced.isdisjoint(alike)
+        entered = [path for path in calls if path in roots]
+        is_replaced = not watch.inputs.replaced.isdisjoint(alike)
         spec = ParamSpec(
             name=name,
             shape=tuple(param.shape),
@@ -452,21 +430,21 @@ def _param_specs(
             aliases=tuple(alike[1:]),
             shared=shared,
             called=(
-                min((watch.visits[path][0].entered for path in entered), default=0),
-                max((watch.visits[path][-1].left for path in entered), default=0),
+                min((calls[path][0].entered for path in entered), default=0),
+                max((calls[path][-1].left for path in entered), default=0),
             ),
-            calls=max(1, *(len(watch.visits.get(path, ())) for path in owners)),
+            calls=max(1, *(len(calls.get(path, ())) for path in owners)),
             uses=uses if uses and uses[0].layer < uses[-1].layer else (),
             read_outside=is_replaced
-            or (any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ()))),
+            or (any(roots) and any(not roots & running for running in watch.events.readers.get(watch.key(param), ()))),
             is_replaced=is_replaced,
-            takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
+            takes_gradient=bool(entered) and calls[entered[0]][0].takes_gradient,
             trainable=param.requires_grad,
             is_idle=param.requires_grad and id(param) in unused.idle,
             may_be_unused=param.requires_grad and id(param) in unused.perhaps,
             follows=followed_weight(module, name),
-            held_as=mark_of(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
-            embeds=next((watch.lookups.by_path[path] for path in owners if path in watch.lookups.by_path), ""),
+            held_as=held_as(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
+            embeds=next((watch.inputs.embeds[path] for path in owners if path in watch.inputs.embeds), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
         specs.append(spec)

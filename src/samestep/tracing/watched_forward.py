@@ -39,7 +39,7 @@ from samestep.tracing.checkpointed import Begin, ContextFn, replaced_checkpoint
 from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_autocast import autocast_on_meta
-from samestep.tracing.meta_tensors import KnownConstants, NeedsValuesError
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.trees import tensors_in
 
 
@@ -71,12 +71,12 @@ class _Attention(torch.autograd.Function):
             rows=query.shape[-2], inner=query.shape[-1] + value.shape[-1], columns=key.shape[-2],
             count=query.shape[:-2].numel(), factors="causal" if call.is_causal or packed else "attention",
             within=1.0 if call.dropout_p else _within_documents(watch, mask),
-            owner=watch.innermost, cut="count" if watch.key(query) in watch.cut else "",
+            owner=watch.modules.innermost, cut="count" if watch.key(query) in watch.cut.storages else "",
         )  # fmt: skip
         given = [query, key, value, *([] if mask is None else [mask])]
         watch.record(given, [output, log_sum_exp], flops, product)
         watch.attend(query, key, value, output, mask)
-        watch.pairs |= {watch.key(one) for one in masks}
+        watch.events.pairs |= {watch.key(one) for one in masks}
         return output
 
     @staticmethod
@@ -155,6 +155,20 @@ _SEED = 0
 """Of what code draws in a traced forward: the same on all ranks."""
 
 
+@contextmanager
+def _on_meta(module: nn.Module, watch: ForwardTracer, value_of: ValueOf | None) -> Iterator[None]:
+    """Let a model's code run on the meta device inside, with the values that `watch` knows."""
+    with (
+        process_randomness(_SEED),
+        disable_compiler(),
+        autocast_on_meta(),
+        watch.knowing(module, value_of),
+        trace_fused_attention(watch),
+        torch.enable_grad(),
+    ):
+        yield
+
+
 def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: ValueOf | None, keeps_all: bool) -> Any:
     """Run the forward on the meta device, on copies of a sample, and return the outputs and the batch; nothing is recorded.
 
@@ -165,16 +179,7 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     """
     watch = ForwardTracer(module, {}, keeps_all=keeps_all)
     batch = watch.copies_of(sample, num_samples)
-    with (
-        process_randomness(_SEED),
-        disable_compiler(),
-        autocast_on_meta(),
-        watch.knowing(module, value_of),
-        trace_fused_attention(watch),
-        torch.enable_grad(),
-        watch,
-        KnownConstants(watch.read),
-    ):
+    with _on_meta(module, watch, value_of), watch, watch.functions:
         return call_model(module, batch), batch
 
 
@@ -197,27 +202,22 @@ def watch_forward(
     batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
         tensors = tensors_in(held)
-        watch.lookups.given |= {
+        watch.inputs.of_sample |= {
             watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors
         }
     try:
         with ExitStack() as stack:
-            stack.enter_context(process_randomness(_SEED))
-            stack.enter_context(disable_compiler())
-            stack.enter_context(autocast_on_meta())
-            stack.enter_context(watch.knowing(module, value_of))
+            stack.enter_context(_on_meta(module, watch, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(replaced_checkpoint(functools.partial(_checkpoint, watch)))
-            stack.enter_context(trace_fused_attention(watch))
             stack.enter_context(report_functions(watch.applied, watch.hooked))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(within(TracedValues(watch.take_values)))
             stack.enter_context(Keeping(watch))
-            stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _unpack_saved))
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
-            stack.enter_context(KnownConstants(watch.read))
+            stack.enter_context(watch.functions)
             outputs = call_model(module, watch.given(batch))
     except (SamestepError, NeedsValuesError):
         raise
@@ -225,10 +225,11 @@ def watch_forward(
         reason = str(error).strip().partition("\n")[0]
         unfit = f"; {why}" if (why := why_unfit(module, batch)) else ""
         raise ModelError(
-            f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}{line_of(error)}{unfit}"
+            "trace-failed",
+            f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}{line_of(error)}{unfit}",
         ) from error
-    watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
-    watch.flow = watch.flow_recorder.finish(outputs)
+    watch.events.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
+    watch.flow_recorder.finish(outputs)
     return outputs
 
 
@@ -255,7 +256,7 @@ def answer_alike(
 
 def _checkpoint(watch: ForwardTracer, begin: Begin, own: ContextFn) -> Iterator[None]:
     """Report a checkpoint of the model's code to `watch`; without gradients it keeps nothing."""
-    with watch.places.checkpoint(watch.here) if torch.is_grad_enabled() else nullcontext():
+    with watch.places.checkpoint(watch.modules.top_most) if torch.is_grad_enabled() else nullcontext():
         yield from begin(own)
 
 

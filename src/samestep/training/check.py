@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from samestep import errors, hardware
+import torch
+
+from samestep import errors, hardware, wings
 from samestep.errors import (
     CheckpointError,
     JobError,
@@ -22,17 +24,16 @@ from samestep.errors import (
 )
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.planning import search
+from samestep.memory.memory_use import MemoryUse, at_rest
 from samestep.program.ranks import Ranks
 from samestep.program.update_rules import states_per_param
+from samestep.runtime import memory_limits
 from samestep.runtime.axes import compiled_blocks, forward_state, recompute
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes import rank_order, workers
-from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.processes.messages import broadcast_value
-from samestep.simulation import bound_by
-from samestep.simulation.memory import MemoryUse, at_rest
 from samestep.strategies import program_of
 from samestep.training import evaluations, run_folder, trackers
 from samestep.training.first_weights import FirstWeights, refuse_resumed
@@ -64,6 +65,8 @@ class Checked:
     """Checkpoints newer than the one to resume from, and the damage of each."""
     ranks_per_node: int | None = None
     """The number of ranks on one machine; None where all are."""
+    name: str = ""
+    """The first line that the run prints."""
 
     @property
     def is_finished(self) -> bool:
@@ -94,6 +97,7 @@ def check(
     place: RankInfo | None = None,
     num_hosts: int = 1,
     allow_code: bool = False,
+    name: str = "",
 ) -> Checked:
     """Check the arguments of `train` and return the run that they describe; nothing is started or written.
 
@@ -110,18 +114,16 @@ def check(
     until = job.train.steps if steps is None else steps
     if until > job.train.steps:
         raise JobError(
+            "schedule-too-long",
             f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning-rate schedule ends: "
-            f"--set train.steps={until} works"
+            f"--set train.steps={until} works",
         )
     trackers.check(job)
     compiled_blocks.check(job.run)
     evaluations.check(job)
     folder = Path(decide_on_rank_0(lambda: str(run_folder.choose_folder(out, resume, auto_resume)), place))
-    passed_over: tuple[tuple[Path, str], ...] = ()
-    if auto_resume:
-        resume_from, passed_over = _whole_from(folder, job, until)
-    else:
-        resume_from = _resume_from(folder, job, until) if resume else None
+    resume_from = _resume_from(folder, job, until) if resume and not auto_resume else None
+    resume_from, passed_over = _whole_from(folder, job, until) if auto_resume else (resume_from, ())
     first_weights = (
         FirstWeights.of(init_from, job, allow_code) if init_from is not None and resume_from is None else None
     )
@@ -129,14 +131,18 @@ def check(
     why = ""
     if where is None:
         words, why = decide_on_rank_0(lambda: search_layout(workload, ranks or job.run.ranks, num_hosts), place)
-        where = Layout.parse(words)
+        where = Layout(words)
     per_node = place.ranks_per_node if place else job.run.ranks_per_node
     if per_node is None and num_hosts > 1:
         per_node = shares(where.world_size, num_hosts)[0]
     if place:
         rank_order.check(where, place.hosts)
     where, why = place_workload(workload, where, per_node, why)
-    return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over, per_node)
+    device = place.device if place else torch.device(resolve_device(job.run.device))
+    if place or device.type == "cpu":  # ranks that this process forks ask their GPUs themselves
+        peak = memory_limits.predicted_peak(workload.spec, job, where, per_node)
+        memory_limits.refuse_too_large(peak, job, where, device, per_node)
+    return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over, per_node, name)
 
 
 def place_workload(workload: Workload, layout: Layout, ranks_per_node: int | None, why: str = "") -> tuple[Layout, str]:
@@ -163,33 +169,37 @@ def shares(ranks: int, num_hosts: int) -> tuple[int, ...]:
     """
     if ranks % num_hosts:
         near = max(1, ranks // num_hosts) * num_hosts
-        raise LayoutError(f"{num_hosts} hosts cannot share {ranks} ranks equally; {near} ranks work")
+        raise LayoutError(
+            "ranks-indivisible",
+            f"{num_hosts} hosts cannot share {ranks} ranks equally; {near} ranks work",
+        )
     return (ranks // num_hosts,) * num_hosts
 
 
 def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tuple[str, str]:
-    """Search for the fastest layout on this machine that the optimizer supports; return it and the reason as text.
+    """Search for the fastest layout that is likely to fit on this machine, and that the optimizer supports; return it and the reason.
 
     Raises:
         LayoutError: no layout of these ranks is legal, fits and suits the optimizer.
     """
+    search, prediction = wings.required("plan", "search"), wings.required("plan", "simulation.simulate")
     job, count = workload.job, ranks or num_hosts * workers.default_ranks(workload.job.run.device)
     machine = hardware.own_or("cpu-laptop")
     states = states_per_param(job)
     found = search.plan(workload.spec, job, machine, count, top=_TRIED_LAYOUTS, states_per_param=states)
     reason = found.nearest
-    for best in found.best:
+    for best in (*([found.safe] if found.safe else []), *found.best):
         try:
             check_optimizer(workload.source.optimizer, workload.spec, best.layout)
         except LayoutError as error:
             reason = str(error)
             continue
         choice = (
-            f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
-            f"predicted {best.step_s:.3g} s a step, bound by {bound_by.binds(best)}"
+            f'layout "{best.layout}", the fastest{" that is likely to fit" * (best is found.safe)} of {found.considered} on {count} devices of {machine.name}: '
+            f"predicted {best.step_s:.3g} s a step, bound by {prediction.binds(best)}"
         )
         return str(best.layout), "\n".join([choice, *hardware.cautions_here(machine, count)])
-    raise LayoutError(f"--layout auto found no layout for {count} ranks: {reason}")
+    raise LayoutError("no-layout-fits", f"--layout auto found no layout for {count} ranks: {reason}")
 
 
 def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num_hosts: int = 1) -> tuple[Layout, int]:
@@ -201,16 +211,17 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num
         LayoutError: the layout and the number of ranks contradict each other.
     """
     ranks = ranks or job.run.ranks
-    given = Layout.parse(layout) if isinstance(layout, str) else layout
+    given = Layout(layout) if isinstance(layout, str) else layout
     if given is None and job.layout:
-        given = Layout.of(job.layout)
+        given = Layout(**job.layout)
     if given is None:
         given = Layout(dp_replicate=ranks or num_hosts * workers.default_ranks(job.run.device))
     if ranks is not None and ranks != given.world_size:
         words = str(given)
         raise LayoutError(
+            "devices-and-ranks",
             f"layout {words!r} has {given.world_size} rank{'s' if given.world_size > 1 else ''}, not {ranks}: "
-            f"--ranks {given.world_size} works, and so does a layout whose degrees multiply to {ranks}, such as dp={ranks}"
+            f"--ranks {given.world_size} works, or a layout with degrees that multiply to {ranks}, such as dp={ranks}",
         )
     return given, given.world_size
 
@@ -247,7 +258,9 @@ def _resume_from(folder: Path, job: Job, until: int) -> Path:
     """Return the newest checkpoint of a run folder, and refuse it where the job cannot resume from it."""
     newest = manifests.latest(folder / run_folder.CHECKPOINTS)
     if newest is None:
-        raise CheckpointError(f"{folder} holds no checkpoint to resume from: another --out starts a new run")
+        raise CheckpointError(
+            "checkpoint-missing", f"{folder} holds no checkpoint to resume from: another --out starts a new run"
+        )
     _check_resumable(newest, job, until)
     return newest
 
@@ -258,8 +271,9 @@ def _check_resumable(newest: Path, job: Job, until: int) -> None:
     manifests.check_job(manifest, job, newest)
     if manifest["step"] > until:
         raise CheckpointError(
+            "checkpoint-past-end",
             f"{newest} was saved after step {manifest['step']}, and the run would end at step {until}: "
-            f"--steps {manifest['step']} or more works"
+            f"--steps {manifest['step']} or more works",
         )
 
 
@@ -303,10 +317,10 @@ class DryRun:
             f"of at most {size} sample{'s' * (size > 1)}",
         ]
         for rank, share in enumerate(self.ranks):
-            held = share.memory
+            memory = share.memory
             lines.append(
-                f"rank {rank}: weights {held.weights:,} B, gradients {held.gradients:,} B, "
-                f"optimizer {held.optimizer:,} B; samples of step 1: {' '.join(map(str, share.samples)) or 'none'}"
+                f"rank {rank}: weights {memory.weights:,} B, gradients {memory.gradients:,} B, "
+                f"optimizer {memory.optimizer:,} B; samples of step 1: {' '.join(map(str, share.samples)) or 'none'}"
             )
         return "\n".join([*lines, "", self.job.to_toml()])
 

@@ -14,17 +14,31 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from samestep.errors import InputError, LayoutError, WorkerError
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import manifests
-from samestep.runtime.processes.meeting import Meeting
+from samestep.runtime.processes.local_workers import OtherHosts
 from samestep.training import run_folder
 from samestep.training.check import Checked, place_workload, search_layout
 from samestep.training.metrics import last_step
+
+
+class RunHosts(Protocol):
+    """The hosts of a run, of which this one leads the others."""
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts, this one included."""
+
+    def drop_lost(self) -> Sequence[object]:
+        """Leave out the hosts whose connection is lost, and return them."""
+
+    def away(self, checked: Checked) -> OtherHosts:
+        """Return the part that the other hosts take in one start of a run's workers."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class Elasticity:
     """The smallest number of ranks to go on with; None where the run needs all."""
     plans_anew: bool
     """Whether the layout is searched, so that all of it may change."""
-    meeting: Meeting | None = None
+    hosts: RunHosts | None = None
     """The hosts of the run, if there are several."""
 
     def without_lost(self, checked: Checked, error: WorkerError, *, is_again: bool) -> Checked | None:
@@ -47,13 +61,16 @@ class Elasticity:
             WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
         """
         world = checked.layout.world_size
-        hosts = self.meeting.num_hosts if self.meeting else 1
-        lost = self.meeting.drop_lost() if self.meeting else []
+        hosts = self.hosts.num_hosts if self.hosts else 1
+        lost = self.hosts.drop_lost() if self.hosts else ()
         if not lost and (not is_again or self.least is None):
             return None
         left = world // hosts * (hosts - len(lost)) if lost else world - 1
         if self.least is None:
-            raise WorkerError(f"{error}\n{left} ranks are left: --ranks {left}:{world} lets a run go on with them")
+            raise WorkerError(
+                "no-layout-fits",
+                f"{error}\n{left} ranks are left: --ranks {left}:{world} lets a run continue with them",
+            )
         return self._fewer(checked, left, hosts - len(lost), error)
 
     def on_hosts_left(self, checked: Checked, num_hosts: int) -> Checked:
@@ -63,9 +80,9 @@ class Elasticity:
         Raises:
             WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
         """
-        assert self.meeting is not None
-        left = checked.layout.world_size // num_hosts * self.meeting.num_hosts
-        return self._fewer(checked, left, self.meeting.num_hosts, WorkerError("the leading host is gone"))
+        assert self.hosts is not None
+        left = checked.layout.world_size // num_hosts * self.hosts.num_hosts
+        return self._fewer(checked, left, self.hosts.num_hosts, WorkerError("rank-lost", "the leading host is gone"))
 
     def _fewer(self, checked: Checked, left: int, hosts: int, error: WorkerError) -> Checked:
         """Return the run in the first legal layout of at most `left` ranks, equally many on each host."""
@@ -80,23 +97,24 @@ class Elasticity:
                 except InputError as reason:
                     refused = refused or f": {reason}"
                     continue
-                before = checked.layout.world_size
-                print(f"goes on with {layout.world_size} of {before} ranks, layout {str(layout)!r}", flush=True)
+                world_size = checked.layout.world_size
+                print(f"goes on with {layout.world_size} of {world_size} ranks, layout {str(layout)!r}", flush=True)
                 return dataclasses.replace(checked, layout=layout, why=why, ranks_per_node=per_node)
         given, together = checked.layout, checked.layout.world_size // checked.layout.dp
         works = f"a number of ranks that {together} divides, or --layout auto, which plans anew, works"
         if self.plans_anew:
             works = "fewer as the least number may work"
         raise WorkerError(
+            "no-layout-fits",
             f"{error}\n{left} ranks are left, and no layout of {least} to {left} ranks is {str(given)!r} with smaller data "
-            f"degrees{refused}; {works}"
+            f"degrees{refused}; {works}",
         )
 
     def _layouts(self, checked: Checked, ranks: int, hosts: int) -> Iterator[Layout]:
         """Yield the layouts of a number of ranks, the best one first."""
         if self.plans_anew:
             try:
-                yield Layout.parse(search_layout(checked.workload, ranks, hosts)[0])
+                yield Layout(search_layout(checked.workload, ranks, hosts)[0])
             except InputError:
                 return
         else:
@@ -122,14 +140,15 @@ def fitted_layout(layout: Layout | str | None, world: int) -> Layout | str | Non
     """
     if layout is None or layout == "auto":
         return layout
-    given = Layout.parse(layout) if isinstance(layout, str) else layout
+    given = Layout(layout) if isinstance(layout, str) else layout
     if given.world_size == world:
         return given
     for fewer in shrunk(given, world) if world < given.world_size else ():
         return fewer
     raise LayoutError(
+        "devices-and-ranks",
         f"layout {str(given)!r} has {given.world_size} ranks, and the launcher started {world}: its data degrees shrink to numbers of "
-        f"ranks that {given.world_size // given.dp} divides"
+        f"ranks that {given.world_size // given.dp} divides",
     )
 
 
@@ -156,7 +175,9 @@ def restarting(
             first, step = str(error).partition("\n")[0], last_step(checked.folder / run_folder.LOG)
             fewer = elastic.without_lost(checked, error, is_again=(first, step) in seen)
             if fewer is None and (first, step) in seen:
-                raise WorkerError(f"{error}\nthe same error came twice behind step {step}: no restart helps") from None
+                raise WorkerError(
+                    "restart-failed", f"{error}\nthe same error came twice behind step {step}: no restart helps"
+                ) from None
             seen.add((first, step))
             checked = fewer or checked
         whole, wrong = manifests.newest_whole(checked.folder / run_folder.CHECKPOINTS)

@@ -3,13 +3,13 @@
     train.evaluate_every = 100     the loss over train.evaluate_samples held-out samples, after every 100th step
     checkpoint.keep_best = true    RUN/best/ holds the checkpoint with the least of these losses
     train.patience = 5             the run ends after 5 of them in a row that are not below the least before
-    data.held_out_sets = {...}     other sets that are evaluated too; train.judged_by names the one whose loss decides
+    data.held_out_sets = {...}     other sets that are evaluated too; train.monitor names the one whose loss decides
 
 `evaluations.jsonl` has a line for each; a resumed run keeps those up to its step. A best checkpoint of a later step,
 which the run drops, is moved aside then, and the least loss since becomes the next one. Every rank has the same
 losses, so all decide alike.
 
-A loop of the user's own says the same with `samestep.HeldOut`, one of the receivers of `samestep.track`.
+A loop of the user's own says the same with `samestep.EarlyStopping`, one of the receivers of `samestep.track`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from samestep.errors import DataError, JobError, SaveError, did_you_mean
+from torch import Tensor
+
+from samestep.building.loss import values_of
+from samestep.datasets.opening import batch_to_evaluate
+from samestep.errors import DataError, JobError, SamestepError, SaveError, did_you_mean
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
 from samestep.output import durable_files
-from samestep.output.output_file import write_whole
+from samestep.output.durable_files import write_whole
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.evaluated_run import Measure
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
+from samestep.state.snapshot import preserve_function
 from samestep.training.workload import Workload, describe_losses, held_out_losses, use_evaluated_weights
 
 FILE = "evaluations.jsonl"
@@ -45,7 +50,7 @@ class EvaluatedStep(NamedTuple):
 
     step: int
     loss: float
-    """The mean loss of the set that `train.judged_by` names."""
+    """The mean loss of the set that `train.monitor` names."""
     losses: Mapping[str, float]
     """The mean loss of each set, by name."""
 
@@ -58,30 +63,36 @@ def check(job: Job) -> None:
     """
     if job.train.evaluate_every and not job.evaluated_sets:
         raise DataError(
-            "train.evaluate_every needs samples that are held out: data.held_out above 0 and train.evaluate_samples above 0 work"
+            "held-out-missing",
+            "train.evaluate_every needs samples that are held out: data.held_out above 0 and train.evaluate_samples above 0 work",
         )
 
 
 def read(folder: Path, last_step: int) -> list[EvaluatedStep]:
     """Return the evaluations of a run folder up to a step, without an incomplete last line."""
-    found: list[EvaluatedStep] = []
+    evaluated_steps: list[EvaluatedStep] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["step"] <= last_step:
-                losses = {name: _number(loss) for name, loss in row.get("losses", {}).items()}
-                found.append(EvaluatedStep(row["step"], _number(row["loss"]), losses))
-    return found
+                means = row.get("losses", row.get("means", {}))
+                judged = row["mean"] if "mean" in row else row["loss"]
+                evaluated_steps.append(
+                    EvaluatedStep(row["step"], _number(judged), {k: _number(v) for k, v in means.items()})
+                )
+    return evaluated_steps
 
 
 def _number(loss: float | None) -> float:
     return math.nan if loss is None else loss
 
 
-def _line(row: EvaluatedStep) -> str:
-    """Return an evaluation as a line of the log, in which a number that is not finite is null."""
+def _line(row: EvaluatedStep, judge: str) -> str:
+    """Return an evaluation as a line of the log, in which a number that is not finite is null; other means than losses are named so."""
     losses = {name: loss if math.isfinite(loss) else None for name, loss in row.losses.items()}
     loss = row.loss if math.isfinite(row.loss) else None
+    if any("/" in name for name in losses):
+        return json.dumps({"step": row.step, "monitor": judge, "mean": loss, "means": losses}) + "\n"
     return json.dumps({"step": row.step, "loss": loss, "losses": losses}) + "\n"
 
 
@@ -115,6 +126,8 @@ class EvaluationRule:
     keep_best: bool
     largest: bool = False
     """Whether the largest mean is the best one, as of an accuracy."""
+    check: Callable[[Run], None] = lambda _: None
+    """Refuses a mean that decides and that the metrics do not return, before the first step; every rank calls it."""
 
     @classmethod
     def of(cls, job: Job, workload: Workload) -> EvaluationRule:
@@ -134,27 +147,27 @@ class EvaluationRule:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Held-out samples that a user's loop evaluates, to end in time and to keep the best checkpoint.
+class EarlyStopping:
+    """Validation sets that a user's loop evaluates, for early stopping and to keep the best checkpoint.
 
-    It is one of the receivers of `samestep.track`. Each report of a step after which it is evaluated has the means in `held_out`:
-    that of the loss under the set's name, and those of `measure` as "NAME/MEASURE".
+    Pass it to `samestep.track` as a logger. If a set is evaluated after a step, the report of the step has its means in `held_out`: the
+    loss under the name of the set, and each metric as "NAME/METRIC".
     """
 
     sets: Any
-    """A data set, whose name is "held_out", or a dict of data sets by name."""
+    """A data set or the values of a batch, whose name is "held_out", or a dict of data sets by name."""
     every: int = 100
     """Steps between two evaluations."""
     patience: int = 0
     """Evaluations in a row without a better mean after which the loop ends; 0: it goes on."""
     keep_best: bool = False
     """Whether FOLDER/best holds the checkpoint with the best mean."""
-    measure: Measure | None = None
-    """A function of (outputs, batch) -> {"name": (sum, count), ...}, whose means are taken besides the loss."""
-    judged_by: str = ""
+    metrics: Measure | None = None
+    """A function of (outputs, batch) -> {"name": (sum, count), ...}. Its means are reported beside the loss."""
+    monitor: str = ""
     """The mean that decides, such as "held_out/accuracy"; by default the loss of the first set."""
-    largest: bool = False
-    """Whether the largest mean is the best one, as of an accuracy."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest mean is the best one; "max" for an accuracy."""
 
     def __post_init__(self) -> None:
         """Refuse numbers of steps and of evaluations that mean nothing, and what is no data set.
@@ -165,33 +178,57 @@ class HeldOut:
         """
         if self.sets is None or (isinstance(self.sets, Mapping) and not self.sets):
             raise DataError(
-                f"HeldOut(sets={self.sets!r}) holds no data set: a data set works, and so does a dict of data sets by name"
+                "held-out-rule",
+                f"EarlyStopping(sets={self.sets!r}) holds no data set: a data set works, or a dict of data sets by name",
             )
+        if self.mode not in ("min", "max"):
+            raise JobError("held-out-rule", f'EarlyStopping(mode={self.mode!r}): use "min" or "max"')
         if not all(isinstance(number, int) for number in (self.every, self.patience)):
             raise JobError(
-                f"HeldOut(every={self.every!r}, patience={self.patience!r}): whole numbers work, such as every=100 and patience=5"
+                "held-out-rule",
+                f"EarlyStopping(every={self.every!r}, patience={self.patience!r}): whole numbers work, such as every=100 and patience=5",
             )
         if self.every < 1 or self.patience < 0:
             raise JobError(
-                f"HeldOut(every={self.every}, patience={self.patience}): every=100 evaluates after each 100th step, and patience=0 "
-                "never ends the loop"
+                "held-out-rule",
+                f"EarlyStopping(every={self.every}, patience={self.patience}): every=100 evaluates after each 100th step, and patience=0 "
+                "never ends the loop",
             )
 
     def rule(self) -> EvaluationRule:
         """Return it as the rule that decides."""
-        sets = self.sets if isinstance(self.sets, Mapping) else {HELD_OUT: self.sets}
-        judge = self.judged_by or next(iter(sets))
+        is_named = isinstance(self.sets, Mapping) and not any(isinstance(one, Tensor) for one in self.sets.values())
+        sets = self.sets if is_named else {HELD_OUT: self.sets}
+        judge = self.monitor or next(iter(sets))
+        if len(sets) == 1 and self.metrics is not None and judge not in sets and "/" not in judge:
+            judge = f"{next(iter(sets))}/{judge}"
+        if judge not in sets and (self.metrics is None or judge.partition("/")[0] not in sets):
+            raise JobError(
+                "held-out-rule",
+                f"EarlyStopping(monitor={judge!r}) must be one of the means {', '.join(sets)}"
+                f"{', and its metrics as NAME/METRIC' if self.metrics else ''}{did_you_mean(judge, sets)}",
+            )
 
         def losses(run: Run) -> Mapping[str, float]:
             found: dict[str, float] = {}
             for name, dataset in sets.items():
-                means = run.evaluate(dataset, self.measure)
+                means = run.evaluate(dataset, self.metrics)
                 found |= {name if key == "loss" else f"{name}/{key}": mean for key, mean in means.items()}
+            refuse_other(found)
+            return found
+
+        def refuse_other(found: Mapping[str, float]) -> None:
             if judge not in found:
                 raise JobError(
-                    f"HeldOut(judged_by={judge!r}) is none of the means {', '.join(found)}{did_you_mean(judge, found)}"
+                    "held-out-rule",
+                    f"EarlyStopping(monitor={judge!r}) must be one of the means {', '.join(found)}{did_you_mean(judge, found)}",
                 )
-            return found
+
+        def check(run: Run) -> None:
+            name = judge.partition("/")[0]
+            names = _names_of(self.metrics, run, sets[name]) if self.metrics is not None else ()
+            if names and judge not in sets:
+                refuse_other({**dict.fromkeys(sets, 0.0), **{f"{name}/{key}": 0.0 for key in names}})
 
         return EvaluationRule(
             losses=losses,
@@ -199,8 +236,40 @@ class HeldOut:
             every=self.every,
             patience=self.patience,
             keep_best=self.keep_best,
-            largest=self.largest,
+            largest=self.mode == "max",
+            check=check,
         )
+
+
+def _names_of(measure: Measure, run: Run, dataset: Any) -> tuple[str, ...]:
+    """Return the names of what a measure returns for the first sample of a data set, or for a few; none where these are not put together,
+    or the set can only be read in order.
+
+    Raises:
+        JobError: the measure fails on one sample and on a few.
+    """
+    if not hasattr(dataset, "__len__"):
+        return ()
+    given = batch_to_evaluate(dataset, "run.evaluate", run.job.train.global_batch, {})
+    batch = run.labelled(run.batch_of(given, "run.evaluate"))
+    first, error = batch.shares(0, 1, 1)[0], None
+    for count in (1, _FEW):
+        try:
+            samples = batch.samples(first[:count])
+            outputs = run.outputs(samples)
+        except SamestepError:
+            return ()
+        try:
+            with preserve_function(measure):
+                return tuple(values_of(measure)(outputs, samples))
+        except SamestepError as caught:
+            error = caught
+    assert error is not None
+    raise error
+
+
+_FEW = 8
+"""So many samples a measure is tried on that fails on one."""
 
 
 @dataclass(slots=True)
@@ -228,7 +297,7 @@ class Evaluations:
             return ""
         newest, reason = gather_values(_drop_later_best(self.folder, first, run.place.rank), run.layout.world_size)[0]
         if reason:
-            raise SaveError(reason)
+            raise SaveError("checkpoint-unwritable", reason)
         step = int(newest)
         held = next((row for row in self.rows if row.step == min(step, first)), None)
         if step <= first:
@@ -268,7 +337,8 @@ class Evaluations:
         self.rows.append(EvaluatedStep(step, losses[judge], losses))
         is_best = self.best is self.rows[-1]
         if self.run.place.rank == 0:
-            write_whole(self.folder / FILE, "".join(map(_line, self.rows)))
+            with contextlib.suppress(OSError):  # as on a full disk; the next evaluation writes all lines again
+                write_whole(self.folder / FILE, "".join(_line(row, judge) for row in self.rows))
         loss = losses[judge]
         is_better = math.isfinite(loss) and (self.kept is None or self.rule.is_better(loss, self.kept.loss))
         if is_better and self.rule.keep_best:
@@ -277,6 +347,14 @@ class Evaluations:
         word = "largest" if self.rule.largest else "least"
         more = f" (the {word} so far)" if len(losses) > 1 else f", the {word} so far"
         return f"step {step}: {describe_losses(losses, judge)}{more if is_best else ''}"
+
+
+def evaluations_before(run: Run, rule: EvaluationRule, folder: Path, first: int) -> Evaluations:
+    """Return the evaluations of a run up to its step `first`, as its folder has them; every rank must call it."""
+    mine = read(folder, first) if run.place.rank == 0 else []
+    plain = [(row.step, row.loss, dict(row.losses)) for row in mine]
+    rows = gather_values(plain, run.layout.world_size)[0]
+    return Evaluations(run, rule, folder, [EvaluatedStep(*row) for row in rows])
 
 
 def resume_evaluations(
@@ -288,10 +366,7 @@ def resume_evaluations(
     Raises:
         SaveError: the best checkpoint is of dropped steps, and the file system does not let it be moved aside.
     """
-    mine = read(folder, first) if run.place.rank == 0 else []
-    plain = [(row.step, row.loss, dict(row.losses)) for row in mine]
-    rows = gather_values(plain, run.layout.world_size)[0]
-    found = Evaluations(run, rule, folder, [EvaluatedStep(*row) for row in rows])
-    if line := found.settle_best(first):
+    evaluations = evaluations_before(run, rule, folder, first)
+    if line := evaluations.settle_best(first):
         say(line)
-    return found
+    return evaluations

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.building import adapters, nf4
 from samestep.building.initial_values import Blueprint
 from samestep.building.model import blueprint_of, without_adaptation
+from samestep.building.model_changes import format_of, name_without_adapters
 from samestep.building.stored_weights import StoredWeights, find_stored_weights
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
 from samestep.models import weight_files
-from samestep.runtime.checkpoints import checkpoint, manifests, pretrained_folder, torch_checkpoint
+from samestep.runtime.checkpoints import checkpoint, checkpoint_files, manifests, torch_checkpoint
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.checkpoints.torch_checkpoint import TorchEntry
 from samestep.runtime.run import Run
@@ -68,10 +68,10 @@ class FirstWeights:
             return cls._of_torch(path, job)
         stored, new = StoredRun.of(path, allow_code=True), blueprint_of(job)  # nothing of the old job is built
         origin = f"{stored.checkpoint} (step {stored.manifest['step']})"
-        if held := _tensors_held_for(new, stored):
+        if tensors := _tensors_held_for(new, stored):
             manifests.check_digests(stored.manifest, stored.checkpoint)
-            weights = {name: held[name] for name in stored.shapes}
-            names = _match_names(new, held, weights, stored.checkpoint)
+            weights = {name: tensors[name] for name in stored.shapes}
+            names = _match_names(new, tensors, weights, stored.checkpoint)
             return cls(path, job, origin, names, functools.partial(_stored_reader, stored, new), allow_code)
         if not allow_code:
             foreign_code.refuse(stored.job, stored.checkpoint, job)
@@ -79,7 +79,7 @@ class FirstWeights:
         stored.check(old.module)
 
         def opened(stack: ExitStack) -> Callable[[str], Tensor]:
-            return pretrained_folder.values(old, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
+            return checkpoint_files.values(old, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
 
         names = _match_names(new, old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint)
         return cls(path, job, origin, names, opened, allow_code)
@@ -93,26 +93,33 @@ class FirstWeights:
             reason = (
                 str(error).removeprefix("model.source: ")
                 if isinstance(error, ModelError)
-                else "it is none of transformers"
+                else "it is not a model of transformers"
             )
-            raise CheckpointError(f"--init-from {path} does not fit {job.model.source}: {reason}") from None
+            raise CheckpointError(
+                "checkpoint-other-model", f"--init-from {path} does not fit {job.model.source}: {reason}"
+            ) from None
         if strange := [*files.missing, *files.unread]:
             whose = "lacks" if files.missing else "has besides"
-            raise CheckpointError(f"--init-from {path} holds another model's weights: it {whose} {strange[0]}")
-        held = bare.module.state_dict()
-        names = _match_names(blueprint_of(job), held, dict(bare.module.named_parameters()), path)
-        return cls(path, job, str(path), names, functools.partial(_reader, files, held))
+            raise CheckpointError(
+                "checkpoint-other-model",
+                f"--init-from {path} holds another model's weights: it {whose} {strange[0]}",
+            )
+        tensors = bare.module.state_dict()
+        names = _match_names(blueprint_of(job), tensors, dict(bare.module.named_parameters()), path)
+        return cls(path, job, str(path), names, functools.partial(_reader, files, tensors))
 
     @classmethod
     def _of_torch(cls, path: Path, job: Job) -> FirstWeights:
         bare = blueprint_of(without_adaptation(job)).module
-        mine, params = bare.state_dict(), dict(bare.named_parameters())
-        found = torch_checkpoint.entries(path, params)
-        held = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in found.items()}
-        weights = {name: one for name, one in held.items() if name in params or name not in mine}
+        tensors, params = bare.state_dict(), dict(bare.named_parameters())
+        torch_entries = torch_checkpoint.entries(path, params)
+        held = {
+            name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in torch_entries.items()
+        }
+        weights = {name: tensor for name, tensor in held.items() if name in params or name not in tensors}
         names = _match_names(blueprint_of(job), held, weights, path)
-        dtypes = {name: one.dtype for name, one in mine.items()}
-        return cls(path, job, str(path), names, functools.partial(_torch_reader, found, dtypes))
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        return cls(path, job, str(path), names, functools.partial(_torch_reader, torch_entries, dtypes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FirstWeights.of, (self.path, self.job, self.allow_code)
@@ -122,14 +129,14 @@ class FirstWeights:
         with ExitStack() as stack:
             value, packed = (
                 self.opened(stack),
-                {piece.name for piece in run.assembly.weights.store.frozen if piece.is_packed},
+                {piece.name: piece.held_as for piece in run.assembly.weights.store.frozen if piece.held_as},
             )
 
             def first(name: str) -> Tensor | None:
                 if name not in self.names:
                     return None
                 found = value(self.names[name])
-                return nf4.round_weight(found) if name in packed else found
+                return format_of(packed[name]).round_weight(found) if name in packed else found
 
             checkpoint.set_weights(run, first)
 
@@ -146,7 +153,7 @@ def _tensors_held_for(new: Blueprint, stored: StoredRun) -> dict[str, Tensor]:
             held[name] = torch.empty(file.get_slice(f"buffer/{name}").get_shape(), device="meta")
     aliases = {name: first for name, first in new.canonical.items() if name not in held and first in held}
     held |= {name: held[first] for name, first in aliases.items()}
-    wanted = {base for name in new.module.state_dict() if (base := adapters.base_name(name)) is not None}
+    wanted = {base for name in new.module.state_dict() if (base := name_without_adapters(name)) is not None}
     return held if wanted <= held.keys() else {}
 
 
@@ -164,43 +171,46 @@ def _stored_reader(stored: StoredRun, new: Blueprint, stack: ExitStack) -> Calla
     return value
 
 
-def _reader(files: StoredWeights, held: Mapping[str, Tensor], _: ExitStack) -> Callable[[str], Tensor]:
-    return lambda name: files.read(name, held[name].dtype)
+def _reader(files: StoredWeights, tensors: Mapping[str, Tensor], _: ExitStack) -> Callable[[str], Tensor]:
+    return lambda name: files.read(name, tensors[name].dtype)
 
 
 def _torch_reader(
-    found: Mapping[str, TorchEntry], dtypes: Mapping[str, torch.dtype], _: ExitStack
+    torch_entries: Mapping[str, TorchEntry], dtypes: Mapping[str, torch.dtype], _: ExitStack
 ) -> Callable[[str], Tensor]:
-    return lambda name: found[name].read().to(dtypes[name])
+    return lambda name: torch_entries[name].read().to(dtypes[name])
 
 
 def _match_names(
-    new: Blueprint, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path
+    new: Blueprint, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path
 ) -> dict[str, str]:
     """Return the names of the tensors there, by those of the new model's weights and persistent buffers.
 
-    `held` are all tensors there by all their names, and `weights` those that are weights, once each.
+    `tensors` are all tensors there by all their names, and `weights` those that are weights, once each.
 
     Raises:
         CheckpointError: a weight is missing, is left over, or has another shape.
     """
     mine = new.module.state_dict()
-    names = {name: base for name in mine if (base := adapters.base_name(name)) is not None}
+    names = {name: base for name in mine if (base := name_without_adapters(name)) is not None}
     params = dict(new.module.named_parameters())
     differs = [
-        f"{base} {list(held[base].shape) if base in held else 'missing'}, here {list(params[name].shape)}"
+        f"{base} {list(tensors[base].shape) if base in tensors else 'missing'}, here {list(params[name].shape)}"
         for name, base in names.items()
-        if name in params and (base not in held or held[base].shape != params[name].shape)
+        if name in params and (base not in tensors or tensors[base].shape != params[name].shape)
     ]
     differs += [
         f"{name} {list(param.shape)}, here missing" for name, param in weights.items() if name not in names.values()
     ]
     if differs:
         more = f", and {len(differs) - 1} more" if len(differs) > 1 else ""
-        adapted = any(adapters.base_name(name) is None for name in weights)
+        adapted = any(name_without_adapters(name) is None for name in weights)
         works = "; samestep export --merge makes a folder that works" if adapted else ""
-        raise CheckpointError(f"--init-from {where} holds another model's weights: {differs[0]}{more}{works}")
-    return {name: base for name, base in names.items() if base in held and held[base].shape == mine[name].shape}
+        raise CheckpointError(
+            "checkpoint-other-model",
+            f"--init-from {where} holds another model's weights: {differs[0]}{more}{works}",
+        )
+    return {name: base for name, base in names.items() if base in tensors and tensors[base].shape == mine[name].shape}
 
 
 def refuse_resumed(init_from: str | Path | None, resume: bool) -> None:
@@ -211,5 +221,6 @@ def refuse_resumed(init_from: str | Path | None, resume: bool) -> None:
     """
     if init_from is not None and resume:
         raise JobError(
-            "--init-from starts a new run, and --resume goes on with one that has its weights: one of them works"
+            "init-from",
+            "--init-from starts a new run, and --resume continues a run, with its own weights: one of them works",
         )

@@ -62,8 +62,9 @@ def refuse(job: Job, origin: Path, own: Job | None = None) -> None:
     for word in code_of(job):
         if word not in said and not _is_noted(word, job.run.folder):
             raise CheckpointError(
+                "code-untrusted",
                 f"{origin} names the function {word}, which no run of yours has named: --allow {ALLOW} runs it, "
-                f"if you trust who wrote this folder"
+                f"if you trust who wrote this folder",
             )
 
 

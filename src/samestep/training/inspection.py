@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep import calls
+from samestep.enumeration import legality
 from samestep.job import Job
 from samestep.models import catalog
-from samestep.models.analysis import StateSpec
 from samestep.models.layer_parts import Crossing
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec
-from samestep.output.text_table import align_columns
-from samestep.planning import legality
+from samestep.models.spec import ModelSpec, StateSpec
+from samestep.output.text import align_columns
 from samestep.training.workload import trace_job
 
 _STYLES = {
@@ -161,7 +160,7 @@ class Inspection:
         elif spec.couples_samples:
             owners = dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
             modules = f"{len(owners)} module{'s' * (len(owners) > 1)}"
-            yield f"samples: coupled by the statistics of {modules} alone (numerics.coupled_samples), as {next(iter(owners))}"
+            yield f"samples: coupled by the statistics of {modules} alone (numerics.batch_norm_group), as {next(iter(owners))}"
         else:
             yield "samples: apart, in dimension 0 of the batch"
         if spec.length:
@@ -237,10 +236,12 @@ def _describe_received(layer: LayerSpec, elements: int) -> str:
     return " + ".join(map(_crossing, layer.crossings)) or f"{elements:,} elements"
 
 
-def _crossing(one: Crossing) -> str:
-    size = f"{one.elements:,} elements" + (f" and {one.fixed_elements:,} for all samples" if one.fixed_elements else "")
-    dtype = f" of {one.dtype}" if one.dtype else ""
-    return f"{size}{dtype}{'' if one.takes_gradient else ', without a gradient'}"
+def _crossing(crossing: Crossing) -> str:
+    size = f"{crossing.elements:,} elements" + (
+        f" and {crossing.fixed_elements:,} for all samples" if crossing.fixed_elements else ""
+    )
+    dtype = f" of {crossing.dtype}" if crossing.dtype else ""
+    return f"{size}{dtype}{'' if crossing.takes_gradient else ', without a gradient'}"
 
 
 @calls.checked

@@ -41,7 +41,7 @@ from samestep import hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
-from samestep.output.output_file import write_whole
+from samestep.output.durable_files import LastingStream, write_whole
 from samestep.program.ops import COMPUTE_DTYPE, TF32
 from samestep.runtime.guards.skipped_steps import MASKED
 from samestep.runtime.recording.sums import StepSums
@@ -71,16 +71,9 @@ class Speed:
         return None if share is None or share > 1 else share
 
 
-def flops_of_sample(model: ModelSpec) -> int:
-    """Return the FLOPs of one sample's forward and backward."""
-    products = [product for layer in model.layers for product in layer.products]
-    masked = sum(product.flops - round(product.flops * product.attended_part) for product in products)
-    return sum(layer.forward_flops + layer.backward_flops for layer in model.layers) - 3 * masked
-
-
 def speed_of(model: ModelSpec, job: Job, layout: Layout, device: torch.device) -> Speed:
     """Return the FLOPs of a job's step, and the peak of `device` in the job's precision where it is known."""
-    return Speed(flops_of_sample(model) * job.train.global_batch, layout.world_size, _peak(job, device))
+    return Speed(model.sample_flops * job.train.global_batch, layout.world_size, _peak(job, device))
 
 
 def _peak(job: Job, device: torch.device) -> float | None:
@@ -121,9 +114,12 @@ class Screen:
     ) -> None:
         """Print about `_LINES` steps unless `log_every` says how often; `counted` names the items that the loss
         counts."""
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a sample holds any character, a terminal may not
-        self._console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=True)
+        if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
+            reconfigure(errors="replace")  # a sample holds any character, a terminal may not
+        stream: Any = LastingStream(sys.stdout)
+        # A forked worker cannot send to the notebook of its parent, which copies the text of this worker's standard output.
+        in_cell = None if type(sys.stdout).__module__.startswith("ipykernel.") else False
+        self._console = Console(file=stream, highlight=False, emoji=False, soft_wrap=True, force_jupyter=in_cell)
         self._every = log_every or max(1, (last_step - first_step) // _LINES)
         self._speed, self._counted = speed, counted
         self._first, self._last = first_step + 1, last_step

@@ -13,21 +13,19 @@ import re
 from collections.abc import Iterator
 from types import FrameType
 
-import psutil
 import torch
 from torch import nn
 
-from samestep import hardware
+from samestep import hardware, wings
+from samestep.memory.memory_use import REST, MemoryUse, parts_text
 from samestep.output import process_limits
-from samestep.output.byte_sizes import readable
-from samestep.planning.nearest_layout import nearest
+from samestep.output.text import readable
 from samestep.program.ops import Task
 from samestep.program.update_rules import states_per_param
+from samestep.runtime import memory_limits
 from samestep.runtime.optimizers import held_bytes as counted
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
-from samestep.simulation.memory import REST, MemoryUse, parts_text
-from samestep.simulation.prediction import predict
 from samestep.training.check import Checked
 
 _ALLOCATOR_MESSAGES = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
@@ -58,39 +56,35 @@ def shortage(error: BaseException, run: Run) -> str:
     return (
         f"rank {place.rank} of {place.world_size} ran out of memory {where}: {_first_line(error)}\n"
         f"  held       {parts}; at most {readable(most)} in all, of "
-        f"{readable(limit_bytes(place.device))}"
+        f"{readable(memory_limits.limit_bytes(place.device))}"
     )
 
 
 def is_too_large(checked: Checked, device_type: str) -> bool:
     """Return whether a run is predicted to need more memory than its ranks have."""
-    return _predict_peak(checked).total > _room(checked, device_type)
+    room, peak = _room_and_peak(checked, device_type)
+    return peak.total > room
 
 
-def _predict_peak(checked: Checked) -> MemoryUse:
-    """Return the memory of a rank at its predicted peak."""
-    spec, job = checked.workload.spec, checked.job
-    return predict(spec, job, checked.layout, hardware.own_or("cpu-laptop"), states_per_param(job)).peak
-
-
-def _room(checked: Checked, device_type: str) -> int:
-    """Return the bytes of a rank's device, or its part of the host's memory."""
-    world = checked.layout.world_size
-    sharers = 1 if device_type == "cuda" else min(world, checked.ranks_per_node or world)
-    return limit_bytes(torch.device(device_type)) // sharers
+def _room_and_peak(checked: Checked, device_type: str) -> tuple[int, MemoryUse]:
+    """Return the bytes that a rank has, and the memory of a rank at its predicted peak."""
+    per_node, layout = checked.ranks_per_node, checked.layout
+    room = memory_limits.room_bytes(layout, torch.device(device_type), per_node)
+    return room, memory_limits.predicted_peak(checked.workload.spec, checked.job, layout, per_node)
 
 
 def less_memory(checked: Checked, device_type: str) -> str:
     """Return two lines of text: the memory predicted for a layout that ran out, and the nearest layout that needs less."""
     spec, job, layout = checked.workload.spec, checked.job, checked.layout
     machine, states = hardware.own_or("cpu-laptop"), states_per_param(job)
-    room, peak = _room(checked, device_type), _predict_peak(checked)
+    room, peak = _room_and_peak(checked, device_type)
     parts = parts_text(peak.parts())
     total = readable(peak.total)
     lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {readable(room)} a rank"]
     # The prediction may have said that this layout fits: a suggestion must then be predicted to need clearly less.
     smaller = dataclasses.replace(machine, memory_bytes=max(1, int(min(room, _CLEARLY_LESS * peak.total))))
-    near = nearest(spec, job, smaller, layout, layout.world_size, states)
+    groups = wings.optional("plan", "open_groups")
+    near = groups and groups.nearest(spec, job, smaller, layout, layout.world_size, states)
     if near is not None:
         needs, step_s = readable(near.peak.total), f"{near.step_s:.3g} s"
         lines.append(f'  "{near.layout}" is predicted to need {needs}, and {step_s} a step')
@@ -104,9 +98,9 @@ def where_of(error: BaseException, run: Run) -> str:
     text."""
     task: Task | None = None
     module = ""
-    names = {id(one): name for name, one in run.model.named_modules()} if run.is_prepared else {}
+    names = {id(module): name for name, module in run.model.named_modules()} if run.is_prepared else {}
     for frame in _frames(error):
-        task = next((one for one in frame.f_locals.values() if isinstance(one, Task)), task)
+        task = next((value for value in frame.f_locals.values() if isinstance(value, Task)), task)
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             module = names.get(id(owner), "") or module
@@ -130,15 +124,6 @@ def most_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     return process_limits.peak_resident_bytes()
-
-
-def limit_bytes(device: torch.device) -> int:
-    """Return the bytes that one process can have: the GPU's memory, or the host's within the limit of the process."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    total = int(psutil.virtual_memory().total)
-    allowed = process_limits.address_space_bytes()
-    return total if allowed is None else min(total, allowed)
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

@@ -3,11 +3,14 @@ torch.
 
 Another user may have prepared the folder. Links of another user in it are refused, since the run would write to the
 files that they point to; the lock can be opened by its owner alone, since whoever can read it could hold it.
+
+The result of a run, as `train` returns it, is its `summary.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -15,9 +18,12 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from samestep import wings
 from samestep.errors import CheckpointError, JobError
 from samestep.output import durable_files, process_limits
 
@@ -44,13 +50,16 @@ def choose_folder(out: str | Path | None, resume: bool, auto_resume: bool = Fals
         JobError: the folder is a file, or holds a run already.
     """
     if auto_resume and out is None:
-        raise JobError("--auto-resume starts the run in a folder, or goes on with it: --out DIR names the folder")
+        raise JobError(
+            "run-folder-missing",
+            "--auto-resume starts the run in a folder, or continues it: --out DIR names the folder",
+        )
     folder = Path(out) if out is not None else newest() if resume else _new()
     durable_files.refuse_remote(folder)
     if folder.exists() and not folder.is_dir():
-        raise JobError(f"--out {folder} is a file; a run needs a folder")
+        raise JobError("run-folder-unwritable", f"--out {folder} is a file; a run needs a folder")
     if resume and not (folder / JOB).exists():
-        raise CheckpointError(f"{folder} holds no run to resume")
+        raise CheckpointError("run-folder-missing", f"{folder} holds no run to resume")
     if not resume and not auto_resume:
         refuse_used(folder)
     return folder
@@ -72,7 +81,10 @@ def refuse_used(folder: Path) -> None:
         JobError: it does.
     """
     if any((folder / name).exists() for name in (JOB, LOG, CHECKPOINTS)):
-        raise JobError(f"{folder} holds a run already: --resume resumes it, another --out starts a new one")
+        raise JobError(
+            "run-folder-taken",
+            f"{folder} holds a run already: --resume resumes it, another --out starts a new one",
+        )
 
 
 def newest(purpose: str = "to resume") -> Path:
@@ -84,7 +96,8 @@ def newest(purpose: str = "to resume") -> Path:
     found = [(path.stat().st_mtime, path.parent) for path in RUNS.glob(f"*/{JOB}")]
     if not found:
         raise CheckpointError(
-            f"there is no run below {RUNS}/ {purpose}; {'--out' if purpose == 'to resume' else 'an argument'} names another folder"
+            "run-folder-missing",
+            f"there is no run below {RUNS}/ {purpose}; {'--out' if purpose == 'to resume' else 'an argument'} names another folder",
         )
     return max(found)[1]
 
@@ -110,7 +123,9 @@ def claim_folder(folder: Path, *, is_new: bool) -> Iterator[None]:
         _refuse_links_of_others(folder)
         lock = _lock_folder(folder)
     except OSError as error:
-        raise JobError(f"--out {folder} cannot be created: {error.strerror} ({error.filename})") from None
+        raise JobError(
+            "run-folder-unwritable", f"--out {folder} cannot be created: {error.strerror} ({error.filename})"
+        ) from None
     try:
         if is_new:
             refuse_used(folder)  # a run that began and ended since it was chosen
@@ -142,7 +157,7 @@ def _refuse_links_of_others(folder: Path) -> None:
         if owner == os.geteuid():
             continue
         if path.is_symlink():
-            raise JobError(f"{path} is a link of user {owner}: a folder of your own works")
+            raise JobError("run-folder-unwritable", f"{path} is a link of user {owner}: a folder of your own works")
         if path == folder:
             warnings.warn(f"{folder} belongs to user {owner}, who can change what this run writes", stacklevel=2)
 
@@ -162,7 +177,9 @@ def _lock_folder(folder: Path) -> int:
                 break  # else the run before has removed the file that was opened
         except BlockingIOError:
             if time.monotonic() > end:
-                raise JobError(f"{folder} is in use by {_holder(path)}: another --out starts another run") from None
+                raise JobError(
+                    "run-folder-taken", f"{folder} is in use by {_holder(path)}: another --out starts another run"
+                ) from None
         os.close(descriptor)
         time.sleep(0.05)
     os.ftruncate(descriptor, 0)
@@ -227,3 +244,60 @@ def _forget(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     for name in ("tensorboard", CHECKPOINTS):
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The result of a run: its folder, its steps and its losses."""
+
+    folder: Path
+    steps: int
+    """The number of steps taken in all, including those before a resume."""
+    loss: float | None
+    """The training loss of the last step, a mean over counted tokens; None where it was not finite."""
+    held_out_loss: float | None
+    """The mean loss over the held-out samples, of several sets the one that decides (`train.monitor`); None where nothing is
+    held out or the run was stopped."""
+    held_out_accuracy: float | None
+    """The fraction of the held-out samples whose class is found; None where a sample has no class."""
+    stopped: bool
+    """Whether the run was asked to stop before its last step."""
+    proof: str = ""
+    """When and how the layout was proven to give one device's result, or that it is not proven."""
+    waived: tuple[str, ...] = ()
+    """The refusals that the run met and `run.allow` waived."""
+    tried: tuple[str, ...] = ()
+    """What a trial has passed and no rule shows, such as an operation of a library."""
+    remarks: tuple[str, ...] = ()
+    """Tensors that the folder of `model.source` lacks, which were made as in a new model, and those that it has besides."""
+    started_from: str = ""
+    """The weights of another run or folder from which it started, as `--init-from` says."""
+    changes: tuple[str, ...] = ()
+    """What resumes have changed of the job and its layout, and after which steps."""
+    held_out_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The mean loss of each held-out set, by name; `held_out` is the part of the data that is held out."""
+    goodput: float = 1.0
+    """The part of the run's time, over all its starts, in which it took steps that count."""
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds by what they were spent on, as `training/run_log.py` names it."""
+    stop_signal: int = 0
+    """The signal that stopped it, with whose status the command ends; 0 without one, and under torchrun."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as plain data, but for its path."""
+        return dataclasses.asdict(self)
+
+    def _repr_html_(self) -> str | None:
+        return wings.in_notebook("summary_page", self)
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self.to_record(), indent=1, default=str)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Summary:
+        """Return it from what `to_json` wrote."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**{**values, "folder": Path(record["folder"])})

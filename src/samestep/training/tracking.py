@@ -1,75 +1,83 @@
 """The receivers of a user loop's reports, `samestep.track`: the same as those of `samestep train`.
 
-    samestep.track(run, "progress", "metrics.jsonl", "tensorboard", samestep.HeldOut(held_out, every=100, patience=5))
+    samestep.track(run, "progress", "metrics.jsonl", "tensorboard", samestep.EarlyStopping(held_out, every=100, patience=5))
     for batch in samestep.batches(dataset, job):
         report = run.step(batch)
 
     progress        a live line on a terminal, and a permanent one every few steps
     metrics.jsonl   one JSON object for each logged step, in the folder (`metrics.py`)
     tensorboard, wandb, mlflow, module:function, a function of a report      as in `run.report` (`trackers.py`)
-    HeldOut         held-out means, which end the loop in time and keep the best checkpoint (`evaluations.py`)
+    EarlyStopping         held-out means, which end the loop in time and keep the best checkpoint (`evaluations.py`)
 
 A step that the loop takes in parts (`run.update`) is one report, once all its parts are taken.
-All but `HeldOut` act on rank 0 alone. They are opened with the first report, so that a resumed run continues its files.
+All but `EarlyStopping` act on rank 0 alone. They are opened with the first report, so that a resumed run continues its files.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from samestep.errors import JobError, did_you_mean, short_repr
-from samestep.runtime.recording import stragglers
-from samestep.runtime.recording.stragglers import StragglerWatch
+from samestep.runtime.recording.sums import StragglerWatch, describe_stragglers
 from samestep.runtime.run import Run
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, trackers
-from samestep.training.evaluations import Evaluations, HeldOut
+from samestep.training.evaluations import EarlyStopping, Evaluations
 from samestep.training.metrics import FILE, Metrics, Screen, speed_of
-from samestep.training.slow_ranks import watch_of
+from samestep.training.run_log import watch_of
 from samestep.training.trackers import Receiver
 
 PROGRESS = "progress"
 FOLDER = "runs/loop"
 
 
-def track(run: Run, *receivers: Receiver | HeldOut, folder: str | Path = FOLDER) -> Tracking:
-    """Give the report of each step of a user's loop to receivers; `run.step` does so from now on, and every rank calls this.
+def track(run: Run, *receivers: Receiver | EarlyStopping, folder: str | Path = FOLDER) -> Tracking:
+    """Pass the report of each step of a user's loop to loggers; `run.step` does it from now on. Every rank must call this.
 
     Args:
-        run: the run whose steps are tracked.
-        receivers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
-            and a `samestep.HeldOut`. All but the last act on rank 0 alone, for each step that `run.log_every` logs.
-        folder: the folder of the files, and of the best checkpoint. A run that goes on from a checkpoint continues them.
+        run: the run to track.
+        receivers: loggers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
+            and a `samestep.EarlyStopping`. All but the last run on rank 0 only, for each step that `run.log_every` logs.
+        folder: the folder of the files, and of the best checkpoint. A run that resumes from a checkpoint continues them.
 
     Returns:
-        The tracking, which `close` ends; the last step of the loop does so too.
+        The tracking; `close` or the last step of the loop ends it.
 
     Raises:
-        JobError: a receiver is not known, or its library is not installed.
+        JobError: a logger is not known, or its library is not installed.
     """
     if not isinstance(run, Run):
         raise JobError(
-            f"samestep.track was given a {type(run).__name__} as the run: the run first, then its receivers, as in "
-            'samestep.track(run, "progress")'
+            "argument-type",
+            f"samestep.track was given a {type(run).__name__} as the run: the run first, then its loggers, as in "
+            'samestep.track(run, "progress")',
         )
     if not isinstance(folder, str | Path) or (Path(folder).exists() and not Path(folder).is_dir()):
         raise JobError(
-            f"samestep.track: folder={short_repr(folder)} is no folder: the path of one works, which need not exist"
+            "run-folder-unwritable",
+            f"samestep.track: folder={short_repr(folder)} is no folder: the path of one works, which need not exist",
         )
-    held_out = [one for one in receivers if isinstance(one, HeldOut)]
-    others = [one for one in receivers if not isinstance(one, HeldOut)]
-    for one in others:
-        _check(one, run.job.run.folder)
+    held_out = [receiver for receiver in receivers if isinstance(receiver, EarlyStopping)]
+    others = [receiver for receiver in receivers if not isinstance(receiver, EarlyStopping)]
+    for other in others:
+        _check(other, run.job.run.folder)
     if len(held_out) > 1:
         raise JobError(
-            f"samestep.track was given {len(held_out)} samestep.HeldOut, whose decisions could differ: one with a dict of data sets works"
+            "held-out-rule",
+            f"samestep.track was given {len(held_out)} samestep.EarlyStopping, and their decisions could differ: one with a dict of data sets works",
         )
+    for held in held_out:
+        held.rule()  # which refuses a mean that is none
     tracking = Tracking(run, others, held_out[0] if held_out else None, Path(folder))
     run.receivers.append(tracking.receive)
+    if held_out:
+        run.before_steps.append(tracking.before_step)
     return tracking
 
 
@@ -83,12 +91,14 @@ def _check(receiver: object, folder: str | None) -> None:
         return
     if not isinstance(receiver, str):
         raise JobError(
-            f"samestep.track takes words, functions of a report and a samestep.HeldOut, and was given a {type(receiver).__name__}"
+            "argument-type",
+            f"samestep.track takes words, functions of a report and a samestep.EarlyStopping, and was given a {type(receiver).__name__}",
         )
     words = (PROGRESS, FILE, trackers.TENSORBOARD, *trackers.SERVICES)
     if ":" not in receiver and receiver not in words:
         raise JobError(
-            f"samestep.track: {receiver!r} is none of {', '.join(words)}{did_you_mean(receiver, words)}, nor module:function"
+            "argument-type",
+            f"samestep.track: {receiver!r} must be one of {', '.join(words)}{did_you_mean(receiver, words)}, or module:function",
         )
     if receiver not in (PROGRESS, FILE):
         trackers.check_receiver(receiver, folder, f'samestep.track(run, "{receiver}")')
@@ -97,7 +107,7 @@ def _check(receiver: object, folder: str | None) -> None:
 class Tracking:
     """The receivers of one run's reports."""
 
-    def __init__(self, run: Run, receivers: Sequence[Receiver], held_out: HeldOut | None, folder: Path) -> None:
+    def __init__(self, run: Run, receivers: Sequence[Receiver], held_out: EarlyStopping | None, folder: Path) -> None:
         self._run, self._receivers, self._held_out, self._folder = run, receivers, held_out, folder
         self._evaluated: Evaluations | None = None
         self._metrics: Metrics | None = None
@@ -107,12 +117,47 @@ class Tracking:
         self._last: StepReport | None = None
         self._part: tuple[StepReport, StepBatch] | None = None
         """The report so far of a step that the loop takes in parts, and its batch."""
-        self._is_closed = False
+        self._is_closed = self._has_asked = False
+        self._ended: StepReport | None = None
+        """The report of a loop that had ended before this process began."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the held-out means have not become better for as long as `HeldOut.patience` says."""
+        """Whether the held-out means have not become better for as long as `EarlyStopping.patience` says."""
         return self._evaluated is not None and self._evaluated.is_over
+
+    def before_step(self, batch: StepBatch) -> StepReport | None:
+        """Return the report of a loop that its held-out means have ended before this process began, which takes no step more; None for
+        one that goes on.
+
+        Collective over the world before the first step, see [Note: collective calls].
+
+        Raises:
+            JobError: the measure does not return the mean that decides.
+        """
+        run, first, held_out = self._run, self._run.steps_taken, self._held_out
+        if self._ended is not None:
+            batch.end_stream()
+            return self._ended
+        if self._has_asked or held_out is None:
+            return None
+        self._has_asked, rule = True, held_out.rule()
+        rule.check(run)
+        before = evaluations.evaluations_before(run, rule, self._folder, first)
+        if not before.is_over:
+            return None
+        self._evaluated, self._is_closed = before, True
+        batch.end_stream()
+        if run.place.rank == 0:
+            print(
+                f"samestep: no step is taken after step {first}, where the held-out means have ended the loop",
+                file=sys.stderr,
+            )
+        self._ended = StepReport(
+            step=first, loss=math.nan, grad_norm=math.nan, lr=math.nan, tokens=0, step_s=0.0, tokens_per_s=0.0, memory_bytes=0,
+            held_out=before.rows[-1].losses, stop=True,
+        )  # fmt: skip
+        return self._ended
 
     def receive(self, report: StepReport, batch: StepBatch | None = None, is_part: bool = False) -> StepReport:
         """Give the report of a step to the receivers, once; return it with the held-out means, and with `stop` where these end the loop.
@@ -120,7 +165,7 @@ class Tracking:
         A step in parts is over when its stream is asked for the next batch: it then has the numbers of its last update, and the terms
         and values of all. A step whose batch is of no stream is given with its first update.
 
-        Collective over the world where there is a `HeldOut`, see [Note: collective calls].
+        Collective over the world where there is a `EarlyStopping`, see [Note: collective calls].
 
         Raises:
             JobError: a receiver fails, or cannot be started.
@@ -153,16 +198,16 @@ class Tracking:
         self._last = report
         sums = self._run.recorder.sums
         late = self._watch.step(sums, report.step_s) if self._watch else {}
+        is_last = report.stop or report.step >= self._run.job.train.steps
         if self._metrics is not None:
-            is_last = report.stop or report.step >= self._run.job.train.steps
             self._metrics.straggler = late
             self._metrics.write(report, is_last, sums)
             if self._screen is not None:
                 self._screen.show(report)
                 self._say(line)
-                self._say(stragglers.describe(late) if late else "")
-            if is_last:
-                self.close()
+                self._say(describe_stragglers(late) if late else "")
+        if is_last:  # on every rank, or some would evaluate without the others
+            self.close()
         return report
 
     __call__ = receive
@@ -181,9 +226,9 @@ class Tracking:
             if any(receiver != PROGRESS and isinstance(receiver, str) for receiver in self._receivers):
                 folder.mkdir(parents=True, exist_ok=True)
             opened = [
-                trackers.open_receiver(one, job, folder, first, _name_of(one))
-                for one in self._receivers
-                if one not in (PROGRESS, FILE)
+                trackers.open_receiver(receiver, job, folder, first, _name_of(receiver))
+                for receiver in self._receivers
+                if receiver not in (PROGRESS, FILE)
             ]
             self._metrics = Metrics(
                 folder if FILE in self._receivers else None, first, opened, speed, job.run.log_every

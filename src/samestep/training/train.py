@@ -1,45 +1,50 @@
-"""The verb `train`: start the workers of a job, take its steps, and write metrics and checkpoints.
+"""The verb `train`, and `launch`: workers are started for a job, or for a function; a job takes its steps, and writes metrics and checkpoints.
 
 ```
 train ── check: every mistake that can be found ── run_workers ──► work on every rank
          the model is built and traced once                           (`rank_part.py`)
 ```
 The model is built and traced before the workers are forked, so that importing torch, the build and the trace happen once
-instead of once a rank; so it is on each of several hosts (`training/hosts.py`). Under torchrun or srun this process is a
-worker already, and calls `work` itself.
+instead of once a rank; so it is on each of several hosts (`wings/cluster/hosts/run_on_hosts.py`). Under torchrun or srun this process is a
+worker already, and calls `work` itself. An engine, such as Slurm, is handed a script instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import secrets
 import signal
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-from samestep import calls
+from samestep import calls, wings
 from samestep.building.pretrained_form import unread_tokenizer
 from samestep.errors import JobError, LayoutError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.output.durable_files import LastingStream
 from samestep.proof import record
 from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
 from samestep.runtime.assembly import store_of
 from samestep.runtime.processes import hang_watch, join, local_workers, worker, workers
+from samestep.runtime.processes.host_share import share_of
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
-from samestep.training import foreign_code, hosts, out_of_memory, rank_part, run_folder
-from samestep.training.check import AUTO, Checked, check, decide_on_rank_0
-from samestep.training.elastic import Elasticity, fitted_layout, restarting
+from samestep.runtime.processes.launch_info import ALONE, LaunchInfo
+from samestep.training import foreign_code, out_of_memory, rank_part, run_folder
+from samestep.training.check import AUTO, Checked, check, decide_on_rank_0, resolve_layout
+from samestep.training.elastic import Elasticity, RunHosts, fitted_layout, restarting
 from samestep.training.rank_part import OnStep
-from samestep.training.summary import Summary
+from samestep.training.run_folder import Summary
+
+T = TypeVar("T")
 
 
 @calls.checked
@@ -54,30 +59,32 @@ def train(
     init_from: str | Path | None = None,
     auto_resume: bool = False,
     prove: bool = False,
-    rendezvous: Rendezvous | None = None,
+    rendezvous: Any = None,
     least_ranks: int | None = None,
     allow_code: bool = False,
+    name: str = "",
     on_step: OnStep | None = None,
 ) -> Summary | None:
-    """Train `job` in a layout, on this machine's workers, with those of other hosts, or as one rank of torchrun or srun.
+    """Train `job` in a layout, on workers of this machine and of other hosts, or as one rank of torchrun or srun.
 
     Args:
-        job: what is computed.
-        layout: where it is computed; by default the job's own layout, or else replicas over all ranks. `auto` takes the
+        job: the computation.
+        layout: by default the job's own layout, or else replicas over all ranks. `auto` takes the
             layout that is predicted to be the fastest on this machine.
         ranks: the number of worker processes; by default the number of ranks of the layout.
-        steps: end after this step; the learning-rate schedule stays that of the job's own number of steps.
+        steps: end after this step; the learning-rate schedule keeps the job's own number of steps.
         out: the run folder; by default a new one below `runs`.
         resume: resume from the newest checkpoint in `out`, or without `out` in the newest run below `runs`.
-        init_from: a run folder, a checkpoint, of torch.distributed.checkpoint too, or a folder of transformers, from whose
-            weights a new run starts.
+        init_from: start a new run from the weights of a run folder, a checkpoint (also of torch.distributed.checkpoint), or a
+            folder of transformers.
         auto_resume: resume from the newest whole checkpoint in `out` if there is one, or else start there; a run that has
             taken its last step is left as it is.
         prove: first prove, as `verify` does, that the layout gives the result of one device; train nothing if it does not.
-        rendezvous: where hosts find each other, each of which calls `train` with the same arguments.
-        least_ranks: where ranks are lost for good, a restart (`run.restarts`) goes on with as few as these; by default it
-            needs all. The global batch and its samples stay; only data degrees shrink, or `layout="auto"` plans anew.
+        rendezvous: the address for several hosts; each of them calls `train` with the same arguments.
+        least_ranks: if ranks are lost permanently, a restart (`run.restarts`) continues with at least this many; by default it
+            needs all. The global batch and its samples stay; only data degrees shrink, or `layout="auto"` plans again.
         allow_code: run functions that the checkpoint of `init_from` names, and neither this job nor a run before has named.
+        name: the first line that the run prints, such as the path of the job's file.
         on_step: under a launcher of ranks, called on every rank after each step, with its report and whether it is the last.
 
     Returns:
@@ -88,8 +95,9 @@ def train(
         WorkerError: a worker process died, or under a launcher another rank; the first line of the text says which, and why.
     """
     given = {"layout": layout, "ranks": ranks, "steps": steps, "out": out, "resume": resume, "init_from": init_from}
-    given |= {"auto_resume": auto_resume, "allow_code": allow_code}
-    with worker.lost_peers():
+    given |= {"auto_resume": auto_resume, "allow_code": allow_code, "name": name}
+    streams = redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr))
+    with worker.lost_peers(), streams[0], streams[1]:
         return _start(job, given, prove, least_ranks, rendezvous, on_step)
 
 
@@ -98,7 +106,7 @@ def _start(
     given: Mapping[str, Any],
     prove: bool,
     least_ranks: int | None,
-    rendezvous: Rendezvous | None,
+    rendezvous: Any,
     on_step: OnStep | None,
 ) -> Summary | None:
     """Train as one rank of a launcher, as one host of a launcher, with other hosts, or with workers of this host.
@@ -106,18 +114,22 @@ def _start(
     Raises:
         JobError: the flags do not go together, or with the launcher.
     """
-    place, info = None, hosts.launched_by(rendezvous)
+    place, info = None, _launched_by(rendezvous)
     if least_ranks is not None and not job.run.restarts and not info.is_engine:
         raise JobError(
-            f"--ranks {least_ranks}:{given['ranks']} lets a restart go on with fewer ranks, and run.restarts = 0: "
-            f"--set run.restarts=3 works"
+            "command-options",
+            f"--ranks {least_ranks}:{given['ranks']} lets a restart continue with fewer ranks, and run.restarts = 0: "
+            f"--set run.restarts=3 works",
         )
     if (info.is_engine or info.num_hosts > 1) and (prove or rendezvous):
         flag = "--prove" if prove else "--rendezvous"
         more = "; prove it with samestep verify, whose proof a run finds" if prove else ""
-        raise JobError(f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}")
+        raise JobError(
+            "command-options",
+            f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}",
+        )
     if info.num_hosts > 1:
-        return hosts.run_share(job, given, info, _rank_of_host)
+        return _run_share(job, given, info, _rank_of_host)
     if info.is_engine:
         run = job.run
         given_to_join: dict[str, Any] = {"timeout_s": run.timeout_s, "ranks_per_node": run.ranks_per_node}
@@ -127,8 +139,9 @@ def _start(
     if rendezvous is None:
         workers.say_inside(info)
         elastic = Elasticity(least_ranks, given["layout"] == AUTO)
-        return _lead_workers(job, given, place, prove, elastic, on_step=on_step)
-    return _on_hosts(job, given, prove, least_ranks, rendezvous)
+        return lead_workers(job, given, place, prove, elastic, on_step=on_step)
+    on_hosts = wings.required("cluster", "hosts.run_on_hosts")
+    return cast(Summary, on_hosts.train_on_hosts(job, given, prove, least_ranks, rendezvous))
 
 
 def _fitted(job: Job, layout: Layout | str | None, world: int, least: int) -> Layout | str | None:
@@ -139,40 +152,18 @@ def _fitted(job: Job, layout: Layout | str | None, world: int, least: int) -> La
     """
     if world < least:
         raise LayoutError(
-            f"the launcher has started {world} ranks, and --ranks {least}:N goes on with {least} at least"
+            "devices-and-ranks",
+            f"the launcher has started {world} ranks, and --ranks {least}:N continues with {least} at least",
         )
-    return fitted_layout(layout or (Layout.of(job.layout) if job.layout else None), world)
+    return fitted_layout(layout or (Layout(**job.layout) if job.layout else None), world)
 
 
 def _rank_of_host(place: RankInfo, job: Job, given: Mapping[str, Any]) -> tuple[Summary | None, int]:
     """Do one rank's part as under a launcher of ranks; return its result, and the signal that stopped the run."""
-    return _lead_workers(job, given, place, False, Elasticity(None, plans_anew=False)), join.ended_by()
+    return lead_workers(job, given, place, False, Elasticity(None, plans_anew=False)), join.ended_by()
 
 
-def _on_hosts(
-    job: Job, given: Mapping[str, Any], prove: bool, least_ranks: int | None, rendezvous: Rendezvous
-) -> Summary:
-    """Lead a run on several hosts, or follow the one that does; where that one is lost, go on with those that are left."""
-    mine = hosts.identity(job, {**given, "prove": prove, "least_ranks": least_ranks})
-    meeting = meet(rendezvous, mine, job.run.timeout_s)
-    while True:
-        with meeting:
-            if meeting.leader is None:
-                elastic = Elasticity(least_ranks, given["layout"] == AUTO, meeting)
-                summary = _lead_workers(job, given, None, prove, elastic, rendezvous.num_hosts)
-                assert summary is not None
-                meeting.dismiss(json.loads(summary.to_json()))
-                return summary
-            last = hosts.follow(meeting, job, given["init_from"], rank_part.work, allow_code=given["allow_code"])
-        if not isinstance(last, hosts.Lost):
-            return Summary.of(last)
-        if least_ranks is None:
-            raise WorkerError(f"{last.why}; --ranks MIN:MAX lets the others go on, and --auto-resume all of them later")
-        meeting = hosts.meet_again(last, rendezvous, mine)
-        given, prove = {**given, "out": last.folder, "resume": False, "auto_resume": True}, False
-
-
-def _lead_workers(
+def lead_workers(
     job: Job,
     given: Mapping[str, Any],
     place: RankInfo | None,
@@ -182,19 +173,19 @@ def _lead_workers(
     on_step: OnStep | None = None,
 ) -> Summary | None:
     """Check a run and carry it out: on workers of this host and of those that it leads, or as one rank of a launcher."""
-    meeting = elastic.meeting
+    hosts = elastic.hosts
     checked = check(job, **given, place=place, num_hosts=num_hosts)
     if given["auto_resume"] and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
         return Summary(checked.folder, checked.until, None, None, None, stopped=False)
-    if meeting and meeting.num_hosts < num_hosts:
+    if hosts and hosts.num_hosts < num_hosts:
         checked = elastic.on_hosts_left(checked, num_hosts)
     is_first = place is None or place.rank == 0
     if is_first:
         foreign_code.note(job)
         if checked.why:
             print(checked.why, flush=True)
-        _warn(checked, place, meeting)
+        _warn(checked, place, hosts)
     proof = _proven(checked) if prove else None
     with contextlib.ExitStack() as stack:
         is_new = not (given["resume"] or given["auto_resume"])
@@ -238,7 +229,7 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
             timeout_s=run.timeout_s,
             hang_s=run.hang_s,
             ranks_per_node=run.ranks_per_node,
-            away=hosts.away(checked, elastic.meeting) if elastic.meeting else None,
+            away=elastic.hosts.away(checked) if elastic.hosts else None,
         )
 
     try:
@@ -249,8 +240,8 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
         is_shortage = local_workers.OUT_OF_MEMORY in first
         # A worker killed by the kernel leaves no report of its own: only the prediction can be shown.
         if is_shortage or ("killed by SIGKILL" in first and out_of_memory.is_too_large(checked, device)):
-            raise WorkerError(f"{error}\n{out_of_memory.less_memory(checked, device)}") from None
-        raise WorkerError(run_folder.with_way_on(str(error), checked.folder)) from None
+            raise WorkerError(error.code, f"{error}\n{out_of_memory.less_memory(checked, device)}") from None
+        raise WorkerError(error.code, run_folder.with_way_on(str(error), checked.folder)) from None
 
 
 def _note_stop_signal(summary: Summary | None, number: int) -> Summary | None:
@@ -267,12 +258,15 @@ def _proven(checked: Checked) -> ProofRecord:
     job = checked.workload.job
     verdict = verify(job, layout=checked.layout)
     if not verdict.proven:
-        raise RunError(f"--prove: nothing is trained, since the layout is not one device:\n{verdict.to_text()}")
+        raise RunError(
+            "nothing-to-prove",
+            f"--prove: nothing is trained, since the layout is not one device:\n{verdict.to_text()}",
+        )
     print(verdict.to_text(), flush=True)
     return record.record_of(job, verdict)
 
 
-def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> None:
+def _warn(checked: Checked, place: RankInfo | None, hosts: RunHosts | None) -> None:
     """Warn about settings that have no effect on this machine, or a bad one."""
     job = checked.workload.job
     run = job.run
@@ -287,6 +281,52 @@ def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> 
     for word, what in moved.items() if on_cpu else ():
         moves = f"{word} moves {what} to the host; on a CPU it is there already, so nothing is saved"
         warnings.warn(moves, stacklevel=3)
-    here = checked.layout.world_size // (meeting.num_hosts if meeting else 1)
+    here = checked.layout.world_size // (hosts.num_hosts if hosts else 1)
     if place is None and on_cpu and (text := workers.oversubscription_warning(here, run.threads)):
         warnings.warn(text, stacklevel=3)
+
+
+def _launched_by(rendezvous: object | None) -> LaunchInfo:
+    """Return the position that another launcher gives to this process; hosts with a rendezvous may have any variables of hosts.
+
+    Raises:
+        JobError: the launcher's variables are incomplete, or contradict each other.
+    """
+    if join.launched_layout() is not None:
+        raise JobError(
+            "command-options",
+            "train starts the ranks of its layout itself. Run this script with `python`, not with `samestep launch`.",
+        )
+    try:
+        info = join.launched_by()
+    except JobError:
+        if rendezvous is None:
+            raise
+        return LaunchInfo(ALONE)
+    return info if rendezvous is None or info.is_engine else LaunchInfo(ALONE)
+
+
+def _run_share(
+    job: Job, given: Mapping[str, Any], info: LaunchInfo, work: Callable[..., tuple[T | None, int]]
+) -> T | None:
+    """Run this host's ranks of `work`, where another launcher has started one process on each host; return rank 0's result.
+
+    Raises:
+        SamestepError: a rank raised it; class and text are the same.
+    """
+    run, ranks = job.run, given["ranks"] or job.run.ranks
+    if given["layout"] != AUTO and (given["layout"] or job.layout):
+        ranks = resolve_layout(job, given["layout"], ranks, info.num_hosts)[1]
+    ranks = ranks or (info.ranks_per_node or workers.default_ranks(run.device)) * info.num_hosts
+    result, number = workers.run_workers(
+        work,
+        (job, {**given, "ranks": None}),
+        ranks=ranks,
+        device=run.device,
+        threads=run.threads,
+        timeout_s=run.timeout_s,
+        away=share_of(info, ranks, run.timeout_s),
+    )
+    if number:
+        join.note_stop()
+    return result

@@ -1,30 +1,37 @@
-"""The verbs `sample` and `evaluate`: text and held-out loss of the model in a checkpoint, in one process.
+"""The verbs `sample`, `evaluate` and `export`: text, held-out loss and weights of the model in a checkpoint, in one process without a run.
 
-A run itself samples text too, one token at a time, before and after its training.
+A run itself samples text too, one token at a time, before and after its training. `export` writes a folder for transformers, peft or torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from samestep import calls
+from samestep import calls, wings
 from samestep.building.families import facts_of, quiet
-from samestep.building.initial_values import fill
+from samestep.building.initial_values import Blueprint, fill
 from samestep.building.model import blueprint_of
+from samestep.building.model_changes import lora
+from samestep.building.pretrained_form import Merged, PretrainedForm, is_of_transformers
 from samestep.datasets import open_tokenizer
-from samestep.datasets.chat import opening
-from samestep.errors import CheckpointError, DataError, ModelError
+from samestep.errors import CheckpointError, DataError, JobError, ModelError
 from samestep.job import Job
+from samestep.job_tables import Precision
 from samestep.layout import Layout
-from samestep.runtime.checkpoints import checkpoint, manifests, pretrained_folder
-from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
+from samestep.models.weight_files import ONE_FILE
+from samestep.output import durable_files
+from samestep.runtime.checkpoints import checkpoint, checkpoint_files, manifests, torch_checkpoint
+from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint, cast_to
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
 from samestep.training import foreign_code, run_folder
@@ -104,16 +111,19 @@ class StoredRun:
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
-        found = (
+        path = (
             folder if is_checkpoint else manifests.latest(folder / run_folder.CHECKPOINTS) or manifests.latest(folder)
         )
-        if found is None:
-            raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
-        manifest = manifests.read_manifest(found)
-        job = Job(lambda key: str(found), **manifest["job"])
+        if path is None:
+            raise CheckpointError(
+                "run-folder-missing",
+                f"{folder} holds no checkpoint; a run folder works, or a checkpoint in it",
+            )
+        manifest = manifests.read_manifest(path)
+        job = Job(lambda key: str(path), **manifest["job"])
         if not allow_code:
-            foreign_code.refuse(job, found)
-        return cls(found, manifest, job)
+            foreign_code.refuse(job, path)
+        return cls(path, manifest, job)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -132,7 +142,8 @@ class StoredRun:
         for name, shape in self.manifest.get("frozen", {}).items():
             if params.get(name) != shape:
                 raise CheckpointError(
-                    f"{self.checkpoint} holds another model's weights: {name} {shape}, here {params.get(name, 'missing')}"
+                    "checkpoint-other-model",
+                    f"{self.checkpoint} holds another model's weights: {name} {shape}, here {params.get(name, 'missing')}",
                 )
         manifests.check_digests(self.manifest, self.checkpoint)
 
@@ -144,7 +155,7 @@ class Evaluation:
     checkpoint: Path
     step: int
     loss: float
-    """That of the set that decides (`train.judged_by`)."""
+    """That of the set that decides (`train.monitor`)."""
     samples: int
     """The number of its samples."""
     losses: Mapping[str, float]
@@ -169,21 +180,21 @@ class Evaluation:
 def evaluate(
     run: str | Path | None = None, *, samples: int | None = None, ema: bool = False, allow_code: bool = False
 ) -> Evaluation:
-    """Return the mean loss of a checkpoint over held-out samples: by default those that the run itself evaluates.
+    """Return the mean loss of a checkpoint over validation samples: by default the samples that the run itself evaluates.
 
-    With `ema`, or where the job says `train.evaluate_ema`, it is that of the moving averages of the weights. Functions that no
-    run of yours has named are run where `allow_code` is set.
+    With `ema`, or if the job sets `train.evaluate_ema`, the model has the moving averages of its weights. Functions that no run of yours has
+    named are run only with `allow_code`.
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit the job, or it holds no averages.
-        DataError: the job holds nothing out.
+        DataError: the job has no validation data.
     """
     stored = StoredRun.of(run, allow_code=allow_code)
     job, count = stored.job, samples or stored.job.train.evaluate_samples
     job = job.model_copy(update={"train": job.train.model_copy(update={"evaluate_samples": count})})
     judge = job.judge
     if judge is None:
-        raise DataError("the job holds no samples out: data.held_out above 0 and --samples N work")
+        raise DataError("held-out-missing", "the job holds no samples out: data.held_out above 0 and --samples N work")
     workload = Workload(job, Layout())
     ready = _prepare_run(stored, workload, averaged=ema or job.train.evaluate_ema)
     losses = held_out_losses(ready, workload)
@@ -203,31 +214,32 @@ def sample(
     ema: bool = False,
     allow_code: bool = False,
 ) -> str:
-    """Return a prompt and the text that the model of a checkpoint writes after it; temperature 0 takes the likeliest token.
+    """Return a prompt and its continuation by the model of a checkpoint; temperature 0 takes the likeliest token.
 
-    With `chat`, a user's message, return the reply alone: the message is written as conversations were in training, by the
-    tokenizer's chat template where it has one. By default, tokens, temperature and seed are the job's; of a job without tokens, 200. A model of transformers keeps the keys and values of what it has
-    read; others read the whole text for each token. With `ema`, or where the job says `train.evaluate_ema`, the model has the moving
-    averages of its weights. Functions that no run of yours has named are run where `allow_code` is set.
+    With `chat`, a user's message, return only the reply: the message is formatted like the conversations in training, by the tokenizer's chat
+    template if it has one. By default, tokens, temperature and seed come from the job; a job without tokens uses 200. A model of transformers
+    uses a key-value cache; others read the full text for each token. With `ema`, or if the job sets `train.evaluate_ema`, the model has the
+    moving averages of its weights. Functions that no run of yours has named are run only with `allow_code`.
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit the job, or it holds no averages.
-        DataError: the job's samples are no text.
+        DataError: the job's samples are not text.
         ModelError: the model gives no logits of tokens, or has too few positions.
     """
     stored = StoredRun.of(run, allow_code=allow_code)
     job, train = stored.job, stored.job.train
     if not job.data.is_text:
         raise DataError(
-            f"data.source = {job.data.source!r} is no text that a tokenizer encodes, so nothing decodes a sample"
+            "no-text-to-sample",
+            f"data.source = {job.data.source!r} is no text that a tokenizer encodes, so nothing decodes a sample",
         )
     count = (train.sample_tokens or _USUAL_TOKENS) if tokens is None else tokens
     if count < 1:
-        raise DataError(f"tokens = {count}: a sample has 1 token or more")
+        raise DataError("value-out-of-range", f"tokens = {count}: a sample has 1 token or more")
     heat = train.sample_temperature if temperature is None else temperature
     seed = train.seed if seed is None else seed
     tokenizer, text = open_tokenizer(job), prompt or train.prompt
-    given = opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
+    given = wings.required("readers", "chat").opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
     averaged = ema or train.evaluate_ema
     model = _generating(stored, averaged=averaged)
     begin = list(tokenizer.begin_ids) if chat is None and model is not None else []  # a template writes its own
@@ -241,7 +253,7 @@ def sample(
         else _generate_tokens(model, job, begin + given, count, heat, seed)
     )
     if found is None:
-        raise ModelError(f"{job.model.source} gives no logits of tokens, from which text is sampled")
+        raise ModelError("no-text-to-sample", f"{job.model.source} gives no logits of tokens, which sampling needs")
     return tokenizer.decode(found if chat is not None else given + found)
 
 
@@ -265,7 +277,7 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
     model = plan.module
     with ExitStack() as stack:
         files = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack, averaged=averaged)
-        value = pretrained_folder.values(plan, files)
+        value = checkpoint_files.values(plan, files)
         fill(plan, lambda name: value(name).to(torch.float32, copy=True), cpu)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
@@ -292,7 +304,8 @@ def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temper
     most = facts.setting(model, facts.positions_field)
     if isinstance(most, int) and len(tokens) + count > most:
         raise ModelError(
-            f"{len(tokens)} tokens of a prompt and {count} more are over the {most} positions: a smaller --tokens works"
+            "model-data-sizes",
+            f"{len(tokens)} tokens of a prompt and {count} more are over the {most} positions: a smaller --tokens works",
         )
     words = facts.setting(model, facts.vocabulary_field)
     unknown = list(range(tokenizer.vocab_size, words)) if isinstance(words, int) else []
@@ -314,3 +327,137 @@ def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temper
             **settings,
         )
     return [int(token) for token in found[0, len(tokens) :]]
+
+
+ExportForm = Literal["transformers", "safetensors", "dcp"]
+_DTYPES: dict[Precision, torch.dtype] = {
+    "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A folder that was written, and the checkpoint that it holds."""
+
+    folder: Path
+    checkpoint: Path
+    step: int
+    size_bytes: int
+    """The bytes of all its files."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.to_text())
+
+    def to_text(self) -> str:
+        """Return one line for the screen."""
+        return f"{self.folder}: the weights after step {self.step}, {self.size_bytes:,} bytes, from {self.checkpoint}"
+
+
+@calls.checked
+def export(
+    run: str | Path | None,
+    out: str | Path,
+    *,
+    dtype: Precision | None = None,
+    merge: bool = False,
+    ema: bool = False,
+    form: ExportForm | None = None,
+    allow_code: bool = False,
+) -> Exported:
+    """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder.
+
+    A model of transformers is written for `from_pretrained`, and adapters (`model.lora`) for peft. For a module of your own, the plain state
+    dict is written as one safetensors file; `form="safetensors"` does this for any model. With `form="dcp"` the folder is a checkpoint of
+    `torch.distributed.checkpoint`, for any model, with the state dict below `model`.
+
+    Without a run, samestep takes the newest run below `runs`. Without a dtype, weights keep the dtype of the master weights. With `merge`, the
+    full model of a job with adapters is written, with the adapters added into its weights. With `ema`, the moving averages (`train.ema`) are
+    written instead of the weights. Functions that no run of yours has named are run only with `allow_code`.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, it holds the weights of another model, or no averages.
+        JobError: the folder exists already, or there are no adapters to merge, or none that the model without them can hold.
+        ModelError: `form` is for a model of transformers, and this is another one; or its state dict cannot be a safetensors file.
+    """
+    folder = Path(out)
+    durable_files.refuse_remote(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise JobError("run-folder-taken", f"--out {folder} exists: a new folder works")
+    stored = StoredRun.of(run, allow_code=allow_code)
+    plan = blueprint_of(stored.job)
+    stored.check(plan.module)
+    merged = lora().merged(plan, stored.job) if merge else None
+    draft = folder.with_name(f".{folder.name}.draft")
+    try:
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
+        _write(stored, plan, merged, draft, _DTYPES[dtype] if dtype else None, form, averaged=ema)
+        if folder.is_dir():
+            folder.rmdir()
+        draft.rename(folder)
+    except OSError as error:
+        raise JobError(
+            "run-folder-unwritable", f"--out {folder} cannot be written: {error.strerror} ({error.filename})"
+        ) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # of an export that failed
+    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    return Exported(folder, stored.checkpoint, stored.manifest["step"], size_bytes)
+
+
+def _write(
+    stored: StoredRun,
+    plan: Blueprint,
+    merged: Merged | None,
+    out: Path,
+    dtype: torch.dtype | None,
+    form: ExportForm | None,
+    *,
+    averaged: bool,
+) -> None:
+    """Write the model of a checkpoint, or the one into whose weights its adapters are added, in one of the forms."""
+    written, job = (merged.plan, merged.job) if merged else (plan, stored.job)
+    if form == "transformers" or (form is None and (job.model.lora is not None or is_of_transformers(written))):
+        pretrained = PretrainedForm.of(written, job, merged)
+        checkpoint_files.write(pretrained, stored.checkpoint, stored.manifest, out, dtype, averaged=averaged)
+        return
+    master = torch.float64 if job.numerics.precision == "float64" else torch.float32
+    with ExitStack() as stack:
+        opened = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack, averaged=averaged)
+        value = checkpoint_files.values(plan, opened)
+        value = merged.values(value) if merged else value
+        if form == "dcp":
+            torch_checkpoint.write(written.module, value, out, dtype or master)
+        else:
+            write_state(written.module, value, out, dtype)
+
+
+def write_state(model: nn.Module, value: Callable[[str], Tensor], out: Path, dtype: torch.dtype | None) -> None:
+    """Write a model's state dict into a folder; tensors with floating numbers are cast to `dtype`, if one is given.
+
+    A tied tensor is written under each of its names, as a state dict has it. The whole model is in memory meanwhile.
+
+    Raises:
+        ModelError: the state dict holds something that is no tensor, or a dtype that the format lacks.
+        OSError: the file cannot be written.
+    """
+    held = model.state_dict()
+    if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
+        raise ModelError(
+            "export-form",
+            f"{strange[0]} in the state dict of {type(model).__name__} is no tensor, and a file of safetensors holds tensors alone: a "
+            "registered buffer in place of get_extra_state works",
+        )
+    tensors = {}
+    for name in held:
+        tensor = value(name)
+        tensors[name] = cast_to(tensor, dtype or tensor.dtype)
+    try:
+        save_file(tensors, out / ONE_FILE, {"format": "pt"})
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ModelError(
+            "export-form", f"the state dict of {type(model).__name__} is no file of safetensors: {error}"
+        ) from None
+    durable_files.sync(out / ONE_FILE)
+    durable_files.sync(out)

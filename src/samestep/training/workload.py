@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from samestep.building.families import facts_of
-from samestep.building.loss import IGNORED_LABEL, loss_of, right_answers, target_of
+from samestep.building.loss import IGNORED_LABEL, loss_of, right_answers
 from samestep.building.model import model_source
-from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
+from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of, unmatched
+from samestep.building.predictions import target_of
 from samestep.datasets import (
     Batch,
     Dataset,
@@ -39,12 +40,10 @@ from samestep.errors import DataError, LayoutError, ModelError, SamestepError, t
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
-from samestep.job_paths import model_folder
+from samestep.job_files import model_folder
 from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
-from samestep.models.analysis import ModelAnalysis
-from samestep.models.spec import ModelSpec
-from samestep.models.spec_json import to_json
+from samestep.models.spec import ModelAnalysis, ModelSpec, to_json
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
 from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.evaluated_run import Measure
@@ -80,7 +79,8 @@ class Workload:
         words = _num_words(prepared.module)
         self.dataset = of_words(self.dataset, words)
         self.held_out = {name: of_words(held_out, words) for name, held_out in self.held_out.items()}
-        check_groups(job.optimizer, [param.name for param in prepared.spec.params if param.trainable])
+        self._trained = [param.name for param in prepared.spec.params if param.trainable]
+        check_groups(job.optimizer, self._trained)
         names = (job.optimizer.name, *(group.name or "" for group in job.optimizer.groups))
         if not any(
             ":" in name for name in names
@@ -125,10 +125,10 @@ class Workload:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks for the user about the folder from which the model's values are read."""
+        """Remarks for the user about the folder of the model's values, and about patterns that match no weight."""
         assert self.source.prepared is not None
         stored = self.source.prepared.blueprint.stored
-        return stored.remarks() if stored else ()
+        return (*(stored.remarks() if stored else ()), *unmatched(self.job.optimizer, self._trained))
 
     @property
     def data_remarks(self) -> tuple[str, ...]:
@@ -192,8 +192,9 @@ def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None
     """
     if (theirs := kind_of(held_out)) != (ours := kind_of(dataset)):
         raise DataError(
-            f"data.held_out_sets.{name}: a sample of {job.data.held_out_sets[name]} has {theirs}, and one of {job.data.source}, on "
-            f"which the run trains, has {ours}; a source of the same kind works"
+            "data-form",
+            f"data.held_out_sets.{name}: a sample of {job.data.held_out_sets[name]} has {theirs}, but one of {job.data.source} (training data) "
+            f"has {ours}; a source of the same kind works",
         )
 
 
@@ -206,14 +207,16 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
     classes, labels = classes_of(dataset), facts.setting(model, facts.classes_field)
     if isinstance(labels, int) and len(classes) > labels:
         raise ModelError(
+            "model-data-sizes",
             f"{job.data.source} has {len(classes)} classes, but model.config.{facts.classes_field} = {labels}; "
-            f"model.config.{facts.classes_field} = {len(classes)} works"
+            f"model.config.{facts.classes_field} = {len(classes)} works",
         )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
         raise ModelError(
+            "model-data-sizes",
             f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}; "
-            f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}"
+            f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}",
         )
 
 
@@ -230,19 +233,24 @@ def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
     if job.data.is_text:
         if (known := open_tokenizer(job).vocab_size) > words:
             raise ModelError(
-                f"the tokenizer has token ids up to {known - 1}, but model.config.{field} = {words}; {works} = {known} works"
+                "model-data-sizes",
+                f"the tokenizer has token ids up to {known - 1}, but model.config.{field} = {words}; {works} = {known} works",
             )
         return
-    for found in token_ranges(dataset, _TOKENS_LOOKED_AT):
-        file = found.file or job.data.source
-        if found.least < 0:
+    for token_range in token_ranges(dataset, _TOKENS_LOOKED_AT):
+        file = token_range.file or job.data.source
+        if token_range.least < 0:
             raise DataError(
-                f"{file} has the token id {found.least}: ids from 0 work, and so does another data.dtype if it is wrong"
+                "token-ids",
+                f"{file} has the token id {token_range.least}: ids from 0 work, or another data.dtype if it is wrong",
             )
-        if found.most >= words:
-            others = "".join(f", and {way}" for way in (other_readings(found.file, words) if found.file else ()))
+        if token_range.most >= words:
+            others = "".join(
+                f", and {way}" for way in (other_readings(token_range.file, words) if token_range.file else ())
+            )
             raise ModelError(
-                f"{file} has token ids up to {found.most}, but model.config.{field} = {words}; {works} = {found.most + 1} works{others}"
+                "model-data-sizes",
+                f"{file} has token ids up to {token_range.most}, but model.config.{field} = {words}; {works} = {token_range.most + 1} works{others}",
             )
 
 

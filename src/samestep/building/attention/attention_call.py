@@ -16,10 +16,7 @@ from samestep.building.attention.carriers import Across, output_of
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of `torch.nn.functional.scaled_dot_product_attention`; query, key and value are [..., T, D].
-
-    What follows them is of formulas that code writes out (`written_out.py`).
-    """
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`; query, key and value are [..., T, D]."""
 
     query: Tensor
     key: Tensor
@@ -29,9 +26,6 @@ class AttentionCall(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    window: int | None = None
 
     def run(self, func: Callable[..., Tensor]) -> Tensor:
         """Call `func`, an attention of this signature, with the arguments."""
@@ -44,7 +38,7 @@ class AttentionCall(NamedTuple):
         if documents is not None:
             mask, causal = None, True
         return AttentionSpec(
-            causal, self.window, documents, self.softcap, self.sinks, self.scale, dropout, mask, lengths
+            causal=causal, documents=documents, scale=self.scale, dropout=dropout, mask=mask, lengths=lengths
         )
 
     @property
@@ -71,8 +65,8 @@ class AttentionCall(NamedTuple):
             part = dropout.part
             dropout = dropout._replace(part=lambda *some: part(*some).flatten(0, -4))
         call = self._replace(query=query, key=key, value=value, attn_mask=mask)
-        found = output_of(query, key, value, call.spec(dropout), across)
-        return found.reshape(*heads, query.shape[-2], value.shape[-1])
+        output = output_of(query, key, value, call.spec(dropout), across)
+        return output.reshape(*heads, query.shape[-2], value.shape[-1])
 
     def check(self) -> None:
         """Raise an error, as the kernels do, where the shapes of queries, keys, values and mask do not fit.

@@ -1,9 +1,8 @@
 """The form of an attention, without its tensors of queries, keys and values: which pairs of tokens see each other, and how they are weighted.
 
     S = scale Q K'                     scores
-    S = softcap tanh(S / softcap)      Gemma 2 (arXiv:2408.00118)
     S = S + mask                       -inf for pairs that do not see each other
-    P = exp(S - L)                     L = log(sum over keys of exp S + exp sink), one sink a head (gpt-oss, arXiv:2508.10925)
+    P = exp(S - L)                     L = log(sum over keys of exp S)
     O = (P * D) V                      D = 0 where dropped, else 1 / (1 - p)
 
 Legend: B samples, A heads, K heads of keys, L queries, S keys, D features of a head.
@@ -58,10 +57,6 @@ class AttentionSpec:
     """A query sees keys that are fewer tokens away than this."""
     documents: Tensor | None = None
     """The document of each token, int64 [B, T], whose tokens see each other alone; documents are runs of tokens."""
-    softcap: float | None = None
-    """Scores are bounded by this number."""
-    sinks: Tensor | None = None
-    """A score for each head [A] that counts in the sum of weights and has no value."""
     scale: float | None = None
     """Products of queries and keys are multiplied by this; by one over the root of the features of a head where it is None."""
     dropout: DroppedWeights | None = None
@@ -85,5 +80,5 @@ class AttentionSpec:
         return not [name for name in _BEYOND_TORCH if getattr(self, name) is not None and name not in names]
 
 
-_BEYOND_TORCH = ("window", "documents", "softcap", "sinks", "dropout")
+_BEYOND_TORCH = ("window", "documents", "dropout")
 """Fields that `scaled_dot_product_attention` does not know, or computes with masks of its own."""

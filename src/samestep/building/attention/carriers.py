@@ -6,9 +6,9 @@
     variable length   documents, windows                                       GPUs, half precision, torch 2.12 or later
     by documents      documents                                                CPUs, GPUs of other dtypes where lengths are known
     torch             masks or causality, no log-sum-exp                       every device: torch chooses its kernel
-    flash             causality, sinks, the log-sum-exp                        CPUs; GPUs in half precision
+    flash             causality, the log-sum-exp                               CPUs; GPUs in half precision
     dropped flash     dropout, causality, windows, documents, masks            GPUs with Triton, by our kernels; not in float64
-    formula           everything: windows, caps, sinks, dropout, documents     every device
+    formula           everything: windows, dropout, documents                  every device
 
 Each is the formula of `attention_spec.py`. A kernel of torch is given `is_causal` in place of a mask, and drops nothing.
 """

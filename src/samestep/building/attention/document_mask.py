@@ -12,15 +12,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from samestep.building.attention.attention_call import AttentionCall
 from samestep.building.attention.by_document import dense_mask
 from samestep.building.attention.carriers import output_of
-from samestep.building.attention.form_functions import OF_FORM
 from samestep.building.torch_seams import DisableTorchFunctionSubclass
 from samestep.trees import tree_map_only
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "is_cuda", "is_cpu", "is_leaf", "grad_fn", "_version",
+    "_base", "is_nested", "is_sparse", "is_quantized",
+)  # fmt: skip
+_OF_FORM = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.storage_offset,
+        Tensor.untyped_storage, Tensor.data_ptr, Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point,
+        Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.__hash__, Tensor.get_device,
+    )
+)  # fmt: skip
+"""Functions of a tensor that read its form, and no elements."""
 
 
 class DocumentMask(Tensor):
@@ -52,7 +66,7 @@ class DocumentMask(Tensor):
         with DisableTorchFunctionSubclass():
             if func is F.scaled_dot_product_attention:
                 return _attention(AttentionCall(*args, **kwargs))
-            if func in OF_FORM:
+            if func in _OF_FORM:
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(DocumentMask, DocumentMask.dense, (args, kwargs))
             return func(*args, **kwargs)

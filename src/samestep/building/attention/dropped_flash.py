@@ -72,7 +72,7 @@ def agrees(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], ca
             )
             spec, found = AttentionSpec(causal=causal, dropout=dropped), list[list[Tensor]]()
             for is_formula in (False, True):
-                leaves = [one.clone().requires_grad_() for one in numbers[:3]]
+                leaves = [number.clone().requires_grad_() for number in numbers[:3]]
                 query, key, value = leaves
                 by_formula = attend_by_formula(query, key, value, spec, needs_lse=False) if is_formula else None
                 output, _ = by_formula or attend_dropped(query, key, value, spec)

@@ -102,47 +102,30 @@ def blocks(spec: AttentionSpec, pairs: Pairs, rows: slice, each_row: int) -> Ite
 
 def scores_of(
     spec: AttentionSpec, scale: float, pairs: Pairs, block: AttentionTile, query: Tensor, key: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return the scores of a block [B, A, b, b], -inf for pairs that do not see each other, and the tangents of capped scores."""
-    tanh: Tensor | None = None
-    rows = query[:, :, block.rows].to(key.dtype)
-    keys = key[:, :, block.keys]
-    if spec.softcap is None:
-        scores = by_features(rows, keys, scale)
-    else:
-        tanh = by_features(rows, keys, scale / spec.softcap).tanh_()
-        scores = tanh * spec.softcap
+) -> Tensor:
+    """Return the scores of a block [B, A, b, b], -inf for pairs that do not see each other."""
+    scores = by_features(query[:, :, block.rows].to(key.dtype), key[:, :, block.keys], scale)
     if spec.bounds_keys:
         hidden = _hidden(spec, pairs, block, query.device)
         scores = scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
     if spec.mask is not None:
         part = mask_part(spec.mask, pairs, block)
         scores = scores.masked_fill_(~part, -math.inf) if part.dtype is torch.bool else scores.add_(part)
-    return scores, tanh
+    return scores
 
 
-def weights_of(
-    spec: AttentionSpec, scores: Tensor, *, needs_lse: bool, sinks: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def weights_of(spec: AttentionSpec, scores: Tensor, *, needs_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return the weights of keys and, where it is needed, the log-sum-exp of each query [B, A, b].
 
     A query that sees nothing has zeros, forward and backward, as in torch.
     """
     weights = scores.softmax(-1)
-    if (
-        not needs_lse
-        and sinks is None
-        and not (spec.mask is not None or spec.window is not None or spec.documents is not None)
-    ):
+    if not needs_lse and not (spec.mask is not None or spec.window is not None or spec.documents is not None):
         return weights, None
     top = scores.amax(-1)
     is_blind = top == -math.inf
     weights = weights.masked_fill_(is_blind.unsqueeze(-1), 0.0)
     log_sum_exp = (top - weights.amax(-1).log()).masked_fill_(is_blind, -math.inf)
-    if sinks is not None:
-        with_sinks = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
-        weights = weights.mul_((log_sum_exp - with_sinks).exp_().unsqueeze(-1))
-        log_sum_exp = with_sinks
     return weights, log_sum_exp
 
 
@@ -171,12 +154,11 @@ def output_of(spec: AttentionSpec, weights: Tensor, drop: Tensor | None, value: 
 class Gradients:
     """The gradients of an attention in the dtype of its sums, to which blocks add theirs."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
-        """Begin sums for tensors like these; mask and sinks are None where they take no gradient."""
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        """Begin sums for tensors like these; the mask is None where it takes no gradient."""
         self.of_queries = Sum(query)
         self.of_keys, self.of_values = Sum(key), Sum(value)
         self.of_mask = None if mask is None else torch.zeros_like(mask)
-        self.of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide(sinks))
 
 
 def add_gradients(
@@ -185,19 +167,19 @@ def add_gradients(
     pairs: Pairs,
     block: AttentionTile,
     given: tuple[Tensor, Tensor, Tensor],
-    computed: tuple[Tensor, Tensor | None, Tensor | None],
+    computed: tuple[Tensor, Tensor | None],
     gradient: Tensor,
     sums: Tensor | None,
     into: Gradients,
 ) -> None:
     """Add the gradients that a block gives to its queries, keys, values and mask.
 
-    `given` are the tensors of all queries, keys and values that are here, `computed` the block's weights, dropped weights and
-    tangents, `gradient` that of its output, and `sums` of its products with the output [B, A, b, 1]; None where the keys of the
+    `given` are the tensors of all queries, keys and values that are here, `computed` the block's weights and dropped
+    weights, `gradient` that of its output, and `sums` of its products with the output [B, A, b, 1]; None where the keys of the
     block are all that its queries see.
     """
     query, key, value = given
-    weights, drop, tanh = computed
+    weights, drop = computed
     times = 1.0 if spec.dropout is None else spec.dropout.scale
     kept = weights if drop is None else weights.masked_fill(drop, 0.0)
     into.of_values.add(block.keys, by_queries(kept, gradient, value, times))
@@ -210,16 +192,8 @@ def add_gradients(
         found = found.sub_(sums).mul_(weights)
     if into.of_mask is not None:
         _add_to_mask(pairs, block, into.of_mask, found)
-    if tanh is not None:
-        found = found.mul_(1.0 - tanh * tanh)
     into.of_queries.add(block.rows, by_keys(found, key[:, :, block.keys], scale))
     into.of_keys.add(block.keys, by_queries(found, query[:, :, block.rows].to(found.dtype), key, scale))
-
-
-def add_to_sinks(into: Gradients, sinks: Tensor, log_sum_exp: Tensor, products: Tensor) -> None:
-    """Add the gradient of sinks, of queries with these log-sum-exps and these sums of gradient times output [B, A, L]."""
-    if into.of_sinks is not None:
-        into.of_sinks.sub_((products * (sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp).exp()).sum((0, 2)))
 
 
 # -- all keys on one device ------------------------------------------------------------------------
@@ -237,8 +211,8 @@ def attend_by_formula(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, needs_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L], of no elements where none is needed."""
-    how = _How(spec.but(mask=None, sinks=None), scale_of(spec, query), needs_lse)
-    found: tuple[Tensor, Tensor] = _Formula.apply(query, key, value, spec.mask, spec.sinks, how)
+    how = _How(spec.but(mask=None), scale_of(spec, query), needs_lse)
+    found: tuple[Tensor, Tensor] = _Formula.apply(query, key, value, spec.mask, how)
     return found
 
 
@@ -278,64 +252,58 @@ def _wide_rows(*tensors: Tensor) -> Sequence[Tensor]:
     """Return queries, keys and values in the dtype of their sums, as [B A, T, D]: in half precision by one cast where they are alike."""
     first, *others = tensors
     if first.dtype in WIDE:
-        return [one.flatten(0, 1) for one in tensors]
+        return [tensor.flatten(0, 1) for tensor in tensors]
     if any(one.shape != first.shape for one in others):
-        return [one.to(wide(first)).flatten(0, 1) for one in tensors]
+        return [tensor.to(wide(first)).flatten(0, 1) for tensor in tensors]
     return torch.stack(tensors).to(wide(first)).flatten(1, 2).unbind()
 
 
 class _Formula(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, how: _How
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
         ctx.how = how
         kept: tuple[Tensor | None, ...] = ()
         ctx.set_materialize_grads(False)
         spec, pairs = how.spec if mask is None else how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
-        needs_lse = how.needs_lse or ctx.needs_input_grad[4]
         with disable_current_modes():  # selective recompute would keep the products of all blocks
             keys, values = widen(key), widen(value)
             outputs, sums = Sum(query, value.shape[-1]), Sum(query, 0)
             for block in blocks(spec, pairs, slice(0, query.shape[2]), query.shape[0] * query.shape[1] * key.shape[2]):
-                scores, tanh = scores_of(spec, how.scale, pairs, block, query, keys)
-                weights, lse = weights_of(spec, scores, needs_lse=needs_lse, sinks=sinks)
+                scores = scores_of(spec, how.scale, pairs, block, query, keys)
+                weights, lse = weights_of(spec, scores, needs_lse=how.needs_lse)
                 drop = dropped_of(spec, pairs, block)
                 outputs.add(block.rows, output_of(spec, weights, drop, values[:, :, block.keys]))
                 if lse is not None:
                     sums.add(block.rows, lse)
                 if weights.numel() <= KEPT_ELEMENTS and block.num_rows == query.shape[2]:
-                    kept = weights, drop, tanh
+                    kept = weights, drop
             output = outputs.value.to(query.dtype)
-            log_sum_exp = sums.value if needs_lse else output.new_empty(0)
-        ctx.save_for_backward(query, key, value, mask, sinks, output if sinks is not None else None, log_sum_exp, *kept)
+            log_sum_exp = sums.value if how.needs_lse else output.new_empty(0)
+        ctx.save_for_backward(query, key, value, mask, *kept)
         ctx.mark_non_differentiable(log_sum_exp)
         return output, log_sum_exp
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask, sinks, output, log_sum_exp, *kept = ctx.saved_tensors
+        query, key, value, mask, *kept = ctx.saved_tensors
         how: _How = ctx.how
         spec, pairs = how.spec if mask is None else how.spec.but(mask=mask), Pairs.of_all(query.shape[2], key.shape[2])
-        needs = ctx.needs_input_grad
         keys, values = widen(key), widen(value)
-        into = Gradients(query, keys, values, mask if needs[3] else None, sinks if needs[4] else None)
+        into = Gradients(query, keys, values, mask if ctx.needs_input_grad[3] else None)
         for block in blocks(spec, pairs, slice(0, query.shape[2]), query.shape[0] * query.shape[1] * key.shape[2]):
             if kept:
-                weights, drop, tanh = kept
+                weights, drop = kept
             else:
-                scores, tanh = scores_of(spec, how.scale, pairs, block, query, keys)
-                weights, _ = weights_of(spec, scores, needs_lse=False, sinks=sinks)
+                scores = scores_of(spec, how.scale, pairs, block, query, keys)
+                weights, _ = weights_of(spec, scores, needs_lse=False)
                 drop = dropped_of(spec, pairs, block)
             given = widen(gradients[0][:, :, block.rows])
-            add_gradients(
-                spec, how.scale, pairs, block, (query, keys, values), (weights, drop, tanh), given, None, into
-            )
-        if needs[4]:
-            add_to_sinks(into, sinks, log_sum_exp, (widen(gradients[0]) * widen(output)).sum(-1))
+            add_gradients(spec, how.scale, pairs, block, (query, keys, values), (weights, drop), given, None, into)
         of_three = (into.of_queries.like(query), into.of_keys.like(key), into.of_values.like(value))
-        return *of_three, into.of_mask, None if into.of_sinks is None else into.of_sinks.to(sinks.dtype), None
+        return *of_three, into.of_mask, None
 
 
 class Sum:
@@ -389,7 +357,7 @@ def taken(tensor: Tensor, dim: int, runs: Runs) -> Tensor:
     """Return the elements of a tensor for some tokens."""
     if len(runs) == 1 and len(runs[0]) == tensor.shape[dim]:
         return tensor
-    parts = [tensor.narrow(dim, one.start, len(one)) for one in runs]
+    parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -422,7 +390,7 @@ def hides_all(spec: AttentionSpec, pairs: Pairs, block: AttentionTile) -> bool:
 
 
 def _positions(runs: Runs, device: torch.device) -> Tensor:
-    parts = [torch.arange(one.start, one.stop, device=device) for one in runs]
+    parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -469,11 +437,11 @@ def mask_part(mask: Tensor, pairs: Pairs, block: AttentionTile) -> Tensor:
     return taken(mask, -1, cut(pairs.keys, block.keys)) if mask.shape[-1] > 1 else mask
 
 
-def _add_to_mask(pairs: Pairs, block: AttentionTile, of_mask: Tensor, found: Tensor) -> None:
+def _add_to_mask(pairs: Pairs, block: AttentionTile, of_mask: Tensor, of_scores: Tensor) -> None:
     """Add the gradient of scores to that of the mask that was added to them."""
     mine, theirs = cut(pairs.queries, block.rows), cut(pairs.keys, block.keys)
     by_query, by_key = of_mask.dim() > 1 and of_mask.shape[-2] > 1, of_mask.shape[-1] > 1
-    for queries, part in zip(mine, found.split([len(one) for one in mine], -2), strict=True):
+    for queries, part in zip(mine, of_scores.split([len(one) for one in mine], -2), strict=True):
         for keys, each in zip(theirs, part.split([len(one) for one in theirs], -1), strict=True):
             window = of_mask.narrow(-2, queries.start, len(queries)) if by_query else of_mask
             window = window.narrow(-1, keys.start, len(keys)) if by_key else window

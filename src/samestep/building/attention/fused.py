@@ -1,7 +1,6 @@
 """Torch's fused kernels of attention that return the log-sum-exp: flash for queries and keys of equal number, and of variable length.
 
-Given the output and the log-sum-exp of all keys, the backward of a part of the keys gives the gradients that this part has in them,
-so sinks, which count in the sum and have no value, cost a factor of the output alone.
+Given the output and the log-sum-exp of all keys, the backward of a part of the keys gives the gradients that this part has in them.
 
 Legend: as in `attention_spec.py`.
 """
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from samestep.building.attention.attention_spec import AttentionSpec
-from samestep.building.attention.formula import Gradients, add_to_sinks, scale_of
+from samestep.building.attention.formula import scale_of
 from samestep.building.attention.head_products import wide, widen
 from samestep.building.torch_seams import disable_current_modes, flash_attention, flash_attention_backward
 
@@ -29,8 +28,8 @@ WIDEST_FLASH = 256
 
 
 def fits_flash(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether the flash kernel computes an attention, its sinks aside."""
-    if not spec.has_only("sinks") or spec.mask is not None or query.shape[-1] != value.shape[-1]:
+    """Return whether the flash kernel computes an attention."""
+    if not spec.has_only() or spec.mask is not None or query.shape[-1] != value.shape[-1]:
         return False
     if not torch.backends.cuda.flash_sdp_enabled():  # torch's switch, of CPUs too
         return False
@@ -67,7 +66,7 @@ def flash_backward(
 
 def attend_by_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return the output of an attention [B, A, L, D], and the log-sum-exp of each query [B, A, L]."""
-    found: tuple[Tensor, Tensor] = _Flash.apply(query, key, value, spec.sinks, _How(spec.causal, scale_of(spec, query)))
+    found: tuple[Tensor, Tensor] = _Flash.apply(query, key, value, _How(spec.causal, scale_of(spec, query)))
     return found
 
 
@@ -78,34 +77,22 @@ class _How(NamedTuple):
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: _How
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _How) -> tuple[Tensor, Tensor]:
         ctx.how = how
         ctx.set_materialize_grads(False)
         with disable_current_modes():
             output, log_sum_exp = flash_forward(query, key, value, is_causal=how.is_causal, scale=how.scale)
-            if sinks is not None:
-                with_sinks = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
-                output = (output * (log_sum_exp - with_sinks).exp().unsqueeze(-1)).to(query.dtype)
-                log_sum_exp = with_sinks
-        ctx.save_for_backward(query, key, value, sinks, output, log_sum_exp)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.mark_non_differentiable(log_sum_exp)
         return output, log_sum_exp
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, sinks, output, log_sum_exp = ctx.saved_tensors
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
         given = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
         found = flash_backward(given, query, key, value, output, log_sum_exp, **ctx.how._asdict())
-        of_sinks = None
-        if ctx.needs_input_grad[3]:
-            into = Gradients(query, key, value, None, sinks)
-            add_to_sinks(into, sinks, log_sum_exp, (widen(given) * widen(output)).sum(-1))
-            assert into.of_sinks is not None
-            of_sinks = into.of_sinks.to(sinks.dtype)
-        return *(one.to(like.dtype) for one, like in zip(found, (query, key, value), strict=True)), of_sinks, None
+        return *(one.to(like.dtype) for one, like in zip(found, (query, key, value), strict=True)), None
 
 
 @functools.cache
@@ -130,10 +117,10 @@ def variable_length(
     return output, log_sum_exp
 
 
-def _with_heads_of(query: Tensor, one: Tensor) -> Tensor:
+def _with_heads_of(query: Tensor, tensor: Tensor) -> Tensor:
     """Return keys or values with a head for each of the queries."""
-    times = query.shape[1] // one.shape[1]
-    return one.repeat_interleave(times, 1) if times > 1 else one
+    times = query.shape[1] // tensor.shape[1]
+    return tensor.repeat_interleave(times, 1) if times > 1 else tensor
 
 
 def _summed_heads(gradient: Tensor, like: Tensor) -> Tensor:

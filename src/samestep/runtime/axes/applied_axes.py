@@ -8,40 +8,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 
-from samestep.building import nf4
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.building.chunked_cross_entropy import Chunking
+from samestep.building.loss import RunFunction
+from samestep.building.model_changes import multiply_all_packed
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
-from samestep.program.graphs import repeats_in_graphs
 from samestep.program.program import Program
+from samestep.program.step import repeats_in_graphs
+from samestep.randomness import dropout_state
 from samestep.randomness import mode as dropout
-from samestep.randomness import recomputed_draws
 from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.randomness.masks import MaskSlice
-from samestep.runtime.axes import (
-    batch_norm,
-    chunked_loss,
-    chunked_mlp,
-    expert,
-    folded_hooks,
-    precision,
-    recompute,
-    tensor,
-)
+from samestep.runtime.axes import batch_norm, chunked_mlp, expert, folded_hooks, precision, recompute, tensor
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.axes.context import slicing as context
+from samestep.runtime.axes.forward_state import RepeatedState
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.pipeline.whole_model import WholeModel
-from samestep.runtime.axes.repeated_state import RepeatedState
 from samestep.runtime.axes.shared_samples import SharedSamples
 from samestep.runtime.axes.step_part import PartOfStep
+from samestep.runtime.axes.tensor import cuts_logits
 from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
+from samestep.tracing.pending_logits import PendingHead
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -88,7 +87,7 @@ class AppliedAxes:
         """Let the axes work on the modules, from the inside out."""
         model = traced.module
         precision.apply(traced, program, mesh.device)
-        nf4.multiply_all_packed(model, traced.blueprint.rounded, traced.facts.is_transposed)
+        multiply_all_packed(model, traced.blueprint.rounded, traced.facts.is_transposed)
         for twin in TWINS:
             twin.apply(traced, program, mesh)
         slicing = context.slicing_of(model, program, mesh)
@@ -128,7 +127,7 @@ class AppliedAxes:
         stage = pipeline.stage_of(traced, program, mesh, self.slicing, flows, self.deferred, runs_graphs=graphs)
         repeated = (
             precise.recompute_contexts,
-            functools.partial(recomputed_draws.recompute_contexts, traced.module),
+            functools.partial(dropout_state.recompute_contexts, traced.module),
             self.slicing.recompute_contexts,
             norms.recompute_contexts,
         )
@@ -146,10 +145,42 @@ class AppliedAxes:
             slicing=self.slicing,
             batch_norms=norms,
             precise=precise,
-            pending=chunked_loss.pending_of(traced.module, program, mesh, self.compiled.run),
+            pending=pending_of(traced.module, program, mesh, self.compiled.run),
             checkpoints=recompute.in_our_modes(
                 functools.partial(recompute.nest_each, (*repeated, *expert.recompute_contexts(mesh.size("ep")))),
                 plainly=traced.spec.runs_checkpoints_plainly(on_stages=isinstance(stage, pipeline.Stage)),
                 detached=traced.analysis.detached_checkpoints,
             ),
         )
+
+
+def pending_of(
+    model: nn.Module, program: Program, mesh: Mesh, run: RunFunction
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes the context of a forward without logits, on the stage that has the head; elsewhere it does nothing.
+
+    The head of the model returns logits that are not made yet (`tracing/pending_logits.py`); the loss makes them, a chunk of tokens at a
+    time (`strategies/chunked_loss.py` has the mathematics). `run` calls the functions of a chunk.
+    """
+    head, chunk = program.step.model.layers[-1].head, program.step.layout.loss_chunk
+    is_here = not program.chunks or program.chunks[-1].stop == len(program.step.model.layers)
+    if head is None or chunk is None or not is_here:
+        return nullcontext
+    module = model.get_submodule(head.owner)
+    assert isinstance(module, nn.Linear), "another head is refused"
+    return PendingHead(module, _chunking_of(program, mesh, chunk, run)).pending
+
+
+def _chunking_of(program: Program, mesh: Mesh, tokens: int, run: RunFunction) -> Chunking:
+    """Return how this rank computes logits in chunks of `tokens`; where tp cuts the vocabulary, each chunk's largest logits and sums
+    are those of all ranks of `tp`."""
+    if not cuts_logits(program):
+        return Chunking(tokens, run=run)
+    group = mesh.groups["tp"]
+
+    def reduce(values: Tensor, held: str) -> None:
+        op = dist.ReduceOp.MAX if held == "largest" else dist.ReduceOp.SUM
+        with owned(f"loss.{held}"):
+            dist.all_reduce(values, op=op, group=group)
+
+    return Chunking(tokens, dist.get_world_size(group), dist.get_rank(group), reduce, run)

@@ -2,7 +2,7 @@
 
 The code of a module that calls batch norm stays as it is; a function mode replaces `torch.nn.functional.batch_norm` inside
 its forward, and with it what torch's own modules do. Each forward of a micro-batch runs in a context that says which samples
-of which groups this rank has (`program/sample_groups.py`). Outside of one, as for samples that every rank holds, batch norm
+of which groups this rank has (`program/step.py`). Outside of one, as for samples that every rank holds, batch norm
 computes as it always does.
 
     part        runs of rows, one a group ──► (count, mean, M) of each ──► all_gather ──► mean, M / n of each group
@@ -30,8 +30,8 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import DataError, ModelError
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
-from samestep.program.sample_groups import GroupPart, SampleGroups
-from samestep.runtime.axes.batch_values import BatchValues
+from samestep.program.step import GroupPart, SampleGroups
+from samestep.runtime.axes.batch_values import BatchValues, StageBuffers
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.one_group_norm import (
@@ -42,13 +42,13 @@ from samestep.runtime.axes.one_group_norm import (
     StatisticsExchange,
 )
 from samestep.runtime.axes.shared_samples import SharedSamples
-from samestep.runtime.axes.stage_buffers import StageBuffers
 from samestep.runtime.axes.step_part import ShapesOf
 from samestep.runtime.contexts import Anew
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts
+from samestep.tracing.flow import takes_statistics
 
 # Shapes: N samples of a micro-batch, B rows of the input, R runs of a rank, G groups, C channels.
 
@@ -83,8 +83,9 @@ class _MicrobatchPart:
         count = sum(run.num_samples for run in self.runs)
         if x.shape[0] % (count * views):
             raise ModelError(
-                f"{owner or 'the model itself'} takes statistics (batch norm) of {x.shape[0]} rows, in which {count} samples "
-                "cannot be told apart: rows of equally many positions for each sample work"
+                "batch-norm-rows",
+                f"{owner or 'the model itself'} takes statistics (batch norm) of {x.shape[0]} rows, and the samples in them are not known: rows of equally many positions for each sample work, and for statistics of parts of a batch one "
+                "call on all of it with numerics.batch_norm_group",
             )
         if len(self.runs) == 1:
             return [(self.runs[0].group, x)]
@@ -139,8 +140,26 @@ def running_buffers(model: nn.Module, spec: ModelSpec) -> list[Tensor]:
 def shared_samples(model: nn.Module, program: Program, mesh: Mesh) -> SharedSamples:
     """Return what a rank's forwards ask of the samples that others have."""
     step, spec = program.step, program.step.model
+    if step.global_batch > step.microbatch_samples:
+        _refuse_others(model, spec)
     asks = step.sample_groups is not None or spec.uses_batch_values or spec.kept_after
     return BatchNorms(model, program, mesh) if asks else SharedSamples()
+
+
+def _refuse_others(model: nn.Module, spec: ModelSpec) -> None:
+    """Let the norms that the traced forward has not called refuse samples that a layout spreads over ranks or micro-batches."""
+
+    def check(path: str, module: nn.Module, _: Any) -> None:
+        if module.training or getattr(module, "running_mean", None) is None:
+            raise ModelError(
+                "batch-norm-layout",
+                f"{path} takes statistics of samples (batch norm), and the forward did not call it when the model was traced: only one rank "
+                "with all samples in one micro-batch computes it, or a forward that calls it in every step",
+            )
+
+    for path, module in model.named_modules():
+        if takes_statistics(module) and path not in (*spec.coupled_modules, *spec.batch_norm_owners):
+            module.register_forward_pre_hook(functools.partial(check, path))
 
 
 class BatchNorms(SharedSamples):
@@ -158,7 +177,7 @@ class BatchNorms(SharedSamples):
         self.values = BatchValues(program, self._ranks)
         """Sums and rows of all samples, for which code asks by name."""
         self._of_stages = StageBuffers.of(model, program, mesh)
-        self._size = step.coupled_samples
+        self._size = step.batch_norm_group
         self._part: _MicrobatchPart | None = None
         self._repeats: Iterator[_Found] | None = None
         """The remaining statistics of the first of two forwards, while the second one takes them."""
@@ -198,14 +217,11 @@ class BatchNorms(SharedSamples):
         groups = SampleGroups.of(count, count if is_whole else self._size, shares.num_ranks, shares.num_microbatches)
         if not groups.fit:
             raise DataError(
+                "batch-indivisible",
                 f"a batch of {count} samples in {shares.num_microbatches} micro-batches is not divided into groups of "
-                f"{groups.size}, of which batch norm takes its statistics: one of {shares.global_batch} samples works, as the job has"
+                f"{groups.size}, the groups of batch norm's statistics: a batch of {shares.global_batch} samples works, as the job has",
             )
         self._groups = groups
-
-    def end_backwards(self) -> None:
-        """Compute the next values of buffers, collective over `dp` where they depend on values of all samples."""
-        self.values.finish()
 
     def end_update(self) -> None:
         """Write the next values into the buffers."""
@@ -225,12 +241,12 @@ class BatchNorms(SharedSamples):
     def of(self, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a training forward of a micro-batch; collective over `dp` where it runs a batch norm."""
         if self._groups is None or self._groups.is_one_forward:
-            return self.values.of_step(microbatch)
+            return self.values.of_step()
         return self._taking(_MicrobatchPart.of(self._groups, self._data_rank, microbatch), microbatch)
 
     def of_loss(self, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of the loss of a micro-batch; collective over `dp` where it asks for values of all samples."""
-        return self.values.of_loss(microbatch)
+        return self.values.of_loss()
 
     def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
         """Return the context of a forward of held-out samples, which ranks share as one micro-batch.
@@ -276,11 +292,7 @@ class BatchNorms(SharedSamples):
     def _taking(self, part: _MicrobatchPart, microbatch: int | None = None) -> Iterator[None]:
         before, self._part = self._part, part
         try:
-            with (
-                self.values.of(part.groups.shares.global_batch)
-                if microbatch is None
-                else self.values.of_step(microbatch)
-            ):
+            with self.values.of(part.groups.shares.global_batch) if microbatch is None else self.values.of_step():
                 yield
             self.kept.write()
         finally:
@@ -304,6 +316,7 @@ class BatchNorms(SharedSamples):
         if part is None:
             return forward(*args, **kwargs)
         if direct is not None and part.is_one_group and not self._records and not kwargs and direct.can_run():
+            part.rows(args[0], path, self._views[path])
             return direct(*args)
         with _BatchNormMode(self, module, path):
             return forward(*args, **kwargs)
@@ -335,11 +348,13 @@ class BatchNorms(SharedSamples):
         slots, channels = groups.num_slots, x.shape[1]
         if groups.size * x.shape[2:].numel() * x.shape[0] == sum(run.num_samples for run in part.runs):
             raise ModelError(
+                "batch-norm-rows",
                 f"{owner or 'the model itself'} takes the statistics of one value per channel (batch norm): "
-                "numerics.coupled_samples = 2 or more works"
+                "numerics.batch_norm_group = 2 or more works",
             )
         wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
         if is_sent and groups.num_groups == slots == 1:
+            part.rows(x, owner, self._views[owner])
             return self.exchanges[owner].statistics(x, counts=part.counts)
         mine = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
         for row, (_, rows) in zip(mine, part.rows(x, owner, self._views[owner]), strict=False):
@@ -359,9 +374,9 @@ def _own_slots(part: _MicrobatchPart) -> tuple[range, ...]:
     return tuple(mine.get(group, range(0)) for group in range(len(part.slots)))
 
 
-def _merge_runs(found: Tensor, channels: int) -> _Statistics:
+def _merge_runs(tensor: Tensor, channels: int) -> _Statistics:
     """Merge the count, means and sums of squared deviations of some runs [R, 1 + 2 C]."""
-    counts, means, squares = found.split([1, channels, channels], dim=1)
+    counts, means, squares = tensor.split([1, channels, channels], dim=1)
     count = counts.sum(0)
     least = count.clamp_min(1.0)
     mean = (counts * means).sum(0) / least

@@ -1,88 +1,76 @@
-"""Sums and rows of all samples of a step for a model's code, over data ranks (twin of `strategies/batch_values.py`).
+"""Rows and sums of all samples of a step for a model's code, over data ranks (twin of `strategies/batch_values.py`).
 
 With x_i the row of sample i, and g_r the gradient of what rank r has computed from the result,
 
-    sum     y = sum over all i of x_i            gradient of x_i = sum over r of g_r
     rows    Y = (x_1, ..., x_B)                  gradient of x_i = row i of the sum over r of g_r
+    sum     y = Y.sum(0), of which ranks         gradient of x_i = the sum over r of g_r
+            send the sums of their rows
 
-so the forward sums or gathers once, and the backward sums once. A place without samples adds nothing, and gets no gradient. The
+so the forward sends once, and the backward sums once. A place without samples adds nothing, and gets no gradient. The
 repeated forward of a checkpointed one takes the results of the first: nothing is sent again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from samestep.building.over_samples import IGNORING, Keeping, within, write
+from samestep.building.over_samples import IGNORING, Keeping, NextValues, within
 from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import is_forward_only
-from samestep.runtime.axes.later_values import LaterTensor, value_of
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.step_observer import StepBatch
 from samestep.shares import Shares
-from samestep.strategies.batch_values import OWNER, is_sent_once
-
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+from samestep.strategies.batch_values import KEPT, OWNER
 
 _NOTHING = nullcontext()
 
 
-class BatchValues:
-    """The scope of `samestep.batch_sum` and its like in the forwards of one rank, and the keeper of `samestep.after_step`."""
+class BatchValues(NextValues):
+    """The scope of `samestep.batch_cat` and its like in the forwards of one rank, and the keeper of `samestep.after_step`."""
 
     def __init__(self, program: Program, ranks: DataRanks) -> None:
-        step = program.step
-        self.are_used, self._ranks = step.model.uses_batch_values, ranks
-        self.keeps, self._is_late = bool(step.model.kept_after), is_sent_once(step)
-        self._num_microbatches = step.num_microbatches
+        super().__init__()
+        model = program.step.model
+        self.are_used, self._ranks = model.uses_batch_values, ranks
+        self._is_entered = self.are_used or bool(model.kept_after)
+        """Whether forwards ask for values of all samples, or give buffers values after the step."""
         self._batch: StepBatch | None = None
         self._sizes: list[int] = []
         """Samples of each rank in the present forward."""
         self._records: list[list[Tensor]] = []
         """Where the results of a checkpointed forward are recorded, outermost first."""
         self._repeats: Iterator[Tensor] | None = None
-        self._late = LateValues(ranks)
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
-        """Buffers with their next values, by their identities."""
 
     def begin_step(self, batch: StepBatch) -> None:
         """Begin a step, or another backward of it, of a batch."""
         self._batch = batch
-        if self._is_late:
-            ranks = self._ranks.num_ranks
-            self._late.begin(
-                [batch.shares(rank, ranks, self._num_microbatches) for rank in range(ranks)], batch.shares(0, 1, 1)[0]
-            )
 
-    def of_step(self, microbatch: int) -> AbstractContextManager[None]:
+    def of_step(self) -> AbstractContextManager[None]:
         """Return the context of a forward of a micro-batch of the step.
 
         Collective over `dp` where the code inside asks for values of all samples, in its backward too.
         """
-        if not (self.are_used or self.keeps) or self._batch is None:
-            return _NOTHING
-        return self._of_step(microbatch, self._batch.num_samples)
+        return self.of_loss() if self._is_entered else _NOTHING
 
-    def of_loss(self, microbatch: int) -> AbstractContextManager[None]:
+    def of_loss(self) -> AbstractContextManager[None]:
         """Return the context of a loss, which may set its buffers after the step; it is collective where `of_step` is."""
-        return _NOTHING if self._batch is None else self._of_step(microbatch, self._batch.num_samples)
+        return _NOTHING if self._batch is None else self._of_step(self._batch.num_samples)
 
     @contextmanager
-    def _of_step(self, microbatch: int, num_samples: int) -> Iterator[None]:
-        with IGNORING if is_forward_only() else Keeping(self):
-            if self._is_late:
-                with self._late.of(microbatch):
-                    yield
-            else:
-                with self.of(num_samples):
-                    yield
+    def _of_step(self, num_samples: int) -> Iterator[None]:
+        with IGNORING if is_forward_only() else Keeping(self), self.of(num_samples):
+            yield
 
     def of(self, num_samples: int) -> AbstractContextManager[None]:
         """Return the context of a forward of so many samples of all ranks; collective as `of_step` is."""
@@ -100,49 +88,26 @@ class BatchValues:
         finally:
             self._sizes = before
 
-    def keep(self, buffer: Tensor, value: Tensor) -> None:
-        """Hold the value that a buffer gets after the step."""
-        self._values[id(buffer)] = buffer, value if isinstance(value, LaterTensor) else value.detach().clone()
-
-    def finish(self) -> None:
-        """Compute the next values of buffers, once all micro-batches have run.
-
-        Collective over `dp` where they are made of values of all samples, see [Note: collective calls].
-        """
-        if self._is_late:
-            self._late.exchange()
-        with torch.no_grad():
-            self._values = {key: (buffer, value_of(value)) for key, (buffer, value) in self._values.items()}
-
-    def write(self) -> None:
-        """Write the next values into the buffers, after the update of the weights."""
-        values, self._values = self._values, {}
-        write(values.values())
-
     def recompute_contexts(self) -> tuple[Callable[[], AbstractContextManager[None]], ...]:
         """Return what makes the contexts of a checkpointed forward, which records results, and of its repetition, which takes them."""
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         sizes: list[int] = []
 
         @contextmanager
         def recording() -> Iterator[None]:
             sizes[:] = self._sizes
-            self._records.append(found)
+            self._records.append(results)
             try:
                 yield
             finally:
-                self._records.remove(found)
+                self._records.remove(results)
 
         @contextmanager
         def replaying() -> Iterator[None]:
-            if not sizes:
-                with within(Absent() if self._is_late else None), IGNORING:
-                    yield
-                return
             before = self._repeats, self._records, self._sizes
-            self._repeats, self._records, self._sizes = iter(found), [], sizes
+            self._repeats, self._records, self._sizes = iter(results), [], sizes
             try:
-                with within(self), IGNORING:
+                with within(self if sizes else None), IGNORING:
                     yield
             finally:
                 self._repeats, self._records, self._sizes = before
@@ -156,7 +121,7 @@ class BatchValues:
 
         Collective over `dp`, and in the backward too, see [Note: collective calls].
         """
-        result: Tensor = _Sum.apply(x, self)
+        result: Tensor = _OverRanks.apply(x, self, True)
         return result
 
     def cat(self, x: Tensor) -> Tensor:
@@ -167,9 +132,13 @@ class BatchValues:
         Raises:
             ModelError: there is not one row for each sample.
         """
-        if len(x) != max(1, self.mine):
-            raise _not_one_row(len(x), max(1, self.mine))
-        result: Tensor = _Rows.apply(x, self)
+        size = max(1, self.mine)
+        if len(x) != size:
+            raise ModelError(
+                "rows-per-sample",
+                f"samestep.batch_cat was given {len(x)} rows of {size} samples: one row for each works, as two views joined in two calls have",
+            )
+        result: Tensor = _OverRanks.apply(x, self, False)
         return result
 
     def num_rows(self, x: Tensor) -> int:
@@ -181,7 +150,8 @@ class BatchValues:
         each, rest = divmod(len(x), max(1, self.mine))
         if rest:
             raise ModelError(
-                f"samestep.batch_mean was given {len(x)} rows of {self.mine} samples: equally many rows for each sample work"
+                "rows-per-sample",
+                f"samestep.batch_mean was given {len(x)} rows of {self.mine} samples: equally many rows for each sample work",
             )
         return each * sum(self._sizes)
 
@@ -191,165 +161,45 @@ class BatchValues:
         return self._sizes[self._ranks.index]
 
     @property
-    def start(self) -> int:
-        """Samples of the ranks before this one."""
-        return sum(self._sizes[: self._ranks.index])
+    def window(self) -> slice:
+        """The places of this rank's samples among those of all."""
+        start = sum(self._sizes[: self._ranks.index])
+        return slice(start, start + self.mine)
 
-    def summed(self, x: Tensor) -> Tensor:
-        """Return the sum of the rows of all ranks, as a constant."""
-        return self._known_or(lambda: self._ranks.sum(_wide(x if self.mine else x[:0]).sum(0), OWNER).to(_sum_dtype(x)))
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Return the rows of all ranks, as a constant."""
-        return self._known_or(lambda: self._ranks.gather_rows(_wide(x[: self.mine]), self._sizes, OWNER).to(x.dtype))
+    def joined(self, x: Tensor, *, is_sum: bool) -> Tensor:
+        """Return the rows of all ranks, or their sum, as a constant; a repeated forward takes the result of the first."""
+        result = next(self._repeats, None) if self._repeats is not None else None
+        if result is None:
+            rows = _wide(x if self.mine else x[:0])
+            result = (
+                self._ranks.sum(rows.sum(0), OWNER) if is_sum else self._ranks.gather_rows(rows, self._sizes, OWNER)
+            )
+            is_number = x.is_floating_point() or x.is_complex()
+            result = result.to(x.dtype if is_number or not is_sum else torch.int64)
+        for record in self._records:
+            record.append(result)
+        return result.clone() if self._records or self._repeats is not None else result
 
     def sum_back(self, gradient: Tensor) -> Tensor:
         """Return the sum of the gradients of all ranks."""
         return self._ranks.sum(_wide(gradient).clone(memory_format=torch.contiguous_format), OWNER)
 
-    def _known_or(self, compute: Callable[[], Tensor]) -> Tensor:
-        found = next(self._repeats, None) if self._repeats is not None else None
-        found = compute() if found is None else found
-        for record in self._records:
-            record.append(found)
-        return found.clone() if self._records or self._repeats is not None else found
 
-
-class LateValues:
-    """The sums and rows of the samples of several micro-batches, which are known once the last of these has run."""
-
-    def __init__(self, ranks: DataRanks) -> None:
-        self._ranks = ranks
-        self._table: Sequence[Sequence[Indices]] = []
-        self._everything: Indices = np.empty(0, dtype=np.int64)
-        self._places: dict[int, int] = {}
-        """The number of calls so far in the forward of each micro-batch."""
-        self._sums: dict[int, Tensor] = {}
-        self._rows: dict[int, list[Tensor]] = {}
-        self._microbatch = 0
-        self._counts = True
-
-    def begin(self, table: Sequence[Sequence[Indices]], everything: Indices) -> None:
-        """Begin a step; `table` has the samples of each rank in each micro-batch, of `everything`."""
-        self._table, self._everything = table, everything
-        self._places, self._sums, self._rows = {}, {}, {}
-
-    @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        """Return the context of the forward of a micro-batch; what runs for its outputs alone adds nothing."""
-        before = self._microbatch, self._counts
-        self._microbatch, self._counts = microbatch, not is_forward_only()
-        try:
-            with within(self):
-                yield
-        finally:
-            self._microbatch, self._counts = before
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the rows of all samples, which is known later."""
-        place = self._place()
-        if self._counts:
-            mine = _wide(x.detach()[: len(x) if self._size else 0]).sum(0)
-            self._sums[place] = self._sums[place] + mine if place in self._sums else mine
-        form = torch.empty(x.shape[1:], dtype=_sum_dtype(x), device="meta")
-        return LaterTensor(form, x.device, lambda: self._sums[place].to(form.dtype))
-
-    def cat(self, x: Tensor) -> Tensor:
-        """Return the rows of all samples in their order, which are known later.
-
-        Raises:
-            ModelError: there is not one row for each sample.
-        """
-        if len(x) != max(1, self._size):
-            raise _not_one_row(len(x), max(1, self._size))
-        place = self._place()
-        if self._counts:
-            self._rows.setdefault(place, []).append(x.detach()[: self._size])
-        form = torch.empty((len(self._everything), *x.shape[1:]), dtype=x.dtype, device="meta")
-        return LaterTensor(form, x.device, lambda: self._rows[place][0])
-
-    def num_rows(self, x: Tensor) -> int:
-        """Return the number of rows of all samples, of which `x` has those of this micro-batch."""
-        return len(x) // max(1, self._size) * len(self._everything)
-
-    def exchange(self) -> None:
-        """Sum and gather over ranks what the micro-batches of this one have given.
-
-        Collective over `dp`, see [Note: collective calls].
-        """
-        order = order_of(np.concatenate([part for parts in self._table for part in parts]), self._everything)
-        sizes = [sum(map(len, parts)) for parts in self._table]
-        for place in sorted({*self._sums, *self._rows}):
-            if place in self._sums:
-                self._ranks.sum(self._sums[place], OWNER)
-                continue
-            mine = torch.cat(self._rows[place])
-            rows = self._ranks.gather_rows(_wide(mine), sizes, OWNER).to(mine.dtype)
-            self._rows[place] = [rows if order is None else rows[order.to(rows.device)]]
-
-    @property
-    def _size(self) -> int:
-        return len(self._table[self._ranks.index][self._microbatch])
-
-    def _place(self) -> int:
-        place = self._places.get(self._microbatch, 0)
-        self._places[self._microbatch] = place + 1 if self._counts else place
-        return place
-
-
-class Absent:
-    """The scope of a repeated forward, whose results for a buffer's next value nobody needs: the rows at hand."""
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the rows at hand."""
-        return x.sum(0)
-
-    def cat(self, x: Tensor) -> Tensor:
-        """Return the rows at hand."""
-        return x
-
-    def num_rows(self, x: Tensor) -> int:
-        """Return the number of rows at hand."""
-        return len(x)
-
-
-def order_of(gathered: Indices, everything: Indices) -> Tensor | None:
-    """Return the place of each sample of `everything` among those gathered; None where it is the same."""
-    if np.array_equal(gathered, everything):
-        return None
-    order = np.empty(len(everything), dtype=np.int64)
-    order[np.argsort(everything, kind="stable")] = np.argsort(gathered, kind="stable")
-    return torch.from_numpy(order)
-
-
-def _not_one_row(given: int, size: int) -> ModelError:
-    return ModelError(
-        f"samestep.batch_cat was given {given} rows of {size} samples: one row for each works, as two views joined in two calls have"
-    )
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: BatchValues) -> Tensor:
-        ctx.values, ctx.shape, ctx.dtype, ctx.counts = values, x.shape, x.dtype, values.mine > 0
-        return values.summed(x)
+class _OverRanks(torch.autograd.Function):
+    """The rows of all ranks, or their sum: each rank is given the gradient of its own rows, of what all ranks have computed."""
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        gradient = ctx.values.sum_back(given[0]).to(ctx.dtype)
-        return (gradient if ctx.counts else torch.zeros_like(gradient)).expand(ctx.shape), None
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: BatchValues) -> Tensor:
-        ctx.values, ctx.dtype, ctx.window = values, x.dtype, slice(values.start, values.start + values.mine)
-        return values.gathered(x)
+    def forward(ctx: Any, x: Tensor, values: BatchValues, is_sum: bool) -> Tensor:
+        ctx.values, ctx.like, ctx.size = values, (x.shape, x.dtype), values.mine
+        ctx.window = None if is_sum else values.window
+        return values.joined(x, is_sum=is_sum)
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        rows = ctx.values.sum_back(given[0]).to(ctx.dtype)[ctx.window]
-        return rows if len(rows) else torch.zeros_like(given[0][:1]).to(ctx.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        shape, dtype = ctx.like
+        total = ctx.values.sum_back(gradients[0]).to(dtype)
+        own = total.expand(shape) if ctx.window is None else total[ctx.window]
+        return own if ctx.size else total.new_zeros(shape), None, None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -359,5 +209,55 @@ def _wide(x: Tensor) -> Tensor:
     return x.long()
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+@dataclass(frozen=True, slots=True)
+class _StageBuffer:
+    name: str
+    dtype: torch.dtype
+    """The dtype in which it is sent."""
+    is_mine: bool
+    """Whether this stage computes its next value."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageBuffers:
+    """The buffers that the stages of a pipeline send each other after an update; none without `pp`.
+
+    Every stage runs the model's own code, and has its buffers. The call of `samestep.after_step` is an event of the forward's flow
+    (`tracing/flow.py`), which the stage of the layer in front of it carries out: it alone has the next value of the buffer. Behind the
+    update it gives it to the others, whose code may read the buffer in the next step:
+
+        stage of the call    value        all_reduce over pp     value + 0 + ... + 0, which is the value
+        all others           zeros
+    """
+
+    model: nn.Module
+    buffers: tuple[_StageBuffer, ...] = ()
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, program: Program, mesh: Mesh) -> StageBuffers:
+        """Return the buffers of a rank's model."""
+        step = program.step
+        if step.layout.pp == 1:
+            return cls(model)
+        mine = {index for chunk in program.chunks for index in chunk}
+        found = tuple(
+            _StageBuffer(one.name, getattr(torch, one.dtype) if one.dtype else DTYPES[step.master_dtype], index in mine)
+            for index, layer in enumerate(step.model.layers)
+            for one in layer.kept
+        )
+        return cls(model, found, mesh.groups["pp"] if found else None)
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Let all stages have the values of the stages that have computed them.
+
+        Collective over `pp`, see [Note: collective calls].
+        """
+        for one in self.buffers:
+            buffer = self.model.get_buffer(one.name)
+            sent = buffer.to(one.dtype, copy=True) if one.is_mine else torch.zeros_like(buffer, dtype=one.dtype)
+            with owned(KEPT):
+                dist.all_reduce(sent, group=self.group)
+            if not one.is_mine:
+                buffer.copy_(sent)

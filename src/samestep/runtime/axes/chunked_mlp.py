@@ -50,8 +50,9 @@ def apply(model: nn.Module, program: Program, contexts: ContextFn) -> None:
         within = next((unit for unit in units if unit != path and is_below(unit, path)), None)
         if within is not None:
             raise LayoutError(
+                "mlp-chunk-unsupported",
                 f"mlp_chunk={chunk} takes the weights of {path} once for all chunks, and {within} in it is gathered by itself: "
-                "zero=1 works, and so does a layout without mlp_chunk"
+                "zero=1 works, or a layout without mlp_chunk",
             )
         module = model.get_submodule(path)
         module.forward = _Part(path, module, chunk, sums, contexts).call
@@ -96,8 +97,9 @@ class _Part:
             part = self.forward(given)
             if version_of(given) != version:
                 raise ModelError(
-                    f"{self._path} writes into its own input, of which mlp_chunk gives it a part: a layout without mlp_chunk works, "
-                    "and so does a forward that writes nowhere (x = x.relu() for x.relu_())"
+                    "mlp-chunk-unsupported",
+                    f"{self._path} writes into its own input, and mlp_chunk gives it a part of it: a layout without mlp_chunk works, "
+                    "or a forward that writes nowhere (x = x.relu() for x.relu_())",
                 )
             output = part.new_empty(*x.shape[:-1], part.shape[-1]) if output is None else output
             output[place] = part
@@ -118,8 +120,9 @@ class _Part:
         written = [name for name, marks in self._held() if before.get(name) != marks]
         if written:
             raise ModelError(
+                "mlp-chunk-unsupported",
                 f"the forward of {self._path} writes {written[0]}, and mlp_chunk runs it once a chunk of tokens: a layout without "
-                "mlp_chunk works, and so does a forward that keeps nothing"
+                "mlp_chunk works, or a forward that keeps nothing",
             )
         self._is_tried = True
 

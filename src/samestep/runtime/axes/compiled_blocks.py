@@ -1,4 +1,4 @@
-"""Blocks, or a whole model, that run as graphs of `torch.compile` (`run.compile`): what is computed, and where, stays as it is.
+"""Blocks that run as graphs of `torch.compile` (`run.compile`): what is computed, and where, stays as it is.
 
 The forward of each block of this rank is replaced by its compiled form. Its hooks are not, so what a layout does around a
 block (gather weights, receive, count calls) stands outside of the graph. What it does inside is in the graph: casts, and the
@@ -12,8 +12,6 @@ island             └► attention ──┘
 ```
 Dropout masks come from an operation of the graph (`graph_draws.py`). Modules that draw other random numbers, or masks that are too
 large to be kept, are islands without a graph; and so are experts, whose shapes depend on values. A graph holds no function mode of dropout.
-
-With `run.compile = "model"` the one block is the model, whose path is empty (`strategies/whole_graph.py` has the layouts).
 
 Graphs are for training forwards. Without gradients (held-out loss, samples, the canary) the same modules run as they are,
 and so they do while they are searched for one at fault. What the compiler cannot take runs uncompiled, and a line says why.
@@ -49,12 +47,10 @@ from samestep.building.torch_seams import (
 )
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
-from samestep.job_tables import WITHOUT_CUDA_GRAPHS, CompileMode, RunTable
-from samestep.models.analysis import ModelAnalysis
-from samestep.models.spec import MaskSpec, is_below
-from samestep.program.graphs import repeats_in_graphs
+from samestep.job_tables import CompileMode, RunTable
+from samestep.models.spec import MaskSpec, ModelAnalysis, is_below
 from samestep.program.program import Program
-from samestep.program.step import StepSpec
+from samestep.program.step import StepSpec, repeats_in_graphs
 from samestep.randomness import graph_draws
 from samestep.randomness.mask_source import MaskSource
 from samestep.runtime.axes import rank_crossings
@@ -63,7 +59,6 @@ from samestep.runtime.axes.context.slicing import Exchanging, GraphAttentions
 from samestep.runtime.axes.graph_compiler import GraphCompiler, Structure, first_line, pluralise
 from samestep.runtime.axes.mixed_products import MixedProducts
 from samestep.runtime.axes.precision import RaiseIslands
-from samestep.strategies import whole_graph
 
 InGraph = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _ISLAND = "samestep keeps it outside of the graph"
@@ -76,29 +71,26 @@ _CHANGES = 8
 
 
 class CompiledBlocks:
-    """The blocks of this rank, or its model, that run as graphs, and the results of their compilation."""
+    """The blocks of this rank that run as graphs, and the results of their compilation."""
 
     def __init__(
         self,
         backend: str = "",
         mode: CompileMode = "default",
         *,
-        is_whole: bool = False,
         in_graph: InGraph | None = None,
     ) -> None:
         self._as_in_graph: InGraph = in_graph or (lambda path, forward: forward)
         self.in_graph: Set[nn.Module] = set()
         """Modules whose calls a graph contains, so that a hook on them would not run."""
         self.num_blocks = 0
-        """Blocks that run as graphs; 1 for a whole model."""
-        self.compiler = GraphCompiler(backend, mode, part="the model" if is_whole else "")
-        self.of_loss = GraphCompiler(backend, WITHOUT_CUDA_GRAPHS.get(mode, mode), part=LOSS)
-        """Compiles functions of the loss. What they return is kept while they run for other tokens, and a CUDA graph would write it anew."""
+        """Blocks that run as graphs."""
+        self.compiler = GraphCompiler(backend, mode)
+        self.of_loss = GraphCompiler(backend, mode, part=LOSS)
+        """Compiles functions of the loss."""
         self.of_loss.why_whole = "it is to be one graph"
         self.run: RunFunction = self._run if backend else run_uncompiled
         """Calls a function of the loss that samestep has written."""
-        self.not_captured = ""
-        """Why no CUDA graph holds a whole micro-batch, where the mode captures any."""
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._num_reported: dict[GraphCompiler, tuple[int, int]] = {}
         self._breaks_before = num_graph_breaks() if backend else 0
@@ -142,13 +134,10 @@ class CompiledBlocks:
         """Return lines on all graphs, and on modules that were left uncompiled."""
         return self._summary_of(self.compiler) + self._summary_of(self.of_loss)
 
-    def _summary_of(self, made: GraphCompiler, graphs: int = 0, left: int = 0) -> list[str]:
+    def _summary_of(self, graph_compiler: GraphCompiler, graphs: int = 0, left: int = 0) -> list[str]:
         """Return lines on graphs, if there are more than `graphs`, and on code that was left uncompiled after the first `left`."""
-        islands = f", with {pluralise(self.num_breaks, 'island')}" if made is self.compiler else ""
-        lines = made.summary(made.part or pluralise(self.num_blocks, "block"), islands, graphs, left)
-        if self.not_captured and made is self.compiler and made.num_graphs > graphs == 0:
-            lines.append(f"run.compile: no CUDA graph holds all of a micro-batch's forward: {self.not_captured}")
-        return lines
+        islands = f", with {pluralise(self.num_breaks, 'island')}" if graph_compiler is self.compiler else ""
+        return graph_compiler.summary(graph_compiler.part or pluralise(self.num_blocks, "block"), islands, graphs, left)
 
     # -- a call ------------------------------------------------------------------------------------
 
@@ -199,7 +188,9 @@ class CompiledBlocks:
         except dynamo().exc.TorchDynamoException as error:
             reason = f"it cannot be compiled: {first_line(getattr(error, 'inner_exception', error))}"
             if self._num_islands > islands:  # to run it once more would communicate twice
-                raise ModelError(f'{path or "the model"}: {reason}: run.compile = "none" works') from None
+                raise ModelError(
+                    "run-compile", f'{path or "the model"}: {reason}: run.compile = "none" works'
+                ) from None
             compiler.uncompiled[path] = reason
             return plainly(*args, **kwargs)
 
@@ -255,7 +246,7 @@ def _replace_modes(modes: list[TorchFunctionMode]) -> None:
 
 
 def compile_blocks(traced: TracedModel, program: Program, settings: RunTable, in_graph: InGraph) -> CompiledBlocks:
-    """Replace the forward of each block of this rank, or of its model, by its compiled form, if the job asks for it.
+    """Replace the forward of each block of this rank by its compiled form, if the job asks for it.
 
     `in_graph` returns the forward of a module that a graph contains, by the module's path.
 
@@ -270,15 +261,8 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable, in
         return CompiledBlocks()
     check(settings)
     _prepare_compiler()
-    is_whole = settings.compile == "model"
-    blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode, is_whole=is_whole, in_graph=in_graph)
+    blocks = CompiledBlocks(settings.compile_backend, settings.compile_mode, in_graph=in_graph)
     model, step = traced.module, program.step
-    if step.captures:
-        blocks.not_captured = (
-            whole_graph.why_not_captured(step)
-            if settings.compile == "model"
-            else "run.compile = 'blocks' captures each block"
-        )
     blocks.compiler.drawing = {mask.owner for mask in step.model.masks}
     uncompiled = {mask.owner: reason for mask in step.model.masks if (reason := _kept_out(mask, model, program))}
     uncompiled |= dict.fromkeys(traced.analysis.experts.counts, "its shapes depend on values")
@@ -286,15 +270,16 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable, in
     uncompiled |= dict.fromkeys(
         _keeping(model, traced.analysis), "its forward writes what it reads, and a backward would read it anew"
     )
-    heads = set(_pending_head(program))
-    uncompiled |= dict.fromkeys(heads, "its logits are computed in chunks")
-    units = {path for unit in program.units for path in unit.modules} | {one.path for one in program.host_modules}
+    uncompiled |= dict.fromkeys(_pending_head(program), "its logits are computed in chunks")
+    units = {path for unit in program.units for path in unit.modules} | {
+        host_module.path for host_module in program.host_modules
+    }
     entry = _GraphEntry(blocks, uncompiled, units)
     differs = step.model.differentiates_at
     takes_gradients = (
         f"the forward at {differs} takes gradients itself, and a graph has none of its gradients" if differs else ""
     )
-    blocks_of_rank = [""] if settings.compile == "model" else [*_paths_of_blocks(program)]
+    blocks_of_rank = [*_paths_of_blocks(program)]
     for path in blocks_of_rank:
         block = model.get_submodule(path)
         _refuse_compiled(path, block)
@@ -303,11 +288,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable, in
         elif block not in entry.seen:
             blocks.num_blocks += 1
             entry.enter(path, block)
-    if settings.compile == "model":
-        _compile_one(
-            blocks.compiler, [(path, uncompiled.get(path)) for path in entry.islands if path not in heads], heads
-        )
-    elif repeats_in_graphs(step):
+    if repeats_in_graphs(step):
         blocks.compiler.why_whole = "it is recomputed"
         blocks.compiler.uncompiled |= dict(_broken_repeats(blocks_of_rank, entry.islands))
     blocks.in_graph = entry.in_graph - entry.seen
@@ -372,17 +353,6 @@ def _prepare_compiler() -> None:
     by_document.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
 
 
-def _compile_one(compiler: GraphCompiler, islands: list[tuple[str, str | None]], heads: Set[str]) -> None:
-    """Let a model be one graph or none: after a break torch compiles its functions one by one, and blocks whose modules differ in
-    hooks would share what it made. A head that is an island comes after all blocks."""
-    works = "run.compile = 'blocks' works"
-    if islands:
-        path, reason = islands[0]
-        compiler.uncompiled[""] = f"{path} stays outside of graphs ({reason or 'it has hooks'}): {works}"
-    elif not heads:
-        compiler.why_whole = f"it is to be one graph ({works})"
-
-
 def _of_all_samples(step: StepSpec) -> Iterator[tuple[str, str]]:
     """Yield each module whose code takes values of samples that other ranks or micro-batches have, with the reason why it has no graph.
 
@@ -390,9 +360,7 @@ def _of_all_samples(step: StepSpec) -> Iterator[tuple[str, str]]:
     make another graph, and within one graph it would read a counter that the next micro-batch has written.
     """
     groups = step.sample_groups
-    if (step.compile == "blocks" and step.layout.recompute != "none") or (
-        groups is not None and not groups.is_one_forward
-    ):
+    if step.layout.recompute != "none" or (groups is not None and not groups.is_one_forward):
         yield from ((path, "it takes statistics of samples (batch norm)") for path in step.model.batch_norm_owners)
     for layer in step.model.layers:
         yield from ((call.owner, "it takes values of all samples (samestep.batch_sum)") for call in layer.batch_values)
@@ -401,7 +369,6 @@ def _of_all_samples(step: StepSpec) -> Iterator[tuple[str, str]]:
 def _of_other_slices(step: StepSpec) -> Iterator[tuple[str, str]]:
     """Yield each block whose operations a rank of `cp` computes with tokens of others, one by one, with the reason why it has no graph."""
     for layer in step.model.layers if step.layout.cp > 1 else ():
-        yield from ((path, "it writes its attention out, which cp computes") for path, some in layer.written if some)
         if layer.token_moves and layer.is_block:
             yield from ((path, "it needs tokens of neighbours under cp") for path in layer.modules)
 
@@ -409,13 +376,13 @@ def _of_other_slices(step: StepSpec) -> Iterator[tuple[str, str]]:
 def _broken_repeats(blocks: Sequence[str], islands: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each block that is recomputed and has an island, with the reason why it runs uncompiled: torch compiles none of its parts."""
     for path in blocks:
-        inner = next((one for one in islands if is_below(one, path)), None)
+        inner = next((island for island in islands if is_below(island, path)), None)
         if inner is not None:
             yield path, f"it is recomputed as one graph, and {inner} stays outside of graphs: recompute=full works"
 
 
 def _pending_head(program: Program) -> Iterator[str]:
-    """Yield the path of a head whose forward is replaced in each step (`chunked_loss.py`)."""
+    """Yield the path of a head whose forward is replaced in each step (`pending_of`)."""
     head = program.step.model.layers[-1].head
     if head is not None and program.step.layout.loss_chunk is not None:
         yield head.owner
@@ -475,7 +442,8 @@ def _has_hooks(module: nn.Module) -> bool:
 def _refuse_compiled(path: str, module: nn.Module) -> None:
     if module._compiled_call_impl is not None or isinstance(module, dynamo().OptimizedModule):
         raise ModelError(
-            f"run.compile and {path or 'the module'}, which the model compiles itself: one of the two works"
+            "run-compile",
+            f"run.compile and {path or 'the module'}, which the model compiles itself: one of the two works",
         )
 
 
@@ -490,6 +458,7 @@ def check(settings: RunTable) -> None:
     name, known = settings.compile_backend, torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         raise JobError(
+            "run-compile",
             f"run.compile_backend = {name!r} is no backend of torch.compile{did_you_mean(name, known)}; "
-            f"{', '.join(known)} are"
+            f"{', '.join(known)} are",
         )

@@ -117,4 +117,6 @@ class _ListedCalls:
         for path, (axis, reason) in [*self._awaited.items()][:before]:
             is_still = axis == batch_norm.AXIS and is_forward_only()  # it takes its running statistics
             if path not in self._made and not is_still:
-                raise LayoutError(f"{path} did not run in the forward of a micro-batch, and {reason}")
+                raise LayoutError(
+                    "zero-call-order", f"{path} did not run in the forward of a micro-batch, and {reason}"
+                )

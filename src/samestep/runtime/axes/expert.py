@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
-from samestep.building.loss import at_least_float32
 from samestep.building.loss_result import as_number
+from samestep.building.predictions import at_least_float32
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.randomness.masks import MaskSlice

@@ -69,11 +69,11 @@ def fold(model: nn.Module, program: Program) -> None:
         module.forward = MethodType(_folded(module, before, after), module)
 
 
-def _folded(module: nn.Module, before: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Callable[..., Any]:
+def _folded(module: nn.Module, hooks: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Callable[..., Any]:
     """Return a module's forward with its hooks, as a function of the module, so that a copy of it runs with the weights of the copy."""
     forward = forward_of(module)
-    dtype = getattr(before[0], _UNLESS_IN) if len(before) == 1 and not after else None
-    folded = _after_cast(forward, before[0], dtype) if dtype is not None else _around(forward, before, after)
+    dtype = getattr(hooks[0], _UNLESS_IN) if len(hooks) == 1 and not after else None
+    folded = _after_cast(forward, hooks[0], dtype) if dtype is not None else _around(forward, hooks, after)
     vars(folded).update(vars(forward))  # the marks of what is inside
     return folded
 
@@ -110,11 +110,11 @@ def _after_cast(forward: Hook, cast: Hook, dtype: torch.dtype) -> Hook:
     return call_linear if forward is nn.Linear.forward else call
 
 
-def _around(forward: Hook, before: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Hook:
+def _around(forward: Hook, hooks: Sequence[Hook], after: Sequence[tuple[Hook, bool]]) -> Hook:
     """Return a forward with hooks before and after it."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for hook in before:
+        for hook in hooks:
             changed = hook(module, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
@@ -123,7 +123,7 @@ def _around(forward: Hook, before: Sequence[Hook], after: Sequence[tuple[Hook, b
     def call_both(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output, has_ended = None, False
         try:
-            for hook in before:
+            for hook in hooks:
                 changed = hook(module, args, kwargs)
                 if changed is not None:
                     args, kwargs = changed

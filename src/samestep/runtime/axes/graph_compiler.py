@@ -2,7 +2,7 @@
 
 A graph is what torch traces of a forward. Before the backend compiles it, crossings of one tensor become one
 (`rank_crossings.py`) and dropouts take their masks from an operation (`graph_draws.py`). Before its first call it runs once on
-copies (`graph_trial.py`). Where the backend, or that run, fails, its operations run one by one, as they would without a compiler.
+copies. Where the backend, or that run, fails, its operations run one by one, as they would without a compiler.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from samestep.building.torch_seams import current_compile_id, dynamo, inductor_options, num_graph_breaks
+from samestep.building.torch_seams import (
+    current_compile_id,
+    disable_current_modes,
+    dynamo,
+    inductor_options,
+    num_graph_breaks,
+)
 from samestep.models.spec import is_below
 from samestep.randomness import graph_draws
-from samestep.runtime.axes import graph_trial, rank_crossings
+from samestep.randomness.mask_source import MaskSource
+from samestep.runtime.axes import rank_crossings
+from samestep.trees import tensors_in
 
 Structure = tuple[object, ...]
 """The classes of a module and of all modules in it, their code where it is an instance's own, and which are islands."""
@@ -120,7 +129,7 @@ class GraphCompiler:
     ) -> Callable[..., Any]:
         """Run a new graph once on copies of the inputs of its first call; return what computes it from now on."""
         try:
-            graph_trial.run_once(made, inputs)
+            run_once(made, inputs)
         except Exception as error:
             return self._left(graph, error)
         self.num_graphs += 1
@@ -161,3 +170,66 @@ def pluralise(number: int, noun: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text that has any, or the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def run_once(graph: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """Run a graph forward and backward on copies of the inputs of its first call, before anything depends on it.
+
+    Compilers refuse some code only when its graph runs, or when its backward is compiled, which is after modules behind it have
+    run, and other ranks have been sent something. Nothing outside sees this run: its masks drop nothing, its crossings send
+    nothing, and the buffers that it writes are copies. At most it needs the memory of the first backward, and a copy of the weights.
+
+        copies of the inputs ─► forward ─► gradients of zeros ─► backward          what fails here runs uncompiled
+
+    Raises:
+        Exception: what the graph, or the compiler of its backward, raises.
+    """
+    # Within a checkpointed block the hooks outside would repeat that block in this backward.
+    alone = saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
+    with torch.enable_grad(), disable_current_modes(), alone, graph_draws.running("", _DropsNothing()):
+        results = [
+            tensor
+            for tensor in tensors_in(graph(*[_copy_of(one) if isinstance(one, Tensor) else one for one in inputs]))
+            if tensor.requires_grad
+        ]
+        if results:
+            torch.autograd.backward(results, [torch.zeros_like(result) for result in results])
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Return a tensor with separate memory, which has the values, the strides and the place in a graph of another."""
+    if (place := rank_crossings.trial_place(tensor)) is not None:
+        return place
+    values = tensor.detach()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel() or values.layout is not torch.strided:
+        return values.clone().requires_grad_(tensor.requires_grad)
+    flat = values.as_strided((extent,), (1,), tensor.storage_offset()).clone()
+    copy = flat.as_strided(tensor.shape, tensor.stride())
+    copy.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return copy
+    passed: Tensor = _Passed.apply(copy)  # what is no leaf may be written in place
+    return passed
+
+
+class _Passed(torch.autograd.Function):
+    """The identity, whose result is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _DropsNothing(MaskSource):
+    """Masks of the first run of a graph."""
+
+    def drop_in_graph(
+        self, x: Tensor, shape: torch.Size, p: float, what: str, mask: tuple[str, int, int], entries: dict[str, int]
+    ) -> Tensor:
+        """Return a mask that drops nothing."""
+        return x.new_zeros(shape, dtype=torch.bool)

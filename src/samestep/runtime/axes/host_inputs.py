@@ -96,8 +96,9 @@ class _InputOnHost:
             return
         if marks_of([self._leaving]).differ(self._before):
             raise ModelError(
-                f"the model writes into the input of {self._path} behind its forward, and recompute=offload copies it to the host "
-                "meanwhile: recompute=none works, and so does a forward that writes nowhere (x = x + y for x += y)"
+                "recompute-unsupported",
+                f"the model writes into the input of {self._path} after its forward, and recompute=offload copies it to the host "
+                "meanwhile: recompute=none works, or a forward that writes nowhere (x = x + y for x += y)",
             )
         self._lanes.wait_for(self._left, self._layer, _TO_HOST)
         self._leaving = None

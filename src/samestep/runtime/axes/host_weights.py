@@ -36,7 +36,7 @@ num_copies = 0
 
 def on_host(materialize: _Materialize, program: Program) -> _Materialize:
     """Return `materialize` with the values of some weights on the host, where a store leaves those that are frozen."""
-    names = {name for one in program.host_modules for name in one.params}
+    names = {name for host_module in program.host_modules for name in host_module.params}
 
     def made(name: str, dtype: torch.dtype) -> Tensor:
         value = materialize(name, dtype)
@@ -50,11 +50,11 @@ def copy_for_calls(model: nn.Module, program: Program, mesh: Mesh) -> None:
     if not program.host_modules or program.units:
         return
     known: dict[str, _HostWeight] = {}
-    for one in program.host_modules:
-        for name in one.params:
+    for host_module in program.host_modules:
+        for name in host_module.params:
             if name not in known:
                 known[name] = _HostWeight(model.get_parameter(name), mesh.device)
-        _Calls([known[name] for name in one.params]).watch(model.get_submodule(one.path))
+        _Calls([known[name] for name in host_module.params]).watch(model.get_submodule(host_module.path))
 
 
 class _HostWeight:
@@ -124,8 +124,8 @@ class _Calls:
         self.leave()
         if not torch.is_grad_enabled():
             return
-        given = [one for one in tensors_in(outputs) if one.requires_grad]
-        inputs = [one for one in tensors_in((args, kwargs)) if one.requires_grad and not one.is_leaf]
+        given = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
         back = _Backward(self)
         for one in given:
             one.register_hook(back.begin)

@@ -105,7 +105,10 @@ class JoinedExchanges:
             return
         found = _with_gradients(outputs)
         if reason and not found:
-            raise LayoutError(f"{path} ran without gradients in the forward of a micro-batch, and {reason}")
+            raise LayoutError(
+                "zero-call-order",
+                f"{path} ran without gradients in the forward of a micro-batch, and {reason}",
+            )
         self._marks += map(_mark, found)
         for one in found if reason and self._before is not None else ():
             one.register_hook(functools.partial(self._begin_backward, path))
@@ -143,7 +146,7 @@ class JoinedExchanges:
 
 
 def _with_gradients(outputs: Any) -> list[Tensor]:
-    return [one for one in tensors_in(outputs) if one.requires_grad and one.is_floating_point()]
+    return [tensor for tensor in tensors_in(outputs) if tensor.requires_grad and tensor.is_floating_point()]
 
 
 def _mark(output: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from samestep.errors import DataError, LayoutError, ModelError
 from samestep.examination.examine import Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import Indices
 from samestep.trees import map_tensors, tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -86,8 +86,9 @@ class CarriedLanes:
             self._step = batch.step
         if self._count not in (0, batch.num_samples):
             raise DataError(
+                "lanes",
                 f"step {batch.step + 1} has {batch.num_samples} samples, and the steps before had {self._count} lanes: the same number in "
-                "each step works, and so does drop_last=True"
+                "each step works, or drop_last=True",
             )
         self._count = batch.num_samples
         if stream.begins_lanes(batch.step):
@@ -107,7 +108,8 @@ class CarriedLanes:
         """
         if layout.pp > 1 or layout.cp > 1:
             raise LayoutError(
-                f"{str(layout)!r} divides a forward, and the state that lanes carry enters and leaves it as a whole: pp=1 and cp=1 work"
+                "lanes",
+                f"{str(layout)!r} divides a forward, and the state that lanes carry enters and leaves it as a whole: pp=1 and cp=1 work",
             )
         self._turn = turn
         self._dims = _dims_of(source, job, example["batch"], self._there)
@@ -234,7 +236,8 @@ def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
     names = [*inspect.signature(type(model).forward).parameters][1:]
     if len(names) < 2:
         raise ModelError(
-            f"the forward of {type(model).__name__} takes {', '.join(names)}: with lanes forward(batch, carried) works"
+            "lanes",
+            f"the forward of {type(model).__name__} takes {', '.join(names)}: with lanes forward(batch, carried) works",
         )
     if names[0] == "batch":
         found = model(batch, carried)
@@ -248,8 +251,8 @@ def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
         found = model(*inputs[:place], carried)
     if not isinstance(found, tuple) or len(found) != 2:
         raise ModelError(
-            f"the forward of {type(model).__name__} returns a {type(found).__name__}: with lanes (outputs, carried) works, the state of the "
-            "next step behind the outputs"
+            "lanes",
+            f"the forward of {type(model).__name__} returns a {type(found).__name__}: with lanes (outputs, carried) works: first the outputs, then the state of the next step",
         )
     return found
 
@@ -270,7 +273,8 @@ def _carried_on(plan: Blueprint, lanes: Any, number: int) -> Any:
         except Exception as error:  # of the user's own code, which may raise anything
             words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     raise ModelError(
-        f"the forward fails on {number} lanes without a state ({words}): carried is None in the first step"
+        "lanes",
+        f"the forward fails on {number} lanes without a state ({words}): carried is None in the first step",
     )
 
 
@@ -287,7 +291,9 @@ def _with_values(plan: Blueprint) -> nn.Module:
 def _dims_of(source: Source, job: Job, example: Any, there: Callable[[Any], Any]) -> list[int]:
     """Return the dimension of the lanes in each tensor of the state that a forward leaves."""
     plan = build_blueprint(source, job)
-    dtype = next((one.dtype for one in plan.module.parameters() if one.is_floating_point()), torch.float32)
+    dtype = next(
+        (parameter.dtype for parameter in plan.module.parameters() if parameter.is_floating_point()), torch.float32
+    )
     sample = cast_floating(first_of(example), dtype)
     count, shapes = num_samples(sample) or 1, []
     for number in (2, 3):
@@ -298,8 +304,8 @@ def _dims_of(source: Source, job: Job, example: Any, there: Callable[[Any], Any]
         found = [dim for dim, (a, b) in enumerate(zip(two or (), three or (), strict=True)) if (a, b) == (2, 3)]
         if len(found) != 1:
             raise ModelError(
-                f"a tensor of the state is of shape {[*(two or ())]} for two lanes and {[*(three or ())]} for three, so which part is whose is "
-                "not seen: tensors with one dimension of lanes work"
+                "lanes",
+                f"a tensor of the state is of shape {[*(two or ())]} for two lanes and {[*(three or ())]} for three, so the part of each lane is not known: tensors with one dimension of lanes work",
             )
         dims += found
     return dims

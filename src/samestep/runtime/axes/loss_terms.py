@@ -14,6 +14,7 @@ one micro-batch, whose real count is exchanged.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.building.loss import IGNORED_LABEL
-from samestep.building.loss_result import Amount, Loss, LossResult, as_number, is_same_count, loss_result
-from samestep.building.model_loss import ModelLoss, Rule
+from samestep.building.loss_result import Amount, Loss, LossResult, as_number, is_plain_sum, is_same_count, loss_result
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import JobError
-from samestep.models.loss_names import LossNames
+from samestep.models.spec import LossNames
 from samestep.program.program import Program
 from samestep.runtime.ledger import owned
+from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.state.snapshot import preserve_function
 from samestep.strategies.loss_terms import OWNER, axis_of
@@ -81,7 +82,7 @@ class OwnSamples:
 
 
 class OneTerm(OwnSamples):
-    """The loss of one term, whose count a step divides by at its end."""
+    """The loss of one term: a sum that a step divides at its end by its count."""
 
     def __init__(self, names: LossNames) -> None:
         self._names = names
@@ -95,10 +96,11 @@ class OneTerm(OwnSamples):
         return found.only if len(found.terms) == 1 else found.checked(self._names).only
 
 
-class OfModel(OwnSamples):
-    """The loss that a forward returns: a mean with its count, or a sum, which a step divides by nothing."""
+class PerhapsPlainSum(OneTerm):
+    """The loss of one term that may be a plain sum, which a step divides by nothing: multiplied by the samples, by which it divides."""
 
-    def __init__(self, loss: ModelLoss) -> None:
+    def __init__(self, loss: Loss, names: LossNames) -> None:
+        super().__init__(names)
         self._loss, self._num_samples = loss, 1
 
     def begin_step(self, shares: Shares) -> None:
@@ -106,33 +108,32 @@ class OfModel(OwnSamples):
         self._num_samples = len(shares(0, 1, 1)[0])
 
     def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
-        """Return the sum and the count; a sum is multiplied by the number of samples, by which the step divides it."""
-        total, count = found.only
-        return (total * self._num_samples, count) if self._loss.rule is Rule.SUM else (total, count)
+        """Return the sum and the count of the only term, as `OneTerm` does."""
+        total, count = super().summed(found, outputs, own, others)
+        return (total * self._num_samples, count) if is_plain_sum(self._loss) else (total, count)
 
 
-def sums_of(loss: Loss, program: Program, mesh: Mesh, names: LossNames | None = None) -> OwnSamples:
-    """Return what sums a loss over samples in a layout; the `names` are by default those of the loss that was traced.
+def sums_of(loss: Loss, program: Program, mesh: Mesh, watch: LossWatch, names: LossNames | None = None) -> OwnSamples:
+    """Return what sums a loss over samples in a layout, with the `watch` over it; the `names` are by default those of the loss that was traced.
 
     Raises:
         JobError: a loss that was not traced has several terms, and the layout has no group of the ranks that add up counts.
     """
-    if isinstance(loss, ModelLoss):
-        return OfModel(loss)
     traced, layout = program.step.model.loss_names, program.step.layout
     if len((names or traced).terms) < 2:
-        return OneTerm(names or traced)
+        return PerhapsPlainSum(loss, names or traced) if hasattr(loss, "is_plain_sum") else OneTerm(names or traced)
     axis = axis_of(program.step)
     if names is None:
-        return SeveralTerms(loss, traced, mesh.groups[axis] if axis else None, layout.cp)
+        return SeveralTerms(loss, watch, traced, mesh.groups[axis] if axis else None, layout.cp)
     everyone = "world" if layout.world_size == layout.dp_cp_size else ""
     group = mesh.groups.get(axis or everyone)
     if group is None and layout.dp_cp_size > 1:
         raise JobError(
+            "loss-names-change",
             f"a loss of the terms {', '.join(names.terms)} for one backward: in a layout with tp or pp the loss of the run must have "
-            "several terms too; several backwards, whose means add up, work"
+            "several terms too; several backwards, with means that add up, work",
         )
-    return SeveralTerms(loss, names, group, layout.cp)
+    return SeveralTerms(loss, watch, names, group, layout.cp)
 
 
 @dataclass(slots=True)
@@ -141,6 +142,7 @@ class SeveralTerms(OwnSamples):
 
     reads_ahead: ClassVar[bool] = True
     loss: Loss
+    watch: LossWatch
     names: LossNames
     group: dist.ProcessGroup | None
     """The ranks whose counts are summed; None for a single one."""
@@ -191,12 +193,14 @@ class SeveralTerms(OwnSamples):
             with owned(OWNER):
                 dist.all_reduce(totals, group=self.group)
         counted, everyone = totals[:-1], totals[-1]
+        if least := self.watch.least:  # all ranks know it, or some rank has counted enough
+            counted = counted.maximum(counted.new_tensor([least.get(name, 0.0) for name in self.names.terms]))
         self._factors = torch.where(counted > 0, everyone / counted.clamp(min=1e-300), 0.0)
         self._counts_any = (counted.sum() > 0).double()
 
-    def _counts_of(self, found: LossResult) -> Tensor:
-        amounts = found.checked(self.names).terms
-        like = torch.zeros((), dtype=torch.float64, device=found.sums.device)
+    def _counts_of(self, result: LossResult) -> Tensor:
+        amounts = result.checked(self.names).terms
+        like = torch.zeros((), dtype=torch.float64, device=result.sums.device)
         return torch.stack([as_number(amounts[name][1] if name in amounts else 0.0, like) for name in self.names.terms])
 
     def _counts_on(self, outputs: Any, part: Any, first_outputs: Any, first: Any) -> Tensor:
@@ -209,13 +213,14 @@ class SeveralTerms(OwnSamples):
         for given in (outputs, fitted(first_outputs, first, part, picks=True)):
             try:
                 with torch.no_grad(), disable_current_modes(), preserve_function(self.loss):
-                    return self._counts_of(loss_result(self.loss(given, part)))
+                    return self._counts_of(self.watch.result(self.loss, functools.partial(self.loss, given, part)))
             except Exception as error:  # of the user's own code, which may raise anything
                 errors.append(error)
         words = str(errors[0]).strip().partition("\n")[0]
         raise JobError(
+            "loss-count-from-outputs",
             f"the counts of the terms {', '.join(self.names.terms)} of a later micro-batch do not follow from its batch alone: the loss "
-            f"fails on outputs of another micro-batch ({type(errors[0]).__name__}: {words}); one micro-batch a rank works"
+            f"fails on outputs of another micro-batch ({type(errors[0]).__name__}: {words}); one micro-batch a rank works",
         ) from errors[0]
 
     def _compare(self, counts: Tensor) -> None:

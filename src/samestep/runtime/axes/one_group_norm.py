@@ -283,14 +283,14 @@ class KeptStatistics:
         if counters:
             torch._foreach_add_(counters, 1)
 
-    def _write(self, kept: Sequence[_KeptCall], momentum: float) -> None:
+    def _write(self, kept_calls: Sequence[_KeptCall], momentum: float) -> None:
         """Write the running statistics of norms with one momentum, as torch does: r (1 - momentum) + new momentum."""
-        sizes = [len(one.found.mean) for one in kept]
-        counts = torch.cat([one.found.count for one in kept])
+        sizes = [len(call.found.mean) for call in kept_calls]
+        counts = torch.cat([call.found.count for call in kept_calls])
         unbiased = (counts / (counts - 1.0))[self._norm_of_each_channel(sizes, counts.device)]
-        new = torch.cat([*(one.found.mean for one in kept), *(one.found.variance for one in kept)])
+        new = torch.cat([*(call.found.mean for call in kept_calls), *(call.found.variance for call in kept_calls)])
         new[sum(sizes) :].mul_(unbiased)
-        running = [one.mean for one in kept] + [one.variance for one in kept]
+        running = [call.mean for call in kept_calls] + [call.variance for call in kept_calls]
         torch._foreach_mul_(running, 1.0 - momentum)
         parts = new.mul_(momentum).split(sizes * 2)
         torch._foreach_add_(running, [part.to(held.dtype) for part, held in zip(parts, running, strict=True)])

@@ -92,8 +92,8 @@ class _Mark:
         left = None if self._at is None else self._at.grad
         if left is not None and bool(getattr(left, "_local_tensor", left).any()):
             raise ModelError(
-                "the forward runs a backward of its own and leaves gradients in weights, which a plain loop would add to those of the "
-                "loss: model.zero_grad() behind it works, and so does torch.autograd.grad(loss, x)"
+                "own-backward",
+                "the forward runs a backward of its own and leaves gradients in weights, which a plain loop would add to the gradients of the loss: model.zero_grad() after it works, or torch.autograd.grad(loss, x)",
             )
 
     def remove(self) -> None:

@@ -61,7 +61,10 @@ def apply(traced: TracedModel, program: Program, device: torch.device) -> None:
         if not param.is_floating_point():
             dtype = str(param.dtype).removeprefix("torch.")
             works = "view_as_complex of a real parameter" if param.is_complex() else "a buffer"
-            raise ModelError(f"parameter {name} is {dtype}; parameters are floating-point numbers: {works} works")
+            raise ModelError(
+                "tensor-form",
+                f"parameter {name} is {dtype}; parameters are floating-point numbers: {works} works",
+            )
     step = program.step
     compute, master = DTYPES[step.compute_dtype], DTYPES[step.master_dtype]
     if compute == master:
@@ -117,7 +120,7 @@ def _island(dtype: torch.dtype, *, cast_inputs: bool) -> tuple[Callable[..., Any
     """Return what replaces a module's weights by casts before its forward, and what puts them back after it."""
     originals: dict[str, tuple[nn.Parameter, Tensor]] = {}
     """The module's own weights, each with its cast."""
-    given: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         for name, param in list(module._parameters.items()):
@@ -127,7 +130,7 @@ def _island(dtype: torch.dtype, *, cast_inputs: bool) -> tuple[Callable[..., Any
         _relist(module)
         if not cast_inputs:
             return None
-        given.append(_floating_dtype((*args, *kwargs.values()), dtype))
+        dtypes.append(_floating_dtype((*args, *kwargs.values()), dtype))
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -136,7 +139,7 @@ def _island(dtype: torch.dtype, *, cast_inputs: bool) -> tuple[Callable[..., Any
                 module._parameters[name] = param
         originals.clear()
         _relist(module)
-        dtype_given = given.pop() if given else None
+        dtype_given = dtypes.pop() if dtypes else None
         return cast_floating(output, dtype_given) if dtype_given and output is not None else None
 
     return before, after

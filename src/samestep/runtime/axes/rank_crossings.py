@@ -128,8 +128,8 @@ def _gather(x: Tensor, at: _At) -> Tensor:
 
 def _scatter(x: Tensor, at: _At) -> Tensor:
     parts = x.unflatten(1, (at.degree, -1)).transpose(0, 1)
-    mine: Tensor = torch.ops.samestep.reduce_scatter(parts.flatten(0, 1), at.degree, at.place)
-    return mine
+    tensor: Tensor = torch.ops.samestep.reduce_scatter(parts.flatten(0, 1), at.degree, at.place)
+    return tensor
 
 
 def _gather_last(x: Tensor, at: _At) -> Tensor:

@@ -34,10 +34,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from samestep.building.torch_seams import Replaced, graph_is_made, is_transformed, transforms_beside_hooks
 from samestep.errors import ModelError
 from samestep.layout import Layout
-from samestep.models.analysis import ModelAnalysis
 from samestep.models.layer_parts import Product
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import is_below
+from samestep.models.spec import ModelAnalysis, is_below
 from samestep.program.program import Program
 from samestep.program.repeated_products import KEEPS_PRODUCTS, KeptProducts, kept_products
 from samestep.randomness import graph_draws  # noqa: F401 (it defines the operation that draws masks in graphs)
@@ -172,10 +171,14 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Repla
     there is none: an input that takes no gradient is then a pipeline's stand-in.
     """
 
-    def generator(begin: Begin, own: ContextFn) -> Iterator[None]:
+    def generator(begin: Begin, context_fn: ContextFn) -> Iterator[None]:
         if graph_is_made():
-            return begin(own)
-        return _plain() if plainly and not isinstance(own, _Around) else begin(_both(_unless_noop(own), contexts))
+            return begin(context_fn)
+        return (
+            _plain()
+            if plainly and not isinstance(context_fn, _Around)
+            else begin(_both(_unless_noop(context_fn), contexts))
+        )
 
     reentrant = functools.partial(without_reentry, detaches=detached)
     return Replaced(*replaced_checkpoint(generator, reentrant).attributes, *transforms_beside_hooks().attributes)
@@ -185,8 +188,8 @@ def _plain() -> Iterator[None]:
     yield
 
 
-def _unless_noop(own: ContextFn) -> ContextFn | None:
-    return None if own is torch_checkpoint.noop_context_fn else own
+def _unless_noop(context_fn: ContextFn) -> ContextFn | None:
+    return None if context_fn is torch_checkpoint.noop_context_fn else context_fn
 
 
 def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
@@ -219,8 +222,9 @@ def _recompute_forward(
             return checkpoint(traced, *args, use_reentrant=False, context_fn=in_graph, **kwargs)
         if is_transformed():
             raise ModelError(
+                "recompute-unsupported",
                 f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated: "
-                "recompute=none works"
+                "recompute=none works",
             )
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = marks_of(given)
@@ -232,8 +236,9 @@ def _recompute_forward(
         )
         if marks_of(given).differ(before):
             raise ModelError(
+                "recompute-unsupported",
                 f"{path} writes into its own input, which the recomputation of its forward needs: recompute=none works, "
-                "and so does a forward that writes nowhere (x = x + y for x += y)"
+                "or a forward that writes nowhere (x = x + y for x += y)",
             )
         return output
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 
 ShapesOf = Callable[[int], Hashable]
 """Returns, for a micro-batch, the shapes of its samples, which determine the shapes of activations."""

@@ -26,15 +26,12 @@ from samestep.building.families import FamilyFacts
 from samestep.building.loss import (
     IGNORED_LABEL,
     RunFunction,
-    at_least_float32,
     class_numbers,
     cross_entropy,
-    prediction_of,
     run_uncompiled,
-    target_of,
-    with_prediction,
 )
 from samestep.building.loss_result import Loss
+from samestep.building.predictions import at_least_float32, prediction_of, target_of, with_prediction
 from samestep.building.torch_seams import num_dispatch_modes
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_head
@@ -153,7 +150,7 @@ def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Bounda
 
 def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
     """Hold the bias back while the module runs, and add it once to the sum."""
-    held: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     leave = boundaries.leaving(module, path)
     is_linear = type(module).forward is nn.Linear.forward
     if is_linear and module._parameters.get("bias") is None:
@@ -164,12 +161,12 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         bias = module._parameters.get("bias")
-        held.append(bias)
+        tensors.append(bias)
         none = None if bias is None or may_lack else bias.new_zeros(())
         module._parameters["bias"] = none  # type: ignore[assignment]
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        bias = held.pop()
+        bias = tensors.pop()
         module._parameters["bias"] = bias  # type: ignore[assignment]
         if output is None:
             return None
@@ -208,18 +205,18 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundar
 
 def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) -> None:
     """Make a module compute with a function of its weights, evaluated in each forward."""
-    held: dict[str, nn.Parameter | None] = {}
+    params: dict[str, nn.Parameter | None] = {}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         for name, param in list(module._parameters.items()):
             if param is not None:
-                held[name] = param
+                params[name] = param
                 module._parameters[name] = used(param)  # type: ignore[assignment]
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        for name, param in held.items():
+        for name, param in params.items():
             module._parameters[name] = param
-        held.clear()
+        params.clear()
 
     before_forward(module, before)
     after_forward(module, after, always_call=True, prepend=True)
@@ -341,11 +338,11 @@ def _powers_of(logits: Tensor, largest: Tensor, column: Tensor, elsewhere: Tenso
 
 
 def _gradient_of_cut(
-    powers: Tensor, total: Tensor, column: Tensor, elsewhere: Tensor, mine: Tensor, dtype: torch.dtype
+    powers: Tensor, total: Tensor, column: Tensor, elsewhere: Tensor, tensor: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return the gradient of a rank's logits, given that of each row's loss."""
-    gradient = powers * (mine / total)[:, None]
-    return gradient.scatter_add_(-1, column, -mine.masked_fill(elsewhere, 0.0)[:, None]).to(dtype)
+    gradient = powers * (tensor / total)[:, None]
+    return gradient.scatter_add_(-1, column, -tensor.masked_fill(elsewhere, 0.0)[:, None]).to(dtype)
 
 
 def cut_cross_entropy(

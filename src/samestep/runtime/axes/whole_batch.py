@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss import with_graph
@@ -36,20 +35,17 @@ from samestep.building.over_samples import within
 from samestep.errors import JobError
 from samestep.independence.roundings import limit_of_values
 from samestep.program.program import Program
-from samestep.runtime.axes import loss_rows, precision
-from samestep.runtime.axes.batch_values import order_of
-from samestep.runtime.axes.context.whole_tokens import DIM as TOKENS
-from samestep.runtime.axes.context.whole_tokens import TokenRanks
+from samestep.runtime.axes import precision
+from samestep.runtime.axes.all_samples import AllSamples, RowsPlace, StepTensor
+from samestep.runtime.axes.context.whole_parts import TokenRanks
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.loss_terms import Indices, Shares
-from samestep.runtime.axes.sample_rows import RowsPlace, as_numbers, by_sample, from_numbers, joined
-from samestep.runtime.axes.words_of_others import without_words
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import KeptValues
-from samestep.strategies.whole_batch import SIZES, reads_of
+from samestep.strategies.whole_batch import reads_of
 from samestep.trees import map_tensors, tensors_in
 
 
@@ -67,30 +63,33 @@ class _WithGradients(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """What one micro-batch gives to the loss of all."""
+    """The values that one micro-batch gives to the loss of all."""
 
     outputs: Any
     batch: Any
 
 
-class _Tensor(NamedTuple):
-    """One tensor that the loss is given, of each micro-batch of this rank."""
-
-    of: Literal["outputs", "batch"]
-    parts: list[Tensor]
-    place: RowsPlace
-    is_read: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The loss of the whole batch, and its gradient by the tensors of the outputs."""
+    """The loss of the whole batch, and its gradient by the tensors of this rank's outputs."""
 
     found: LossResult
     number: Amount
     """The sum and the count that stand for all terms."""
-    gradients: list[Tensor | None]
-    """Of this rank's samples, as `by_sample` has them, or of the whole tensor where it has no samples."""
+    gradients: list[list[Tensor | None] | None]
+    """Of each tensor, by micro-batch; None for one that the loss does not use."""
+
+
+class _Words:
+    """The words of all samples; a rank has those of its own samples alone, so that a loss which reads them is refused."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise JobError(
+            "loss-over-batch",
+            "the loss over the whole batch reads words of the batch, and each rank has the words of its own samples: numbers instead of words work, such as their classes",
+        )
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __getattr__ = _refuse
 
 
 class WholeBatch:
@@ -108,8 +107,6 @@ class WholeBatch:
         self._tokens = TokenRanks(program, mesh)
         self._is_alone = not (self._ranks.send or self._tokens.send)
         self._is_first = self._ranks.index == self._tokens.index == 0
-        self._sliced: int | None = None
-        """The index of the output of which this rank has the rows of some tokens."""
         self._reads = {(one.of, one.index): one for one in reads_of(step)}
         self._is_known = all(one.rows is not None for one in self._reads.values())
         self._batch, self._num_microbatches = step.global_batch, step.num_microbatches
@@ -119,10 +116,7 @@ class WholeBatch:
         self.left = 0
         """Forwards for outputs alone that the step has left."""
         self._state: KeptValues | None = None
-        self._sizes: list[list[int]] = []
-        """Samples of each rank in each micro-batch."""
-        self._order: Tensor | None = None
-        """The place of each sample of the global batch among those gathered; None where it is the same."""
+        self._all: AllSamples
         self._kept: dict[int, _Kept] = {}
         self._places: list[RowsPlace] = []
         self._result: _Result | None = None
@@ -138,10 +132,13 @@ class WholeBatch:
 
     def _begin(self, table: Sequence[Sequence[Indices]], everything: Indices) -> None:
         """Note which samples of all, `everything`, each rank has in each micro-batch."""
-        self._sizes = [[len(part) for part in parts] for parts in table]
-        gathered = np.concatenate([part for parts in table for part in parts])
-        self._order = order_of(gathered, everything)
+        self._all = self._samples_of(table, everything)
         self._kept, self._result, self.left = {}, None, self._num_alone
+
+    def _samples_of(self, table: Sequence[Sequence[Indices]], everyone: Indices) -> AllSamples:
+        return AllSamples.of(
+            self._ranks, self._tokens, self._pad, table, everyone=everyone, sums_gradients=self._by_rows
+        )
 
     @contextmanager
     def outputs_alone(self, model: nn.Module, *, takes_gradients: bool) -> Iterator[None]:
@@ -160,8 +157,8 @@ class WholeBatch:
 
         Collective over `dp`, see [Note: collective calls].
         """
-        self._kept[microbatch] = _Kept(map_tensors(precision.for_loss(outputs), Tensor.detach), part)
-        if loss is not None and len(self._kept) == len(self._mine):
+        self._kept[microbatch] = _Kept(map_tensors(precision.for_loss(outputs), _leaf), part)
+        if loss is not None and len(self._kept) == len(self._all.mine):
             self._result = self._compute(loss)
 
     def result(self, microbatch: int, outputs: Any, part: Any, loss: Loss) -> LossResult:
@@ -178,14 +175,15 @@ class WholeBatch:
         assert self._result is not None, "all micro-batches have given their outputs"
         result, is_first = self._result, self._is_first and microbatch == 0
         enters = self._enters and self._tokens.index == 0 and microbatch == 0
-        given = list(zip(tensors_in(outputs), self._places, result.gradients, strict=True))
-        taken = [
-            one for one in given if one[0].requires_grad and one[2] is not None
-        ]  # an output that is not read gets none
-        gradients = [self._slice(microbatch, *one, is_first=is_first) for one in taken]
+        tensors, gradients = list[Tensor](), list[Tensor]()
+        for output, parts, place in zip(tensors_in(outputs), result.gradients, self._places, strict=True):
+            if output.requires_grad and parts is not None:  # an output that is not read gets none
+                gradient = parts[microbatch] if place.dim >= 0 or is_first else None
+                tensors.append(output)
+                gradients.append(torch.zeros_like(output) if gradient is None else gradient)
         total, count = (one * enters for one in result.number)
-        if taken:
-            total = _WithGradients.apply(total, gradients, *(one[0] for one in taken))
+        if tensors:
+            total = _WithGradients.apply(total, gradients, *tensors)
         self._number = total, count
         return _times(result.found, enters)
 
@@ -229,30 +227,12 @@ class WholeBatch:
         """Whether the sums that this rank computes are added to the step's: those of its rows, or of all rows on one rank."""
         return self._by_rows or self._ranks.index == 0
 
-    @property
-    def _mine(self) -> list[int]:
-        return self._sizes[self._ranks.index]
-
     def _plain(self, outputs: Any, part: Any, loss: Loss) -> LossResult:
         """Return the result of the loss of one rank with one micro-batch."""
         found = loss_result(loss(outputs, part))
-        self._number = total, _ = _one_number(found, sum(self._mine))
+        self._number = total, _ = _one_number(found, self._all.number)
         self.graph = (total, tensors_in(outputs)) if total.requires_grad else None
         return found
-
-    def _slice(
-        self, microbatch: int, output: Tensor, place: RowsPlace, gradient: Tensor | None, *, is_first: bool
-    ) -> Tensor:
-        """Return the part of a gradient that belongs to an output of a micro-batch."""
-        size = self._mine[microbatch]
-        if gradient is None or not (size if place.dim >= 0 else is_first):
-            return torch.zeros_like(output)
-        if place.dim < 0:
-            return gradient
-        start = sum(self._mine[:microbatch])
-        like = by_sample(output, place, size)
-        window = gradient[start : start + size][tuple(slice(0, length) for length in like.shape)]
-        return joined(window, place)
 
     # -- gather, compute ---------------------------------------------------------------------------
 
@@ -260,218 +240,118 @@ class WholeBatch:
         """Return the loss on the outputs and the batch of all samples, and its gradient by this rank's outputs."""
         tries = self._num_computed & (self._num_computed - 1) == 0  # the same on all ranks
         self._num_computed += 1
-        self._sliced = self._tokens.sliced(self._kept[0].outputs)
         tensors = [*self._tensors("outputs"), *self._tensors("batch")]
-        self._places = [one.place for one in tensors if one.of == "outputs"]
+        outputs = [one for one in tensors if one.of == "outputs"]
+        self._places = [one.place for one in outputs]
         if tries:
-            self._check_alike(tensors)
+            self._all.check_alike(tensors)
         rows = torch.zeros(1, dtype=torch.int64, device=tensors[0].parts[0].device)
         with of_rows(rows) if self._by_rows else nullcontext():
-            given, result = self._first_call(loss, tensors)
+            whole, given, result = self._first_call(loss, tensors)
+        roots = [one for one in given[: len(outputs)] if one.requires_grad]
         if self._by_rows:
-            return self._compute_rows(loss, given, tries=tries, differentiates=differentiates)
-        number = _one_number(result, sum(map(sum, self._sizes)))
-        outputs = given[: len(self._places)]
+            result, number, found = self._of_rows(loss, given, roots, tries=tries, differentiates=differentiates)
+        else:
+            number, found = _one_number(result, self._all.number), [None] * len(roots)
+            if differentiates:
+                total = with_graph(number[0], result.counted, roots)
+                self.graph = (total, roots) if tries else None
+                found = list(torch.autograd.grad(total, roots, allow_unused=True))
+                number = total.detach(), number[1]
         if not differentiates:
             return _Result(result, number, [])
-        roots = [one for one in outputs if one.requires_grad]
-        total = with_graph(number[0], result.counted, roots)
-        self.graph = (total, roots) if tries else None
-        found = iter(torch.autograd.grad(total, roots, allow_unused=True))
-        gradients = [next(found) if one.requires_grad else None for one in outputs]
-        return _Result(result, (total.detach(), number[1]), self._own_parts(gradients))
+        of_roots = iter(found)
+        gradients = [next(of_roots) if one.requires_grad else None for one in given[: len(outputs)]]
+        return _Result(result, number, [*map(self._of_parts, outputs, whole, gradients)])
 
-    def _compute_rows(self, loss: Loss, given: list[Tensor], *, tries: bool, differentiates: bool) -> _Result:
-        """Return the loss of the rows of this rank's samples, and the gradient of that of all rows by its outputs."""
-        outputs = given[: len(self._places)]
-        roots = [one for one in outputs if one.requires_grad]
-        call = functools.partial(self._call, loss, given, len(outputs))
+    def _of_rows(
+        self, loss: Loss, given: list[Tensor], roots: list[Tensor], *, tries: bool, differentiates: bool
+    ) -> tuple[LossResult, Amount, list[Tensor | None]]:
+        """Return the loss of the rows of this rank's samples, its sum and count, and its gradients by the roots."""
+        call = functools.partial(self._call, loss, given)
         if tries:
-            self.graph = loss_rows.tried(call, sum(map(sum, self._sizes)), roots)
-        rows = self._places_of_mine(roots[0].device).split(self._mine)
-        found, total, parts = loss_rows.computed(call, rows, roots, differentiates=differentiates)
-        if not differentiates:
-            return _Result(found, found.only, [])
-        own = iter(parts)
-        gradients: list[Tensor | None] = []
-        for index, one in enumerate(outputs):
-            part = next(own) if one.requires_grad else None
-            if one.requires_grad:  # ranks sum what the program lists, though a loss does not use all that it reads
-                summed = self._ranks.sum(
-                    torch.zeros_like(one) if part is None else part.contiguous(), f"loss.outputs.{index}"
-                )
-                part = None if part is None else summed
-            gradients.append(part)
-        return _Result(found, (total, found.only[1]), self._own_parts(gradients))
+            self.graph = tried(call, self._all.number, roots)
+        rows = self._all.own_places(roots[0].device).split(self._all.mine)
+        result, total, gradients = computed(call, rows, roots, differentiates=differentiates)
+        return result, (total, result.only[1]) if differentiates else result.only, gradients
 
-    def _first_call(self, loss: Loss, tensors: list[_Tensor]) -> tuple[list[Tensor], LossResult]:
-        """Gather what the loss reads and call it; return the tensors that it is given, and its result."""
-        given = self._gathered(tensors)
+    def _of_parts(self, tensor: StepTensor, whole: Tensor, gradient: Tensor | None) -> list[Tensor | None] | None:
+        """Return the gradient by each part of an output from that by all samples; None if the loss does not use it.
+
+        Collective over `dp` if each rank computes some rows of the loss, see [Note: collective calls].
+        """
+        if not whole.requires_grad or (gradient is None and not self._by_rows):
+            return None
+        above = torch.zeros_like(whole) if gradient is None else gradient  # ranks sum all that the program lists
+        parts = torch.autograd.grad(whole, tensor.parts, above, allow_unused=True)
+        return None if gradient is None else list(parts)
+
+    def _first_call(self, loss: Loss, tensors: list[StepTensor]) -> tuple[list[Tensor], list[Tensor], LossResult]:
+        """Gather the tensors that the loss reads and call it; return them with a graph to this rank's, as the loss is given them, and its result."""
+        whole, given = self._gathered(tensors)
         try:
-            result = self._call(loss, given, len(self._places))
+            result = self._call(loss, given)
             if not any(one.is_meta for amount in result.amounts.values() for one in amount):
-                return given, result
+                return whole, given, result
         except JobError:
             if all(one.is_read for one in tensors):
                 raise
         self._is_known = False  # it reads what the trace did not show
         with outside_step():
-            given = self._gathered([one._replace(is_read=True) for one in tensors])
-        return given, self._call(loss, given, len(self._places))
+            whole, given = self._gathered([one._replace(is_read=True) for one in tensors])
+        return whole, given, self._call(loss, given)
 
-    def _own_parts(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Return this rank's part of the gradient of each output."""
-        return [
-            self._own_part(one, place, is_sliced=index == self._sliced) if one is not None and place.dim >= 0 else one
-            for index, (one, place) in enumerate(zip(gradients, self._places, strict=True))
+    def _gathered(self, tensors: list[StepTensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of all samples with a graph to this rank's, and as leaves."""
+        with torch.enable_grad():
+            whole = self._all.gathered(tensors)
+        return whole, [
+            _leaf(one) if tensor.of == "outputs" else one for tensor, one in zip(tensors, whole, strict=True)
         ]
 
-    def _call(self, loss: Loss, given: list[Tensor], num_outputs: int) -> LossResult:
+    def _call(self, loss: Loss, given: list[Tensor]) -> LossResult:
         """Call the loss with tensors of all samples in the places of those of the first micro-batch."""
-        outputs, batch = iter(given[:num_outputs]), iter(given[num_outputs:])
-        first = self._kept[0]
-        whole = map_tensors(first.batch, lambda _: next(batch))
+        first, tensors = self._kept[0], iter(given)
+        outputs = map_tensors(first.outputs, lambda _: next(tensors))
+        batch = map_tensors(first.batch, lambda _: next(tensors))
         if self._ranks.send or len(self._kept) > 1:
-            whole = without_words(whole)
+            batch = _without_words(batch)
         with torch.enable_grad(), within(None):  # it sees all samples already
-            return loss_result(loss(map_tensors(first.outputs, lambda _: next(outputs)), whole))
+            return loss_result(loss(outputs, batch))
 
-    def _tensors(self, of: Literal["outputs", "batch"]) -> Iterator[_Tensor]:
+    def _tensors(self, of: Literal["outputs", "batch"]) -> Iterator[StepTensor]:
         """Yield the tensors of the outputs or of the batch, with the places of samples that the trace or their shapes show."""
         kept = [self._kept[index] for index in sorted(self._kept)]
+        sliced = self._tokens.sliced(self._kept[0].outputs) if of == "outputs" else None
         columns = zip(*(tensors_in(one.outputs if of == "outputs" else one.batch) for one in kept), strict=True)
         for index, parts in enumerate(columns):
             known = self._reads.get((of, index))
             is_read = known is not None or not self._is_known or self._is_alone
             place = RowsPlace(*known.rows) if known is not None and known.rows is not None else self._place(parts[0])
-            yield _Tensor(of, list(parts), place, is_read)
+            yield StepTensor(of, index, list(parts), place, is_read, index == sliced)
 
     def _place(self, tensor: Tensor) -> RowsPlace:
         """Return where the shape of a tensor of the first micro-batch shows its samples."""
-        size = max(1, self._mine[0])
+        size = max(1, self._all.mine[0])
         if size in tensor.shape:
             return RowsPlace(tensor.shape.index(size), 1)
         return RowsPlace(0) if tensor.dim() and tensor.shape[0] and tensor.shape[0] % size == 0 else RowsPlace(-1)
 
-    def _check_alike(self, tensors: list[_Tensor]) -> None:
-        """Compare outputs without a dimension of samples over micro-batches and ranks.
 
-        Raises:
-            JobError: they differ; all ranks raise it.
-        """
-        numbers = [one for one in tensors if one.place.dim < 0 and one.is_read and one.of == "outputs"]
-        for index, one in enumerate(numbers):
-            mine = torch.stack([part.detach().to(torch.float64).flatten() for part in one.parts])
-            with outside_step():
-                everything = self._ranks.gather(mine, f"loss.alike.{index}")
-            limit = min(map(limit_of_values, (one.parts[0].dtype, torch.float32)))
-            off = (everything - everything[:1]).abs()
-            if bool((off > limit * everything[:1].abs().clamp_min(1e-6)).any()):
-                raise JobError(
-                    f"the loss over the whole batch is given an output {list(one.parts[0].shape)} that has no dimension of samples "
-                    f"and differs between micro-batches by {float(off.max()):.3g}: one that is the same for all samples works, and so "
-                    "does one with a row for each"
-                )
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, by which a loss may be differentiated."""
+    is_number = (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+    return tensor.detach().requires_grad_(is_number)
 
-    def _gathered(self, tensors: list[_Tensor]) -> list[Tensor]:
-        """Return each tensor with all samples of the step in their order; of what the loss does not read only the shape."""
-        parts = {
-            index: [
-                as_numbers(by_sample(part, one.place, max(1, size)))[:size]
-                for part, size in zip(one.parts, self._mine, strict=True)
-            ]
-            for index, one in enumerate(tensors)
-            if one.is_read and one.place.dim >= 0
-        }
-        largest = self._agree_on_sizes(list(parts.values()))
-        sizes = dict(zip(parts, largest, strict=True))
-        found = []
-        for index, one in enumerate(tensors):
-            is_sliced = index == self._sliced
-            if self._tokens.send and index in parts and one.of == "outputs" and not is_sliced:
-                self._tokens.check(index, one.parts[0])
-            if index in parts:
-                name = f"loss.{one.of}.{index - (0 if one.of == 'outputs' else len(self._places))}"
-                rows = torch.cat([self._padded(part, sizes[index]) for part in parts[index]])
-                value = joined(from_numbers(self._all_rows(rows, name), one.parts[0]), one.place)
-                value = self._tokens.whole(value, name) if is_sliced else value
-            elif one.is_read:
-                value = one.parts[0]
-            else:
-                value = self._shape_alone(one)
-            found.append(value.requires_grad_() if one.of == "outputs" and _takes_gradient(value) else value)
-        return found
 
-    def _shape_alone(self, one: _Tensor) -> Tensor:
-        """Return a tensor without values in the shape of that of all samples."""
-        rows, shape = sum(map(sum, self._sizes)), list(one.parts[0].shape)
-        if one.place.dim >= 0:
-            shape[one.place.dim] = shape[one.place.dim] // max(1, self._mine[0]) * rows
-        return torch.empty(shape, dtype=one.parts[0].dtype, device="meta")
-
-    def _agree_on_sizes(self, parts: list[list[Tensor]]) -> list[tuple[int, ...]]:
-        """Return the largest sizes of each tensor over all ranks and micro-batches, without the samples.
-
-        Raises:
-            JobError: they differ, and nothing says how they are padded; all ranks raise it.
-        """
-        if not parts:
-            return []
-        shapes = [[part.shape[1:] for part in one] for one in parts]
-        mine = [_largest(one) for one in shapes]
-        differ = [any(shape != largest for shape in one) for one, largest in zip(shapes, mine, strict=True)]
-        everything = [mine]
-        if self._ranks.send:
-            rows = [
-                [*sizes, *[0] * (SIZES - 1 - len(sizes)), int(one)] for sizes, one in zip(mine, differ, strict=True)
-            ]
-            sent = torch.tensor(rows, dtype=torch.int64, device=parts[0][0].device)
-            numbers = self._ranks.gather(sent, "loss.sizes").view(self._ranks.num_ranks, len(parts), SIZES).tolist()
-            everything = [
-                [tuple(row[: len(sizes)]) for row, sizes in zip(of_rank, mine, strict=True)] for of_rank in numbers
-            ]
-            differ = [any(of_rank[index][-1] for of_rank in numbers) for index in range(len(parts))]
-        found = [_largest([of_rank[index] for of_rank in everything]) for index in range(len(parts))]
-        for index, sizes in enumerate(found):
-            if (self._pad is None or self._tokens.send) and (
-                differ[index] or any(of_rank[index] != sizes for of_rank in everything)
-            ):
-                least = tuple(map(min, *(of_rank[index] for of_rank in everything), *shapes[index]))
-                some = (
-                    f"sizes {list(least[1:])} and {list(sizes[1:])}"
-                    if least != sizes
-                    else f"sizes up to {list(sizes[1:])}"
-                )
-                raise JobError(
-                    f"the loss over the whole batch is given tensors of {some} by different parts of it: samestep.whole_batch(loss, pad=0.0) pads them, and samples of one size work"
-                )
-        return found
-
-    def _padded(self, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return a part of the samples, padded to the sizes that all ranks have agreed on."""
-        if tuple(part.shape[1:]) == sizes:
-            return part
-        missing = [length for old, new in zip(part.shape[:0:-1], sizes[::-1], strict=True) for length in (0, new - old)]
-        return F.pad(part, missing, value=self._pad)
-
-    def _all_rows(self, mine: Tensor, owner: str) -> Tensor:
-        """Return the rows of all samples, in their order, from those of this rank's."""
-        mine = self._ranks.gather_rows(mine, [sum(of_rank) for of_rank in self._sizes], owner)
-        return mine if self._order is None else mine[self._order.to(mine.device)]
-
-    def _own_part(self, gradient: Tensor, place: RowsPlace, *, is_sliced: bool) -> Tensor:
-        """Return this rank's samples, and tokens, of a gradient of all, as `by_sample` has them."""
-        gradient = self._tokens.own(gradient, TOKENS) if is_sliced else gradient
-        rows = by_sample(gradient, place, sum(map(sum, self._sizes)))
-        return rows[self._places_of_mine(rows.device)]
-
-    def _places_of_mine(self, device: torch.device) -> Tensor:
-        """Return the places of this rank's samples in the global batch."""
-        start = sum(map(sum, self._sizes[: self._ranks.index]))
-        places = torch.arange(sum(map(sum, self._sizes)))
-        if self._order is not None:
-            places[self._order] = places.clone()
-        return places[start : start + sum(self._mine)].to(device)
+def _without_words(value: Any) -> Any:
+    """Return a nested value with lists of words replaced by ones that cannot be read."""
+    if isinstance(value, dict):
+        return {name: _without_words(one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        is_words = bool(value) and all(isinstance(one, str) for one in value)
+        return _Words() if is_words else type(value)(map(_without_words, value))
+    return value
 
 
 def _one_number(found: LossResult, num_samples: int) -> Amount:
@@ -485,16 +365,100 @@ def _one_number(found: LossResult, num_samples: int) -> Amount:
 
 def _times(found: LossResult, factor: bool) -> LossResult:
     """Return a result without a graph, times 0 or 1."""
-    parts = (
+    terms, values = (
         {name: (total.detach() * factor, count * factor) for name, (total, count) in part.items()}
         for part in (found.terms, found.values)
     )
-    return LossResult(*parts)
+    return LossResult(terms, values)
 
 
-def _largest(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(map(max, zip(*shapes, strict=True)))
+MOST_TRIED = 8
+"""Rows on which a loss is tried."""
 
 
-def _takes_gradient(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+def computed(
+    loss: Callable[[], LossResult], parts: Sequence[Tensor], roots: Sequence[Tensor], *, differentiates: bool
+) -> tuple[LossResult, Tensor, list[Tensor | None]]:
+    """Return the result of the rows in some parts, their sum, and its gradients by the roots, None of one that the loss does not use;
+    a part without rows adds nothing.
+
+    If a loss is a sum over rows, L = l_1 + ... + l_B, where l_i compares sample i with all others, a rank with the rows R computes
+    the sum of l_i over i in R, on the outputs z of all samples, with its gradient by all of them, and ranks sum these gradients:
+
+        dL/dz = sum over ranks, sum over i of R,  dl_i/dz
+
+    So a matrix of pairs has |R| x B elements on a rank in place of B x B; the rows of one micro-batch are computed at a time.
+    """
+    total, gradients = torch.zeros(()), list[Tensor | None]([None] * len(roots))
+    found: LossResult | None = None
+    for part in parts if any(map(len, parts)) else parts[:1]:
+        rows, factor = (part, 1.0) if len(part) else (part.new_zeros(1), 0.0)
+        with of_rows(rows):
+            result = loss()
+        own = with_graph(result.only[0], result.counted, list(roots)) * factor
+        if differentiates:
+            new = torch.autograd.grad(own, roots, allow_unused=True)
+            gradients = [a if b is None else b if a is None else a + b for a, b in zip(gradients, new, strict=True)]
+        total = total.to(own) + own.detach()
+        found = _added(found, result, factor)
+    assert found is not None, "at least one part"
+    return found, total, gradients
+
+
+def tried(loss: Callable[[], LossResult], num_rows: int, roots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Try whether a loss is a sum over rows: that of the first ones is that of their halves; return it with its graph, and the roots.
+
+    Raises:
+        JobError: it is none; all ranks raise it, since they try the same rows.
+    """
+    rows = torch.arange(min(num_rows, MOST_TRIED), device=roots[0].device)
+    with of_rows(rows):
+        whole = loss()
+    if len(whole.terms) > 1:
+        raise JobError(
+            "loss-not-a-sum",
+            f"samestep.whole_batch(rows=True) marks one sum over rows, and the loss returned the terms {', '.join(whole.terms)}: (sum over "
+            "the rows, their number) works, or rows=False",
+        )
+    if len(rows) > 1:
+        _compare(whole, loss, rows)
+    return with_graph(whole.only[0], whole.counted, list(roots)), [*roots]
+
+
+def _compare(of_all: LossResult, loss: Callable[[], LossResult], rows: Tensor) -> None:
+    found = [of_all]
+    for some in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        with of_rows(some), torch.no_grad():
+            found.append(loss())
+    for name, whole in found[0].amounts.items():
+        halves = [one.amounts.get(name) for one in found[1:]]
+        for index, what in enumerate(("sum", "count")):
+            parts = [half[index].detach().double() for half in halves if half is not None]
+            number = whole[index].detach().double()
+            off = (sum(parts) - number).abs() if len(parts) == 2 else torch.ones(())
+            limit = min(map(limit_of_values, (whole[index].dtype, torch.float32)))
+            if off > limit * max(1.0, *(float(one.abs()) for one in (number, *parts))):
+                raise JobError(
+                    "loss-not-a-sum",
+                    f"samestep.whole_batch(rows=True) marks a sum over rows, and the {what}{f' of {name}' if name else ''} of {len(rows)} rows "
+                    f"is {float(number):.6g}, and of their halves {' and '.join(f'{float(one):.6g}' for one in parts) or 'missing'}: (sum over "
+                    "the rows that the loss is given, their number) works, or rows=False",
+                )
+
+
+def _added(before: LossResult | None, one: LossResult, factor: float) -> LossResult:
+    """Return the sums and counts of two results, the second one times a factor, without a graph."""
+    terms, values = (
+        {
+            name: tuple(
+                part.detach() * factor + (0.0 if known is None else known[name][index])
+                for index, part in enumerate(pair)
+            )
+            for name, pair in new.items()
+        }
+        for new, known in (
+            (one.terms, None if before is None else before.terms),
+            (one.values, None if before is None else before.values),
+        )
+    )
+    return LossResult(terms, values)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from samestep.errors import DataError
 from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Convention
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 
 _KEPT = 8
 """Datasets whose convention is kept: those that a run trains on and evaluates."""
@@ -50,8 +50,9 @@ def _refuse_next_labels(dataset: Any) -> None:
     """
     if any(getattr(part, "label_convention", None) == "next" for part in (dataset, *getattr(dataset, "parts", ()))):
         raise DataError(
-            'loss = "model": the labels of this source are those of the next token, and the model shifts labels itself: loss = '
-            '"cross_entropy" works, and so does a data set whose labels are the inputs at their own place'
+            "labels-shift",
+            'loss = "model": the labels of this source are the next tokens, and the model shifts labels itself: loss = '
+            '"cross_entropy" works, or a data set with labels that are the inputs at the same place',
         )
 
 

@@ -6,7 +6,7 @@ checkpoints/step-000500/
     rank-0000.safetensors     runs of elements: value/NAME/START, average/NAME/START, state/NAME/START/KEY, and
                               lost/NAME/START/KEY, which codes have lost of gradients; directions/NAME, along which those of
                               matrices are projected; buffers, and tensors that are kept besides
-    pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/checkpoints/pretrained_folder.py`)
+    pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/checkpoints/checkpoint_files.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
 pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from torch import Tensor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import CheckpointError, SaveError, failures_of
 from samestep.job import Job
-from samestep.job_paths import model_folder
+from samestep.job_files import model_folder
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints import manifests, other_state, pretrained_folder, writer
+from samestep.runtime.checkpoints import checkpoint_files, manifests, other_state, writer
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint, PlainValue
 from samestep.runtime.checkpoints.manifests import (
     FORMAT_VERSION,
@@ -48,16 +48,13 @@ from samestep.runtime.checkpoints.manifests import (
 )
 from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.checkpoints.writer import Retention, Share, Writing
-from samestep.runtime.local_replicas import OF_REPLICA, OUTER, WEIGHT, LocalReplicas
+from samestep.runtime.held_assembly import WEIGHT
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import SCALE
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import Runs
-from samestep.state.step_code import state_at, states_by_key
-
-MOVE = f"{OUTER}{OF_REPLICA}move"
-"""The key among a weight's states of what replicas have moved it by, where the outer step with it is still to be taken."""
+from samestep.state.step_code import set_state
 
 
 def save(run: PreparedRun, folder: Path, keep: int = 2) -> Path:
@@ -87,7 +84,7 @@ def save_pretrained(run: PreparedRun, form: PretrainedForm, folder: Path) -> Non
     reason = ""
     if is_first:
         try:
-            durable_files.rename(written / pretrained_folder.NAME, folder)
+            durable_files.rename(written / checkpoint_files.NAME, folder)
             durable_files.remove_folder(beside)
         except OSError as error:
             reason = writer.reason_of(error, folder)
@@ -183,10 +180,13 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
     if found:
         rank, text = found[0]
         if not re.fullmatch(r"step-\d+", final.name):
-            raise SaveError(f"{final} cannot be written: rank {rank}: {text}")
+            raise SaveError("checkpoint-unwritable", f"{final} cannot be written: rank {rank}: {text}")
         newest = latest(final.parent)
         left = f"the newest whole checkpoint is {newest}" if newest else "there is no older checkpoint"
-        raise SaveError(f"the checkpoint of step {int(final.name[5:])} cannot be written: rank {rank}: {text}; {left}")
+        raise SaveError(
+            "checkpoint-unwritable",
+            f"the checkpoint of step {int(final.name[5:])} cannot be written: rank {rank}: {text}; {left}",
+        )
     return int(told[0][1])
 
 
@@ -210,13 +210,12 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
     with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):
         stored = OpenCheckpoint.open(folder, manifest, stack, averaged=averaged)
         updater = run.updater
+        for assembly in run.replicas.assemblies:
+            assembly.weights.updater.forget_states()
         for piece in updater.pieces:
             mine = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
-            if not run.replicas.are_apart:
-                _load_state(updater, stored, piece, mine)
-        if isinstance(run.replicas, LocalReplicas):
-            _load_replicas(run, run.replicas, stored)
+        run.replicas.load_states(updater, _StoredStates(run, stored))
         for lost in run.assembly.weights.store.codes.residuals():
             mine = run.assembly.weights.placements.part(lost.name).runs(lost.start, lost.start + lost.values.numel())
             lost.values.copy_(stored.read_lost(lost.key, lost.name, mine, lost.summed))
@@ -229,7 +228,9 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
     if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
         count = manifest["nominal_count"]
         run.adopt(
-            lambda one: dataclasses.replace(one, objective=dataclasses.replace(one.objective, nominal_count=count))
+            lambda assembly: dataclasses.replace(
+                assembly, objective=dataclasses.replace(assembly.objective, nominal_count=count)
+            )
         )
     for one in run.replicas.assemblies:
         if one.weights.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
@@ -276,24 +277,25 @@ def find_checkpoint(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    found = folder if (folder / manifests.NAME).exists() else latest(folder)
-    if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint: a folder that run.save was given works, or one in it")
-    return found
+    path = folder if (folder / manifests.NAME).exists() else latest(folder)
+    if path is None:
+        raise CheckpointError(
+            "checkpoint-missing",
+            f"{folder} holds no checkpoint: a folder that run.save was given works, or one in it",
+        )
+    return path
 
 
-def stream_state_of(folder: Path) -> Any:
-    """Return the state of the stream of the data that a checkpoint holds; None if it holds none.
+def of_records(folder: Path, use: Callable[..., Any]) -> Any:
+    """Return what `use` makes of the manifest of a checkpoint and of a function that reads the tensors which it names.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     manifest = read_manifest(folder)
-    if not any(record.get("stream") for record in manifest.get("ranks", ())):
-        return None
     with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):
         stored = OpenCheckpoint.open(folder, manifest, stack)
-        return other_state.stream_state(manifest, lambda name: stored.kept[name].get_tensor(name).clone())
+        return use(manifest, lambda name: stored.kept[name].get_tensor(name).clone())
 
 
 def step_of(folder: Path, job: Job) -> int:
@@ -329,7 +331,7 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
         tensors[f"value/{stored}/{piece.start}"] = writer.copy_to_host(value.flatten(), is_new=is_new)
         if (averages := run.updater.averages) is not None and (average := averages.of(piece)) is not None:
             tensors[f"average/{stored}/{piece.start}"] = writer.copy_to_host(average.flatten())
-    for piece, states in _states_of(run, elsewhere):
+    for piece, states in run.replicas.states(run.updater, elsewhere, lambda name: writer.encodes_first(run, name)):
         stored = writer.name_of(run, piece)
         for key, value in states.items():
             name = f"state/{stored}/{piece.start}/{key}"
@@ -340,8 +342,9 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                 plain[name] = value
             elif not isinstance(value, list | tuple | dict):  # which `other_state` keeps
                 raise CheckpointError(
+                    "checkpoint-state",
                     f"{type(run.updater.optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
-                    "a checkpoint holds tensors, numbers and text"
+                    "a checkpoint holds tensors, numbers and text",
                 )
     tensors |= {
         f"lost/{writer.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": writer.copy_to_host(lost.values)
@@ -356,31 +359,10 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
     for piece in frozen:
         if piece.name not in elsewhere:
             tensors[f"value/{writer.name_of(run, piece)}/{piece.start}"] = writer.copy_to_host(
-                piece.master().flatten(), is_new=piece.is_packed
+                piece.master().flatten(), is_new=bool(piece.held_as)
             )
     buffers = other_state.kept_buffers(run)
     return tensors | {f"buffer/{name}": writer.copy_to_host(buffer) for name, buffer in buffers.items()}, plain
-
-
-def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[Piece, Mapping[str, Any]]]:
-    """Yield the pieces whose states this rank writes, and these by key: the optimizer's, and where replicas are trained
-    apart those of each, with its own weights, under keys that begin with its number, and the momentum of the outer ones.
-    """
-    if not isinstance(run.replicas, LocalReplicas):
-        optimizers = run.updater.with_states
-        for piece in run.updater.pieces:
-            if piece.name not in elsewhere:
-                yield piece, states_by_key(optimizers, piece.value)
-        return
-    for piece, move in run.replicas.arriving():
-        if piece.name not in elsewhere:
-            yield piece, {MOVE: move.view_as(piece.value)}
-    for index, (piece, momentum) in enumerate(zip(run.replicas.pieces, run.replicas.momentum, strict=True)):
-        if piece.name not in elsewhere:
-            yield piece, {f"{OUTER}{OF_REPLICA}momentum": momentum}
-        if writer.encodes_first(run, piece.name):
-            for whose, states in run.replicas.states(index):
-                yield piece, {f"{whose}{OF_REPLICA}{key}": value for key, value in states.items()}
 
 
 def _head(run: PreparedRun) -> dict[str, Any]:
@@ -422,67 +404,57 @@ def _load_untrained(run: PreparedRun, assembly: Assembly, stored: OpenCheckpoint
         buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
 
 
-def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckpoint) -> None:
-    """Set the outer weights and their momentum, and the weights and states of each replica of this rank."""
-    replicas.forget_exchanges()
-    for index, piece in enumerate(replicas.pieces):
-        mine = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
-        replicas.weights[index].copy_(stored.read("value", piece.name, mine).view_as(piece.value))
-        momentum = stored.read(f"{OUTER}{OF_REPLICA}momentum", piece.name, mine)
-        replicas.momentum[index].copy_(momentum.view_as(piece.value))
-        for number, assembly in replicas.numbered_assemblies:
-            updater = assembly.weights.updater
-            own = updater.pieces[index]
-            own.set_master(stored.read(f"{number}{OF_REPLICA}{WEIGHT}", piece.name, mine))
-            _load_state(updater, stored, own, mine, f"{number}{OF_REPLICA}")
-    for assembly in replicas.assemblies[1:]:
-        assembly.weights.updater.publish()
-        assembly.weights.store.publish()
-    replicas.is_fresh = False
-    step = run.program.step
-    moved = {step.sharing.part_of(p.name) for p in step.model.params if MOVE in stored.states.get(p.name, {})}
-    for part in sorted(moved):  # the same on all ranks with these weights
-        pieces = [replicas.pieces[index] for index in replicas.indices_of(part)]
-        lie = [run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop) for piece in pieces]
-        moves = [stored.read(MOVE, piece.name, mine).clone() for piece, mine in zip(pieces, lie, strict=True)]
-        replicas.under_way[part], replicas.arrived[part] = True, moves
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StoredStates:
+    """The states of weights in an open checkpoint, as this rank reads them."""
 
+    run: PreparedRun
+    stored: OpenCheckpoint
 
-def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Runs, whose: str = "") -> None:
-    """Set the optimizer's state of one piece, runs of elements and values that are kept whole (counts), and its average.
+    def has(self, key: str, name: str) -> bool:
+        """Return whether there is a state of a weight."""
+        return key in self.stored.states.get(name, {})
 
-    Of a replica that is trained apart, keys begin with `whose`.
-    """
-    optimizer = updater.optimizer
-    assert optimizer is not None
-    if updater.averages is not None:
-        average = stored.read("average", piece.name, mine) if piece.name in stored.averages else None
-        updater.averages.set(piece, average)
-    state: dict[str, Any] = {}
-    for stored_key, runs in stored.states.get(piece.name, {}).items():
-        key = stored_key.removeprefix(whose)
-        if not stored_key.startswith(whose) or stored_key == f"{whose}{WEIGHT}":
-            continue
-        name, file = runs[0].name, runs[0].file
-        if isinstance(file, PlainValue):
-            state[key] = file.value
-        elif key.endswith(SCALE):
-            assert updater.packing is not None
-            block = updater.packing.blocks[piece.name]
-            state[key] = stored.read(stored_key, piece.name, mine, block).to(piece.value.device, copy=True)
-        elif len(file.get_slice(name).get_shape()) == 1:
-            state[key] = (
-                stored.read(stored_key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
-            )
-        else:
-            # The rule of torch: fused and capturable optimizers keep the count on the device, others on the host.
-            group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
-            on_device = key != "step" or group.get("fused") or group.get("capturable")
-            state[key] = file.get_tensor(name)[0, 0].to(piece.value.device if on_device else "cpu", copy=True)
-    optimizer.state.pop(piece.value, None)
-    for key, value in state.items():
-        holder, own = state_at(updater.with_states, piece.value, key)
-        holder[own] = value
+    def read(self, key: str, piece: Piece) -> Tensor:
+        """Read a state of a piece."""
+        return self.stored.read(key, piece.name, self._runs(piece))
+
+    def _runs(self, piece: Piece) -> Runs:
+        return self.run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
+
+    def load(self, updater: Updater, piece: Piece, prefix: str = "") -> None:
+        """Set the optimizer's state of one piece, runs of elements and values that are kept whole (counts), and its average.
+
+        Their keys begin with `prefix`.
+        """
+        stored, mine, optimizer = self.stored, self._runs(piece), updater.optimizer
+        assert optimizer is not None
+        if updater.averages is not None:
+            average = stored.read("average", piece.name, mine) if piece.name in stored.averages else None
+            updater.averages.set(piece, average)
+        state: dict[str, Any] = {}
+        for stored_key, runs in stored.states.get(piece.name, {}).items():
+            key = stored_key.removeprefix(prefix)
+            if not stored_key.startswith(prefix) or key == WEIGHT:
+                continue
+            name, file = runs[0].name, runs[0].file
+            if isinstance(file, PlainValue):
+                state[key] = file.value
+            elif key.endswith(SCALE):
+                assert updater.packing is not None
+                block = updater.packing.blocks[piece.name]
+                state[key] = stored.read(stored_key, piece.name, mine, block).to(piece.value.device, copy=True)
+            elif len(file.get_slice(name).get_shape()) == 1:
+                state[key] = (
+                    stored.read(stored_key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
+                )
+            else:
+                # The rule of torch: fused and capturable optimizers keep the count on the device, others on the host.
+                group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
+                on_device = key != "step" or group.get("fused") or group.get("capturable")
+                state[key] = file.get_tensor(name)[0, 0].to(piece.value.device if on_device else "cpu", copy=True)
+        for key, value in state.items():
+            set_state(updater.with_states, piece.value, key, value)
 
 
 def _check_files(manifest: Mapping[str, Any], run: PreparedRun, folder: Path) -> None:
@@ -490,4 +462,4 @@ def _check_files(manifest: Mapping[str, Any], run: PreparedRun, folder: Path) ->
     mine = manifest["parts"][run.place.rank :: run.place.world_size]
     bad = [describe_damage(path) for path in broken_files(mine, folder)]
     if found := [text for texts in gather_values(bad, run.layout.world_size) for text in texts]:
-        raise CheckpointError(found[0])
+        raise CheckpointError("checkpoint-damaged", found[0])

@@ -1,8 +1,20 @@
-"""The files of a checkpoint, opened and indexed by their contents: any elements of any weight, from whatever rank."""
+"""The files of a checkpoint, opened and indexed by their contents: any elements of any weight, from whatever rank; and written again as a
+folder that transformers' from_pretrained loads as it is.
+
+```
+pretrained/
+    config.json, generation_config.json       and the files of the tokenizer, where there is one
+    model.safetensors                         or several files of at most 5 GB with model.safetensors.index.json
+```
+Several ranks write different files of this folder. Each holds one file in memory at a time, and reads only the elements that the file needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +22,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from samestep.building.initial_values import Blueprint
+from samestep.building.pretrained_form import PretrainedForm, SavedGroup
 from samestep.errors import CheckpointError
+from samestep.models.weight_files import INDEX
+from samestep.output import durable_files
 from samestep.runtime.checkpoints.manifests import weight_of
 from samestep.runtime.weights.placement import Runs, WeightSlice, copy_shared, whole
 
@@ -65,7 +82,10 @@ class OpenCheckpoint:
         for part in manifest["parts"]:
             file = stack.enter_context(safe_open(folder / part["file"], "pt"))
             if sorted(file.keys()) != sorted(part["tensors"]):
-                raise CheckpointError(f"{folder / part['file']} holds other tensors than the manifest beside it says")
+                raise CheckpointError(
+                    "checkpoint-damaged",
+                    f"{folder / part['file']} holds other tensors than the manifest beside it says",
+                )
             for name in part["tensors"]:
                 stored._add(name, file)
             for name, value in part["plain"].items():
@@ -78,7 +98,8 @@ class OpenCheckpoint:
             runs.sort(key=lambda run: (run.part, run.start))
         if averaged and not stored.averages:
             raise CheckpointError(
-                f"{folder} holds no averages of weights, which train.ema = 0.999 makes: without --ema it works"
+                "no-averages",
+                f"{folder} holds no averages of weights, which train.ema = 0.999 makes: without --ema it works",
             )
         stored.values |= stored.averages if averaged else {}
         return stored
@@ -101,7 +122,7 @@ class OpenCheckpoint:
             runs = of.setdefault(weight_of(part), {}).setdefault(key, [])
             runs.append(_ElementRun(part, int(start), name, file))
 
-    def read(self, what: str, weight: str, mine: Runs, block: int = 1) -> Tensor:
+    def read(self, what: str, weight: str, runs: Runs, block: int = 1) -> Tensor:
         """Assemble some elements of a weight's `value`, `average` or state from the stored runs that overlap them.
 
         Of scales there is one for each `block` of elements.
@@ -111,9 +132,9 @@ class OpenCheckpoint:
         """
         known = {"value": self.values, "average": self.averages}.get(what)
         stored = self.states[weight][what] if known is None else known.get(weight, [])
-        return self._assemble(stored, what, weight, mine, block)
+        return self._assemble(stored, what, weight, runs, block)
 
-    def read_lost(self, key: str, weight: str, mine: Runs, summed: int = 0) -> Tensor:
+    def read_lost(self, key: str, weight: str, runs: Runs, summed: int = 0) -> Tensor:
         """Assemble the losses of a contribution's codes for some elements of a weight's gradient.
 
         Of sums of contributions, of the `summed` ones from `key` on, it is the sum of those that begin with one of these.
@@ -124,11 +145,11 @@ class OpenCheckpoint:
         stored = self.lost.get(weight, {})
         keys = [other for other in map(str, range(int(key), int(key) + summed)) if other in stored] if summed else [key]
         if stored and not keys:
-            return torch.zeros(int(mine.lengths.sum()))
-        found = [
-            self._assemble(stored.get(one, []), f"lost by contribution {one}", weight, mine, 1) for one in keys or [key]
+            return torch.zeros(int(runs.lengths.sum()))
+        tensors = [
+            self._assemble(stored.get(one, []), f"lost by contribution {one}", weight, runs, 1) for one in keys or [key]
         ]
-        return sum(found[1:], found[0])
+        return sum(tensors[1:], tensors[0])
 
     def read_directions(self, weight: str) -> Tensor:
         """Read the directions along which the next gradient of a weight is projected.
@@ -138,33 +159,36 @@ class OpenCheckpoint:
         """
         if weight not in self.directions:
             raise CheckpointError(
-                f"{self.folder} lacks the directions along which the gradient of {weight} is projected"
+                "checkpoint-damaged",
+                f"{self.folder} lacks the directions along which the gradient of {weight} is projected",
             )
-        found: Tensor = self.directions[weight].get_tensor(f"directions/{weight}")
-        return found
+        tensor: Tensor = self.directions[weight].get_tensor(f"directions/{weight}")
+        return tensor
 
-    def _assemble(self, stored: list[_ElementRun], what: str, weight: str, mine: Runs, block: int) -> Tensor:
-        mine = mine.in_blocks(block)
-        numel = int(mine.lengths.sum())
-        found: Tensor | None = None
+    def _assemble(self, stored: list[_ElementRun], what: str, weight: str, runs: Runs, block: int) -> Tensor:
+        runs = runs.in_blocks(block)
+        numel = int(runs.lengths.sum())
+        tensor: Tensor | None = None
         covered = 0
         for run in stored:
             window = run.file.get_slice(run.name)
             part = self.cuts.get(run.part) or whole(self.shapes[weight])
             theirs = part.runs(run.start, run.start + window.get_shape()[0] * block).in_blocks(block)
-            _, there = mine.shared(theirs)
+            _, there = runs.shared(theirs)
             if not len(there.starts):
                 continue
             first, last = int(there.starts[0]), int(there.starts[-1] + there.lengths[-1])
             values = window[first:last]
-            if found is None:
-                found = torch.empty(numel, dtype=values.dtype)
-            covered += copy_shared(found, mine, values, theirs.part(first, last))
-        if found is None and not numel and stored:  # of a weight that has no row for this rank
-            found = stored[0].file.get_slice(stored[0].name)[:0]
-        if covered < numel or found is None:
-            raise CheckpointError(f"{self.folder} lacks {numel - covered} of {numel} elements of {weight} ({what})")
-        return found
+            if tensor is None:
+                tensor = torch.empty(numel, dtype=values.dtype)
+            covered += copy_shared(tensor, runs, values, theirs.part(first, last))
+        if tensor is None and not numel and stored:  # of a weight that has no row for this rank
+            tensor = stored[0].file.get_slice(stored[0].name)[:0]
+        if covered < numel or tensor is None:
+            raise CheckpointError(
+                "checkpoint-damaged", f"{self.folder} lacks {numel - covered} of {numel} elements of {weight} ({what})"
+            )
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +196,114 @@ class PlainValue:
     """A value that is stored in the manifest itself."""
 
     value: Any
+
+
+NAME = "pretrained"
+"""The name of the folder in a checkpoint."""
+LARGEST_FILE_BYTES = 5 * 10**9
+
+
+def write(
+    form: PretrainedForm,
+    checkpoint: Path,
+    manifest: Mapping[str, Any],
+    out: Path,
+    dtype: torch.dtype | None = None,
+    share: tuple[int, int] = (0, 1),
+    *,
+    averaged: bool = False,
+) -> None:
+    """Write the weights of a checkpoint as a folder for transformers; without a dtype in that of the master weights.
+
+    With `averaged` the moving averages of the weights are written in their place. `share` is this writer's number and the number of writers. Each of them calls it once; the folder is whole when all
+    have returned.
+    """
+    writer, num_writers = share
+    cast = dtype or (torch.float64 if manifest["job"]["numerics"]["precision"] == "float64" else torch.float32)
+    out.mkdir(exist_ok=True)
+    most = LARGEST_FILE_BYTES // cast.itemsize if form.is_divisible else sum(group.numel for group in form.groups)
+    files = _files(form.groups, most)
+    names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+    names = names if len(files) > 1 else [form.one_file]
+    with ExitStack() as stack:
+        stored = OpenCheckpoint.open(checkpoint, manifest, stack, averaged=averaged)
+        value = form.values(values(form.stored_plan, stored))
+        for number in range(writer, len(files), num_writers):
+            tensors = {
+                name: cast_to(tensor, cast)
+                for group in files[number]
+                for name, tensor in _make_tensors(group, value).items()
+            }
+            save_file(tensors, out / names[number], {"format": "pt"})
+            durable_files.sync(out / names[number])
+    if writer:
+        return
+    if len(files) > 1:
+        _write_index(files, names, out, cast, form)
+    form.write_configuration(out, cast)
+    for path in form.beside:
+        shutil.copyfile(path, out / path.name)
+    durable_files.sync(out)
+
+
+def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
+    """Return the groups of each file; a file has at most `most` elements, unless one group has more."""
+    files: list[list[SavedGroup]] = [[]]
+    for group in groups:
+        if files[-1] and sum(file.numel for file in files[-1]) + group.numel > most:
+            files.append([])
+        files[-1].append(group)
+    return files
+
+
+def values(plan: Blueprint, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
+    """Return a function from a tensor's name to its value: the checkpoint's, or the first value of what a run does not train and has
+    not changed.
+
+    Raises:
+        CheckpointError: the files lack a trained weight.
+    """
+    lacking = [name for name in stored.trained - stored.values.keys() if math.prod(stored.shapes[name])]
+    if lacking:
+        raise CheckpointError("checkpoint-damaged", f"{stored.folder} lacks all elements of {min(lacking)} (value)")
+    canonical = plan.canonical
+    names_of: dict[str, list[str]] = {}
+    for name, first in canonical.items():
+        names_of.setdefault(first, []).append(name)
+
+    def value(name: str) -> Tensor:
+        first = canonical[name]
+        if first in stored.values and (numel := math.prod(stored.shapes[first])):
+            shape = stored.shapes[first]
+            return stored.read("value", first, whole(shape).runs(0, numel)).view(shape)
+        for alias in names_of[first]:
+            if alias in stored.buffers:
+                buffer: Tensor = stored.buffers[alias].get_tensor(f"buffer/{alias}")
+                return buffer
+        return plan.materialize(name, torch.device("cpu"))
+
+    return value
+
+
+def _make_tensors(group: SavedGroup, value: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+    return group.make([value(name) for name in group.sources])
+
+
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a tensor in separate memory, in `dtype` if it has floating numbers."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(kind, copy=True, memory_format=torch.contiguous_format)
+
+
+def _write_index(
+    files: Sequence[Sequence[SavedGroup]], names: Sequence[str], out: Path, dtype: torch.dtype, form: PretrainedForm
+) -> None:
+    tensors = form.module.state_dict()
+    weight_map, size_bytes = {}, 0
+    for groups, name in zip(files, names, strict=True):
+        for group in groups:
+            for made, tensor in group.make([tensors[source] for source in group.sources]).items():
+                weight_map[made] = name
+                size_bytes += tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

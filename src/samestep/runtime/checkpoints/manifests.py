@@ -32,10 +32,10 @@ from safetensors import SafetensorError, safe_open
 from samestep import calls, rules
 from samestep.errors import CheckpointError, short_repr
 from samestep.job import Job
-from samestep.job_paths import model_folder
+from samestep.job_files import model_folder
 from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
-from samestep.output import durable_files, regular_files
+from samestep.output import durable_files
 
 _Size = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 _Tensor = Annotated[
@@ -158,8 +158,8 @@ _MAY_CHANGE = (
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints below `folder`, oldest first."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
 @calls.checked
@@ -170,8 +170,8 @@ def latest(folder: str | Path) -> Path | None:
         InputError: `folder` is the address of an object store.
     """
     durable_files.refuse_remote(Path(folder))
-    found = list_checkpoints(Path(folder))
-    return found[-1] if found else None
+    paths = list_checkpoints(Path(folder))
+    return paths[-1] if paths else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -182,30 +182,34 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
-        manifest = regular_files.read_json(path, _LARGEST_BYTES)
+        manifest = durable_files.read_json(path, _LARGEST_BYTES)
         version = manifest["format_version"]
         is_whole = version != FORMAT_VERSION or manifest.pop("digest") == _digest(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise CheckpointError(describe_damage(path))
+        raise CheckpointError("checkpoint-damaged", describe_damage(path))
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{folder} has format {version!r:.20}; this version reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            "checkpoint-version", f"{folder} has format {version!r:.20}; this version reads {FORMAT_VERSION}"
+        )
     try:
         Manifest.model_validate(manifest)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path} is no manifest of a checkpoint: {key}: {first['msg'].lower()}, got {short_repr(first['input'])}"
+            "checkpoint-damaged",
+            f"{path} is no manifest of a checkpoint: {key}: {first['msg'].lower()}, got {short_repr(first['input'])}",
         ) from None
     if wrong := contradiction(manifest):
-        raise CheckpointError(f"{path} contradicts itself: {wrong}")
+        raise CheckpointError("checkpoint-damaged", f"{path} contradicts itself: {wrong}")
     named = re.fullmatch(r"step-(\d+)", folder.name)
     if named and int(named[1]) != manifest["step"]:
         raise CheckpointError(
+            "checkpoint-damaged",
             f"{folder} holds the checkpoint of step {manifest['step']}, not of the step in its name; "
-            f"step-{manifest['step']:06d} was its name"
+            f"step-{manifest['step']:06d} was its name",
         )
     return dict(manifest)
 
@@ -239,6 +243,10 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     return None, wrong
 
 
+_SOURCE_OF_NO_MODEL = "hf:llama"
+"""The `model.source` in older checkpoints of a model that was given in Python, whose job named none."""
+
+
 def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str, ...]:
     """Refuse the checkpoint of a job that computes something else, and return what the job changes, as texts.
 
@@ -255,6 +263,8 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
         for table, key in keys
         if saved.get(table, {}).get(key) != now[table].get(key)
     }
+    if now["model"]["source"] == "" and saved["model"]["source"] == _SOURCE_OF_NO_MODEL:
+        changed.pop("model.source", None)
     if now["numerics"]["exchange_every"] == saved.get("numerics", {}).get("exchange_every") == 1:
         for key in _OF_EXCHANGES:  # without an effect, so that another default is no other job
             changed.pop(f"numerics.{key}", None)
@@ -263,14 +273,16 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
         may = [key for key in differs if key in get_args(MayChange)]
         works = f"; --allow {' '.join(may)} lets it change" if may and may == differs else ""
         raise CheckpointError(
-            f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder{works}"
+            "checkpoint-other-job",
+            f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder{works}",
         )
     if reason := rules.refusal(manifest["job"]):
-        raise CheckpointError(f"{folder} {reason}")
+        raise CheckpointError("checkpoint-version", f"{folder} {reason}")
     if (source := model_folder(job)) and digest_of(source) != manifest.get("folder"):
         raise CheckpointError(
-            f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
-            "written: resume with what stood there"
+            "checkpoint-other-job",
+            f"the configuration or the tensors in {source} have changed since {folder} was "
+            "written: resume with the earlier ones",
         )
     return tuple(
         f"after step {manifest['step']}: {key} is {short_repr(new)}, which was {short_repr(old)}"
@@ -292,7 +304,7 @@ def check_shapes(manifest: Mapping[str, Any], now: Mapping[str, list[int]], fold
     ]
     if differs:
         more = f", and {len(differs) - 1} more" if len(differs) > 1 else ""
-        raise CheckpointError(f"{folder} holds another model's weights: {differs[0]}{more}")
+        raise CheckpointError("checkpoint-other-model", f"{folder} holds another model's weights: {differs[0]}{more}")
 
 
 def check_digests(manifest: Mapping[str, Any], folder: Path) -> None:
@@ -302,7 +314,7 @@ def check_digests(manifest: Mapping[str, Any], folder: Path) -> None:
         CheckpointError: it names the file.
     """
     for path in broken_files(manifest["parts"], folder):
-        raise CheckpointError(describe_damage(path))
+        raise CheckpointError("checkpoint-damaged", describe_damage(path))
 
 
 def broken_files(parts: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[Path]:

@@ -2,7 +2,7 @@
 
     frozen weights that have changed       in the files like trained weights: in coordinates of the whole, for any layout
     buffers                                persistent ones, and others that have changed; each from the stage that runs it
-    options and attributes of optimizers   those that have changed, by the names of a group's weights
+    options and attributes of optimizers   those that have changed, by the names of a group's weights; rates that were set from outside
     the state of lanes                     that of each data rank's samples (`axes/lanes.py`)
     the place in a stream of data          what the stream's `state_dict` returns, from rank 0
     attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
@@ -26,11 +26,12 @@ from samestep.building.optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
 from samestep.runtime.checkpoints.prepared_run import PreparedRun
-from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpack_plain
+from samestep.runtime.optimizers.optimizer_source import GivenOptimizer
+from samestep.runtime.optimizers.optimizer_step import set_options
+from samestep.runtime.processes.messages import NotPlainError, Packer, gather_values, unpack_plain
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
-from samestep.state.step_code import state_at, states_by_key
+from samestep.state.step_code import set_state, states_by_key
 from samestep.trees import tree_map_only
 
 _STATE = "state/"
@@ -68,18 +69,19 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
     optimizer, first = run.updater.optimizer, run.updater.first_digests
     values = optimizer_values(optimizer) if optimizer else {}
     changed = {key: value for key, value in values.items() if digest(value) != first.get(key)}
-    what = class_names(optimizer) if optimizer else ""
+    what, outside = class_names(optimizer) if optimizer else "", run.updater.rates.from_outside()
     groups = []
     for index, group in enumerate(optimizer.param_groups if optimizer else ()):
         held = {id(param) for param in group["params"]}
         options = {key.partition("/")[2]: v for key, v in changed.items() if key.startswith(f"{index}/")}
-        if options:
+        if options := options | outside.get(index, {}):
             names = [piece.name for piece in run.updater.pieces if id(piece.value) in held]
-            groups.append({"names": names, "options": writer.kept(options, f"the options of {what}")})
+            kept_options = writer.kept(options, f"the options of {what}")
+            groups.append({"names": names, "index": index, "options": kept_options})
     own = {key: value for key, value in changed.items() if "/" not in key} | _nested_states(run)
     record = {"rank": run.place.rank, "groups": groups, "optimizer": writer.kept(own, f"attributes of {what}")}
     if _writes(run):
-        before = run.assembly.model.first_state.attributes
+        attributes = run.assembly.model.first_state.attributes
         extra = {
             path: module
             for path, module in run.model.named_modules()
@@ -88,7 +90,7 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
         record["attributes"] = [
             [path, key, kept[key]]
             for path, key, value in attributes_of(run.model)
-            if digest(value) != before.get((path, key))
+            if digest(value) != attributes.get((path, key))
             and _is_mine(run, path, True)
             and (kept := writer.kept({key: value}, f"attributes of {path or 'the model'}", path in extra))
         ]
@@ -118,7 +120,11 @@ def _kept_of_loss(run: PreparedRun, writer: _Writer) -> list[list[Any]]:
         for name, buffer in model.of_loss.named_buffers()
         if fingerprint(buffer) != first.buffers.get(name)
     ]
-    attributes = [one for one in attributes_of(model.of_loss) if digest(one[2]) != first.attributes.get(one[:2])]
+    attributes = [
+        attribute
+        for attribute in attributes_of(model.of_loss)
+        if digest(attribute[2]) != first.attributes.get(attribute[:2])
+    ]
     return [
         [path, key, kept[key]]
         for path, key, value in (*buffers, *attributes)
@@ -183,7 +189,9 @@ def refuse_unsaved(run: PreparedRun, manifest: Mapping[str, Any], folder: object
     """
     if unsaved := [text for record in manifest.get("ranks", ()) for text in record["unsaved"]]:
         run.job.run.waived(
-            "resume", f"{folder} does not hold {unsaved[0]}; numbers, text, tensors and lists of them work"
+            "resume",
+            "checkpoint-state",
+            f"{folder} does not hold {unsaved[0]}; numbers, text, tensors and lists of them work",
         )
 
 
@@ -201,7 +209,7 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
     """
     records: Sequence[Mapping[str, Any]] = manifest.get("ranks", ())
     if run.updater.optimizer is not None:
-        _give_back_options(run, [group for record in records for group in record["groups"]], read)
+        _give_back_options(run, manifest, read)
         _give_back_own(run, manifest, records, read)
     lanes = [unpack_plain(record["lanes"], read) for record in records if record.get("lanes") is not None]
     run.lanes.resume(lanes, run.place.device)
@@ -231,27 +239,50 @@ def _give_back_of_loss(of_loss: nn.Module, path: str, key: str, value: Any) -> N
         setattr(module, key, _like(held, value))
 
 
-def _give_back_options(run: PreparedRun, groups: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]) -> None:
-    of_weight = {name: group["options"] for group in groups for name in group["names"]}
-    assert run.updater.optimizer is not None
-    for group in run.updater.optimizer.param_groups:
-        held = {id(param) for param in group["params"]}
-        names = [piece.name for piece in run.updater.pieces if id(piece.value) in held and piece.name in of_weight]
-        for key, value in of_weight[names[0]].items() if names else ():
-            group[key] = _like(group.get(key), unpack_plain(value, read))
+def _give_back_options(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
+    of_weight, of_index = _options_in(manifest, read)
+    for updater in [assembly.weights.updater for assembly in run.replicas.assemblies]:
+        assert updater.optimizer is not None
+        for index, group in enumerate(updater.optimizer.param_groups):
+            held = {id(param) for param in group["params"]}
+            names = [piece.name for piece in updater.pieces if id(piece.value) in held]
+            options: dict[str, Any] = next((of_weight[name] for name in names if name in of_weight), {})
+            updater.rates.resume(index, options if names else of_index.get(index, {}))
+            for key in options:  # an instance may have had them from the start, and the next checkpoint holds them too
+                updater.first_digests.pop(f"{index}/{key}", None)
+
+
+def give_back_to_instances(
+    instances: Sequence[GivenOptimizer], manifest: Mapping[str, Any], read: Callable[[str], Tensor]
+) -> None:
+    """Set the options in the groups of the optimizer instances that a user gave."""
+    of_weight, _ = _options_in(manifest, read)
+    for optimizer in instances:
+        for group in optimizer.instance.param_groups:
+            names = [optimizer.names[id(param)] for param in group["params"]]
+            set_options(group, next((of_weight[name] for name in names if name in of_weight), {}))
+
+
+def _options_in(manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return the options of groups in a checkpoint, by the names of their weights and by their indices."""
+    groups = [group for record in manifest.get("ranks", ()) for group in record["groups"]]
+    options = [{key: unpack_plain(value, read) for key, value in group["options"].items()} for group in groups]
+    both = [*zip(groups, options, strict=True)]
+    return {name: found for group, found in both for name in group["names"]}, {g.get("index"): o for g, o in both}
 
 
 def _give_back_own(
     run: PreparedRun, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]
 ) -> None:
     of_ranks = {record["rank"]: record["optimizer"] for record in records if record["optimizer"]}
-    decoded = {rank: {key: unpack_plain(v, read) for key, v in own.items()} for rank, own in of_ranks.items()}
+    decoded = {rank: {key: unpack_plain(v, read) for key, v in record.items()} for rank, record in of_ranks.items()}
     mine = decoded.get(run.place.rank) if manifest["layout"] == str(run.layout) else next(iter(decoded.values()), {})
-    if manifest["layout"] != str(run.layout) and len({digest(own) for own in decoded.values()}) > 1:
+    if manifest["layout"] != str(run.layout) and len({digest(values) for values in decoded.values()}) > 1:
         names = ", ".join(next(iter(decoded.values())))
         raise CheckpointError(
+            "checkpoint-state",
             f"{type(run.updater.optimizer).__name__} keeps {names}, which differs between the ranks of layout "
-            f"{manifest['layout']!r}: that layout resumes"
+            f"{manifest['layout']!r}: that layout resumes",
         )
     for key, value in (mine or {}).items():
         if key.startswith(_STATE):
@@ -264,9 +295,8 @@ def _give_back_own(
 def _give_back_state(run: PreparedRun, name: str, key: str, value: Any) -> None:
     piece = next((piece for piece in run.updater.pieces if piece.name == name), None)
     if piece is not None:
-        device = piece.value.device
-        holder, own = state_at(run.updater.with_states, piece.value, key)
-        holder[own] = tree_map_only(Tensor, lambda leaf: leaf.to(device), value)
+        value = tree_map_only(Tensor, lambda leaf: leaf.to(piece.value.device), value)
+        set_state(run.updater.with_states, piece.value, key, value)
 
 
 def _like(held: Any, found: Any) -> Any:

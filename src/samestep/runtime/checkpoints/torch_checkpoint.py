@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from samestep.errors import CheckpointError
-from samestep.output import regular_files
+from samestep.output import durable_files
 
 NAME = ".metadata"
 _LARGEST_BYTES = 1 << 30
@@ -65,24 +65,27 @@ class TorchEntry:
         Raises:
             CheckpointError: a file is damaged, or holds something else.
         """
-        found = torch.empty(self.shape, dtype=self.dtype)
+        tensor = torch.empty(self.shape, dtype=self.dtype)
         for chunk in self.chunks:
             window = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            found[window] = self._read_chunk(chunk)
-        return found
+            tensor[window] = self._read_chunk(chunk)
+        return tensor
 
     def _read_chunk(self, chunk: TorchChunk) -> Tensor:
         try:
-            with regular_files.open_regular(chunk.path) as file:
+            with durable_files.open_regular(chunk.path) as file:
                 file.seek(chunk.start_bytes)
                 stored = torch.load(
                     _open_uncompressed(file.read(chunk.size_bytes)), map_location="cpu", weights_only=True
                 )
         except Exception as error:  # of bytes that anybody has written
-            raise CheckpointError(f"{chunk.path} is damaged where {self.name} begins: {_line(error)}") from None
+            raise CheckpointError(
+                "checkpoint-damaged", f"{chunk.path} is damaged where {self.name} begins: {_line(error)}"
+            ) from None
         if not isinstance(stored, Tensor) or tuple(stored.shape) != chunk.sizes or stored.dtype != self.dtype:
             raise CheckpointError(
-                f"{chunk.path} holds something else than a part of {self.name} with shape {chunk.sizes}"
+                "checkpoint-other-model",
+                f"{chunk.path} holds something else than a part of {self.name} with shape {chunk.sizes}",
             )
         return stored
 
@@ -105,38 +108,47 @@ def entries(folder: Path, wanted: Iterable[str]) -> dict[str, TorchEntry]:
         if not fits:
             best = max(groups.values(), key=lambda names: len(names.keys() & set(wanted)), default={})
             first = next(name for name in wanted if name not in best)
-            raise CheckpointError(f"{folder} holds another model's weights: it lacks {first}")
+            raise CheckpointError("checkpoint-other-model", f"{folder} holds another model's weights: it lacks {first}")
         chosen = ("model",) if ("model",) in fits else fits[0]
         if len(fits) > 1 and chosen != ("model",):
             told = " and ".join(".".join(map(str, above)) or "its top" for above in fits)
             raise CheckpointError(
-                f"{folder} holds the weights of this model in {told}: one of them works, or {{'model': ...}}"
+                "checkpoint-other-model",
+                f"{folder} holds the weights of this model in {told}: one of them works, or {{'model': ...}}",
             )
         return {name: _entry(folder, stored, kinds[stored], places) for name, stored in groups[chosen].items()}
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OSError) as error:
-        raise CheckpointError(f"{folder / NAME} is damaged: {_line(error)}") from None
+        raise CheckpointError("checkpoint-damaged", f"{folder / NAME} is damaged: {_line(error)}") from None
 
 
 def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> TorchEntry:
     if not isinstance(kind, _Tensors):
-        raise CheckpointError(f"{folder} holds {name}, which is no tensor: a state dict of tensors alone works")
+        raise CheckpointError(
+            "checkpoint-other-model", f"{folder} holds {name}, which is no tensor: a state dict of tensors alone works"
+        )
     shape = _sizes(kind.size)
     chunks = []
-    for one in kind.chunks:
-        place = places[name, _sizes(one.offsets)]
+    for chunk in kind.chunks:
+        place = places[name, _sizes(chunk.offsets)]
         path = folder / _text(place.relative_path)
         if path.name != place.relative_path or path.is_symlink():
-            raise CheckpointError(f"{folder / NAME} names {place.relative_path:.80}, which is no file in its folder")
+            raise CheckpointError(
+                "checkpoint-damaged",
+                f"{folder / NAME} names {place.relative_path:.80}, which is no file in its folder",
+            )
         if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(f"{folder} holds {name} in a transformed form: one that is saved without works")
+            raise CheckpointError(
+                "checkpoint-other-model",
+                f"{folder} holds {name} in a transformed form: one that is saved without works",
+            )
         start, size = _sizes((place.offset, place.length))
         if start + size > path.stat().st_size:
-            raise CheckpointError(f"{path} ends before {name} does")
-        chunks.append(TorchChunk(path, start, size, _sizes(one.offsets), _sizes(one.sizes)))
+            raise CheckpointError("checkpoint-damaged", f"{path} ends before {name} does")
+        chunks.append(TorchChunk(path, start, size, _sizes(chunk.offsets), _sizes(chunk.sizes)))
     if not isinstance(kind.properties.dtype, torch.dtype):
         raise TypeError(f"{name} has no dtype")
     if not _cover(chunks, shape):
-        raise CheckpointError(f"{folder / NAME} gives {name} chunks that do not cover it once")
+        raise CheckpointError("checkpoint-damaged", f"{folder / NAME} gives {name} chunks that do not cover it once")
     return TorchEntry(name, shape, kind.properties.dtype, tuple(chunks))
 
 
@@ -173,7 +185,7 @@ def _open_uncompressed(data: bytes) -> io.BytesIO:
     file = io.BytesIO(data)
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as opened:
-            if sum(one.file_size for one in opened.infolist()) > len(data):
+            if sum(entry.file_size for entry in opened.infolist()) > len(data):
                 raise ValueError("it is compressed")
     file.seek(0)
     return file
@@ -314,12 +326,15 @@ def _check_key(key: Any) -> None:
 def _metadata(folder: Path) -> Any:
     path = folder / NAME
     try:
-        with regular_files.open_regular(path) as file:
+        with durable_files.open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
                 raise ValueError("it is larger than any metadata")
             return _Unpickler(file).load()
     except Exception as error:  # of bytes that anybody has written
-        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: {_line(error)}") from None
+        raise CheckpointError(
+            "checkpoint-damaged",
+            f"{path} is no metadata of torch.distributed.checkpoint: {_line(error)}",
+        ) from None
 
 
 class _OneByOne(DefaultSavePlanner):
@@ -344,8 +359,8 @@ def write(model: nn.Module, value: Callable[[str], Tensor], out: Path, dtype: to
         OSError: the folder cannot be written.
     """
     kinds = {
-        name: torch.empty_like(held, dtype=dtype if held.is_floating_point() else held.dtype, device="meta")
-        for name, held in model.state_dict().items()
+        name: torch.empty_like(tensor, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items()
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming.*single process")

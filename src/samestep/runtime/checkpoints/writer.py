@@ -38,7 +38,7 @@ from samestep.building.pretrained_form import PretrainedForm
 from samestep.building.torch_seams import default_store
 from samestep.errors import CheckpointError, SamestepError
 from samestep.output import durable_files
-from samestep.runtime.checkpoints import manifests, pretrained_folder
+from samestep.runtime.checkpoints import checkpoint_files, manifests
 from samestep.runtime.checkpoints.prepared_run import PreparedRun
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import part_index
@@ -79,15 +79,23 @@ def weights_held_elsewhere(run: PreparedRun) -> set[str]:
 
 def encodes_first(run: PreparedRun, name: str) -> bool:
     """Return whether this rank is the first of those that encode the same contribution to a weight's gradient."""
-    holding, made = run.assembly.weights.placements.holding(name), run.program.step.contributions
-    within = (*holding.replicated_over, *holding.tied_over, *(made.inside if made is not None else ()))
+    holding, contributions = run.assembly.weights.placements.holding(name), run.program.step.contributions
+    within = (
+        *holding.replicated_over,
+        *holding.tied_over,
+        *(contributions.inside if contributions is not None else ()),
+    )
     return not any(map(run.assembly.parallel.mesh.index, within))
 
 
 def index_of_contributions(run: PreparedRun) -> int:
     """Return the index of this rank among those between which contributions are encoded."""
-    made = run.program.step.contributions
-    return run.assembly.parallel.mesh.index(made.axis) if made is not None and made.ranks > 1 else 0
+    contributions = run.program.step.contributions
+    return (
+        run.assembly.parallel.mesh.index(contributions.axis)
+        if contributions is not None and contributions.ranks > 1
+        else 0
+    )
 
 
 def copy_to_host(tensor: Tensor, *, is_new: bool = False) -> Tensor:
@@ -118,7 +126,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in _WORDS:
-            raise CheckpointError(f"{name} has dtype {tensor.dtype}, which no file of safetensors holds")
+            raise CheckpointError("export-form", f"{name} has dtype {tensor.dtype}, which no file of safetensors holds")
         head[name] = {
             "dtype": _WORDS[tensor.dtype],
             "shape": list(tensor.shape),
@@ -153,9 +161,9 @@ class Retention:
     every: int = 0
     """Those whose step this divides stay for ever; with 0 none does."""
 
-    def outdated_checkpoints(self, found: Sequence[Path]) -> list[Path]:
+    def outdated_checkpoints(self, paths: Sequence[Path]) -> list[Path]:
         """Return the checkpoints to remove, of all, oldest first."""
-        return [path for path in found[: -self.newest] if not self.every or int(path.name[5:]) % self.every]
+        return [path for path in paths[: -self.newest] if not self.every or int(path.name[5:]) % self.every]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +264,8 @@ class Writing:
         """Write this rank's files for transformers, from the files of all ranks."""
         share = self.share
         manifest = share.manifest(self._all("written"))
-        out = share.draft / pretrained_folder.NAME
-        pretrained_folder.write(form, share.draft, manifest, out, share=(share.rank, share.world_size))
+        out = share.draft / checkpoint_files.NAME
+        checkpoint_files.write(form, share.draft, manifest, out, share=(share.rank, share.world_size))
         self._tell("converted", True)
 
     def _complete(self) -> None:

@@ -1,9 +1,14 @@
-"""What a gradient codec is to torch: it writes rows of a gradient down as bytes, and reads them."""
+"""The interface of a gradient codec in torch, which writes rows of a gradient down as bytes and reads them, and what an exchange keeps
+from one step to the next: residuals, and directions of factors.
+
+A residual is what a code has lost of a contribution; it is added to the next one before that is encoded (Seide et al. 2014).
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -33,5 +38,52 @@ def codec_of(name: str, backend: str = "") -> Codec:
     """Return the codec of a row of `CODECS`; if a `backend` of `torch.compile` is given, with kernels that it makes, where there are
     any, of the same codes."""
     module = importlib.import_module(CODECS[name].module)
-    made: Codec = module.fused(backend) if backend and CODECS[name].can_be_fused else module.codec()
-    return made
+    codec: Codec = module.fused(backend) if backend and CODECS[name].can_be_fused else module.codec()
+    return codec
+
+
+SUM = "sum"
+"""The key of the residual of the sum of all contributions."""
+
+
+class BufferResidual(NamedTuple):
+    """The residual of one contribution, or of the sum of all, in a run of a buffer's elements."""
+
+    key: str
+    """The number of the contribution; `SUM` of their sum."""
+    start: int
+    """First element in the buffer."""
+    values: Tensor
+    summed: int = 0
+    """If not 0, the number of contributions, of which `key` is the first, that it is the sum of."""
+
+
+class Residual(NamedTuple):
+    """The residual of one contribution, or of the sum of all, in a run of a weight's elements."""
+
+    name: str
+    key: str
+    """The number of the contribution; `SUM` of their sum."""
+    start: int
+    """First element in the flattened weight, or in the part of it that `tp` and `ep` leave this rank."""
+    values: Tensor
+    summed: int = 0
+    """If not 0, the number of contributions, of which `key` is the first, that it is the sum of."""
+
+
+class Directions(NamedTuple):
+    """Directions along which a weight's next gradient is projected."""
+
+    name: str
+    values: Tensor
+    """[rank, columns]"""
+
+
+def residuals_of_weights(buffer_residual: BufferResidual, places: Iterable[tuple[str, int, int]]) -> Iterator[Residual]:
+    """Yield the residuals of the weights that a buffer holds at the places (name, first element in the buffer, elements)."""
+    end = buffer_residual.start + buffer_residual.values.numel()
+    for name, first, numel in places:
+        start, stop = max(first, buffer_residual.start), min(first + numel, end)
+        if start < stop:
+            values = buffer_residual.values[start - buffer_residual.start : stop - buffer_residual.start]
+            yield Residual(name, buffer_residual.key, start - first, values, buffer_residual.summed)

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from samestep.program.codecs import CODECS, PLAIN, CodedPart
 from samestep.program.exchange_times import Contributions
-from samestep.runtime.codecs.codec import codec_of
-from samestep.runtime.codecs.factored_exchange import FactoredExchange
-from samestep.runtime.codecs.residuals import SUM, BufferResidual, Directions
+from samestep.runtime.codecs.codec import SUM, BufferResidual, Directions, codec_of
 from samestep.runtime.processes.mesh import all_gather
+from samestep.wings import required
 
 
 class PlainExchange:
@@ -189,23 +188,23 @@ class CodedExchange:
     def _sum(self) -> None:
         """Add up this rank's chunk of all contributions in their order, and encode the sum."""
         assert self._num_added == self._made.each, "a contribution is missing"
-        mine = self._sums[self._index if self._gathers else 0, None]
+        sum_ = self._sums[self._index if self._gathers else 0, None]
         for number, (part, window) in enumerate(zip(self._parts, self._windows, strict=True)):
             total = self._like.new_zeros(1, self._chunk(part))
             for received in self._received.flatten(0, 1):
                 self._codec.decode(received[None, window], part.block, total)
             lost = self._lost_by_sum[number] if self._lost_by_sum else None
-            self._codec.encode(total, part.block, mine[:, window], lost)
+            self._codec.encode(total, part.block, sum_[:, window], lost)
         self._is_summed = True
 
 
-Exchange = CodedExchange | FactoredExchange | PlainExchange
+Exchange = CodedExchange | PlainExchange
 
 
 def exchange_of(
     name: str,
     parts: Sequence[CodedPart],
-    made: Contributions,
+    contributions: Contributions,
     group: dist.ProcessGroup | None,
     like: Tensor,
     *,
@@ -213,10 +212,17 @@ def exchange_of(
     backend: str,
 ) -> Exchange:
     """Return the exchange of buffers by the codec `name`, or without one if it is `PLAIN`; a `backend` of `torch.compile`
-    makes fused kernels, where there are any."""
+    makes fused kernels, where there are any.
+
+    Raises:
+        InputError: the codec is one of the wing `slow_links`, which is not installed.
+    """
     if name == PLAIN:
-        return PlainExchange(made, group)
+        return PlainExchange(contributions, group)
     if CODECS[name].factors:
         (part,) = parts
-        return FactoredExchange(part, made, group, like, gathers=gathers)
-    return CodedExchange(name, parts, made, group, like, gathers=gathers, backend=backend)
+        factored: Exchange = required("slow_links", "powersgd").FactoredExchange(
+            part, contributions, group, like, gathers=gathers
+        )
+        return factored
+    return CodedExchange(name, parts, contributions, group, like, gathers=gathers, backend=backend)

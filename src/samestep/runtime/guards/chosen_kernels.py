@@ -38,7 +38,8 @@ def of_job(job: Job, device: torch.device) -> Callable[[], AbstractContextManage
     word, found = job.run.attention, list[Callable[[], AbstractContextManager[None]]]()
     if word != "auto" and device.type == "cpu" and word not in _ON_CPUS:
         raise JobError(
-            f"run.attention = {word!r}: torch has no such kernel on CPUs; {', '.join(map(repr, _ON_CPUS))} and 'auto' work"
+            "attention-kernel",
+            f"run.attention = {word!r}: torch has no such kernel on CPUs; {', '.join(map(repr, _ON_CPUS))} and 'auto' work",
         )
     if job.numerics.deterministic:
         deterministic.reserve_workspace()
@@ -72,6 +73,7 @@ def _attention(word: str) -> Iterator[None]:
         if not _NO_KERNEL.match(str(error)):
             raise
         raise JobError(
+            "attention-kernel",
             f"run.attention = {word!r}: this kernel does not compute the attention{line_of(error)} (its mask, dtype or width of heads); "
-            "run.attention = 'auto' works"
+            "run.attention = 'auto' works",
         ) from error

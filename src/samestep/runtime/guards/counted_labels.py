@@ -6,7 +6,9 @@ A forward that calls `cross_entropy` or `nll_loss` shows there which tensor its 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,18 +28,69 @@ _LOOKS_UP = (
     Tensor.index_select,
     Tensor.__getitem__,
 )
+_DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]  # of C
 
 
-class GivenLabels(TorchFunctionMode):
+def _is_of_user(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "samestep")
+
+
+class _Detaching(TorchFunctionMode):
+    """Knows what code of the user's detaches: by a function, or by what it computes under `no_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._without_gradients: list[bool] = []
+        """Whether gradients are off in each context of the user's that is entered; a trial runs without any."""
+
+    def _is_detached(self, func: Callable[..., Any], args: Any, frame: FrameType) -> bool:
+        """Return whether the result of a function, which a frame calls, is one that the user's code has detached."""
+        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of another mode
+            frame = frame.f_back
+        if getattr(func, "__name__", "") == "_set_grad_enabled":  # of a class that __enter__ and __exit__ make
+            self._enter(frame if frame.f_code.co_name != "__init__" else frame.f_back, is_off=not args[0])
+            return False
+        return (func in _DETACHES or any(self._without_gradients[-1:])) and _is_of_user(frame)
+
+    def _enter(self, frame: FrameType | None, *, is_off: bool) -> None:
+        name, user = (frame.f_code.co_name, frame.f_back) if frame is not None else ("", None)
+        if name == "__enter__" and user is not None:
+            is_ours = user.f_globals.get("__name__", "").startswith("samestep.")
+            self._without_gradients.append(is_off and not is_ours)
+        elif name == "__exit__" and self._without_gradients:
+            self._without_gradients.pop()
+
+
+class OtherDetached(_Detaching):
+    """Gives code of the user's other values for what it detaches, each element the same function of its own: where a statistic of the
+    batch is behind it, as in `s / s.detach()`, the loss of parts no longer adds up.
+    """
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not self._is_detached(func, args, sys._getframe(1)):
+            return found
+        is_several = isinstance(found, tuple) and type(found).__module__ in ("builtins", "torch.return_types")
+        return type(found)([_other(one) for one in found]) if is_several else _other(found)
+
+
+def _other(found: Any) -> Any:
+    return found + 0.1 * (1.0 + found.sin()) if isinstance(found, Tensor) and found.is_floating_point() else found
+
+
+class GivenLabels(_Detaching):
     """Notes the labels that a forward gives to its loss, and the numbers by which it looks something up."""
 
     def __init__(self) -> None:
         super().__init__()
         self._losses: list[tuple[Tensor, int]] = []
         self._looked_up: list[Tensor] = []
+        self.detaches = False
+        """Whether the forward detaches something."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        self.detaches |= self._is_detached(func, args, sys._getframe(1))
         if func in (F.cross_entropy, F.nll_loss):
             target = args[1] if len(args) > 1 else given.get("target")
             if isinstance(target, Tensor) and not target.is_floating_point() and not target.is_meta:
@@ -89,8 +142,8 @@ def masks_of(samples: Any, labels: Tensor | None) -> list[tuple[int, int]]:
     return [(place, ignored) for place in places for ignored in (0, 1)]
 
 
-def masked(samples: Any, labels: Tensor | None, ignored: int, first: int) -> Any:
-    """Return samples of which the first ones have the later half of their labels masked, or the first one its only label."""
+def masked(samples: Any, labels: Tensor | None, ignored: int, first: int, *, entirely: bool = False) -> Any:
+    """Return samples of which the first ones have the later half of their labels masked, or the first one its only label; or all `entirely`."""
     assert labels is not None
     changed = labels.clone()
     rows = changed[:first].flatten(1) if labels.dim() > 1 else changed[:first, None]
@@ -99,6 +152,7 @@ def masked(samples: Any, labels: Tensor | None, ignored: int, first: int) -> Any
     if not left.any() and first > 1:
         left = left.clone()
         left[0] = True
+    left = torch.ones_like(left) if entirely else left
     changed[:first] = rows.masked_fill(left, ignored).view_as(changed[:first])
     return _replaced(samples, labels, changed)
 

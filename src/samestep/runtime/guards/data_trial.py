@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from samestep.datasets.values import num_samples, rows_of
 from samestep.runtime.guards.repeat import NamedSamples
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_batch import Indices
+from samestep.runtime.step_observer import Indices
 from samestep.state.fingerprints import digest
 from samestep.trees import have_same_values, tensors_in, tree_leaves
 
@@ -56,7 +57,8 @@ def _check_repeated_reads(named: NamedSamples, tried: Indices) -> str:
     return (
         f"sample {tried[rows[0]] if rows else tried[0]} of the data set is another one when it is read again, so every "
         "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
-        "index, as np.random.default_rng(index), work, and so do those of the generator that sample(index, generator) is given"
+        "index, as np.random.default_rng(index), work, or those of the generator that sample(index, generator) is given, and a file "
+        "that is opened where it is read, and not before processes share it"
     )
 
 
@@ -67,14 +69,18 @@ def _check_single_reads(named: NamedSamples, tried: Indices, together: Any) -> s
     """
     if num_samples(together) != len(tried):
         return ""
+    # Twice each: what is computed of a batch, as weights of its classes, may be the same of one sample and of a few.
+    twice = named.read(np.repeat(tried, 2))
+    twice = twice if num_samples(twice) == 2 * len(tried) else together
     for row, index in enumerate(tried):
         alone, part = named.read(tried[row : row + 1]), rows_of(together, [row], len(tried))
-        alike = [one.shape for one in tensors_in(alone)] == [one.shape for one in tensors_in(part)]
-        if alike and not _are_same(alone, part):
+        again = rows_of(twice, [2 * row], 2 * len(tried)) if twice is not together else part
+        shapes = [[leaf.shape for leaf in tensors_in(one)] for one in (alone, part, again)]
+        if shapes.count(shapes[0]) == len(shapes) and not (_are_same(alone, part) and _are_same(alone, again)):
             return (
                 f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
                 "decides which samples are read together: a sample that is a tensor of its own, and no view of a buffer that "
-                "the next one overwrites, works"
+                "the next one overwrites, works, and what is computed of a whole batch works in one that run.step(batch) is given"
             )
     return ""
 

@@ -42,13 +42,15 @@ def kernels(device: torch.device) -> Iterator[None]:
         found = _HAS_NONE.match(str(error))
         if found:
             raise JobError(
+                "deterministic",
                 f"numerics.deterministic = true: {found['operation']} has no deterministic kernel on {device.type}"
-                f"{line_of(error)}; another operation works, and so does numerics.deterministic = false"
+                f"{line_of(error)}; another operation works, or numerics.deterministic = false",
             ) from error
         if _WORKSPACE in str(error):
             raise JobError(
+                "deterministic",
                 f"numerics.deterministic = true: matrix products ran before samestep could fix their workspaces; "
-                f"{_WORKSPACE}=:4096:8 in the environment works"
+                f"{_WORKSPACE}=:4096:8 in the environment works",
             ) from error
         raise
     finally:

@@ -30,9 +30,8 @@ from samestep.program.ops import OpKind
 from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger, outside_step
-from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.processes.mesh import Mesh, group_among
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.processes.process_groups import group_among
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import word_sums
@@ -149,8 +148,9 @@ class DriftMonitor:
         words = [f"{kind} {dtype} {size or ''}".strip() for kind, dtype, size in differing]
         other = next(index for index, row in enumerate(words) if row != words[0])
         raise DriftError(
+            "ranks-drift",
             f"in step {step} ranks {odd[0]} disagree on one collective, so its result is "
-            f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
+            f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes",
         )
 
     def _gather_by_group(self, mine: Any) -> list[Any]:
@@ -171,7 +171,10 @@ class DriftMonitor:
             who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} against the other{'s' * (count > 1)}"
         else:
             who = f"ranks {', '.join(map(str, holders))} against each other"
-        raise DriftError(f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause")
+        raise DriftError(
+            "ranks-drift",
+            f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause",
+        )
 
 
 def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from samestep.building.autograd_graph import is_end, nodes_from, tensor_of
-from samestep.runtime.guards.loss_parts import tensors_in
+from samestep.runtime.guards.divided_samples import tensors_in
+
+_LAST = 12
+"""So many operations of a loss are compared."""
 
 
 def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
@@ -34,6 +37,15 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
                 "that the forward keeps elsewhere, as a hook does, or by torch.autograd.grad through the model"
             )
     return ""
+
+
+def last_operations(total: Tensor) -> tuple[str, ...]:
+    """Return the operations by which a loss ends, which are others once a forward computes another loss."""
+    seen = [] if total.grad_fn is None else [total.grad_fn]
+    for node in seen:  # which grows
+        later = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen += later[: _LAST - len(seen)]
+    return tuple(node.name() for node in seen)
 
 
 def differentiates_graphs(total: Tensor) -> bool:

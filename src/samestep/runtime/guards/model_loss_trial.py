@@ -10,17 +10,22 @@ at the first place count unless it shifts them, which two more forwards show. Wh
 is read off the forward's call of `cross_entropy` (`counted_labels.py`). Tensors of zeros and ones may be masks whose ones, or zeros, the forward
 counts: some ones are left out too, and where no other rule fits, that one is left. Each forward runs as in training, with the masks that the step draws, and what
 it writes is put back. All ranks run as many.
+
+A count behind a guard against zero is taken before it; all labels of a part are masked for such a count. And what the forward detaches gets
+other values in one more trial, since a loss such as `s / s.detach()` adds up in its values alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from samestep.building.loss_result import LEAST, UNNAMED
 from samestep.building.model import loss_within
 from samestep.building.model_loss import Labels, ModelLoss, Rule, name_in, returned_loss
 from samestep.building.own_loss import moves_labels
@@ -28,11 +33,12 @@ from samestep.independence.roundings import limit_of_values
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.guards import counted_labels
-from samestep.runtime.guards.counted_labels import GivenLabels
+from samestep.runtime.guards.counted_labels import GivenLabels, OtherDetached
 from samestep.runtime.guards.repeat import Repeat
 from samestep.runtime.ledger import outside_step
+from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_batch import Indices, StepBatch
+from samestep.runtime.step_observer import Indices, StepBatch
 from samestep.trees import map_tensors
 
 _FEW = 8
@@ -65,10 +71,13 @@ class _Trial:
     indices: Indices
     masks: list[Labels]
     """The masks whose ones, or zeros, the forward may count."""
+    detaches_others: bool = False
+    """Whether it runs with other values of what it detaches."""
 
     def run(self, indices: Indices, samples: Any, items: int = 1) -> _Part | None:
         """Run the forward of some samples; return None on other stages than the last."""
-        with loss_within(self.held.model.module).given(items), self.held.parallel.precise.of_forward():
+        around = OtherDetached() if self.detaches_others else nullcontext()
+        with loss_within(self.held.model.module).given(items), self.held.parallel.precise.of_forward(), around:
             outputs, _ = self.again.run(indices, samples)
         if outputs is None:
             return None
@@ -80,16 +89,22 @@ class _Trial:
             known += [
                 (rule, m) for m in self.masks for rule in by_labels if _applies(rule, self.loss, own, m.of(samples))
             ]
+        if isinstance(own, Tensor) and LEAST in vars(own):
+            self.held.objective.watch.least[UNNAMED] = vars(own)[LEAST][1]
         counts = {key: float(self.loss.counted(key[0], samples, own, loss.device, key[1])) for key in known}
         return _Part(float(loss), counts)
 
-    def given_labels(self, samples: Any) -> list[tuple[Labels, bool]]:
-        """Return the labels that the forward gives its losses, a tensor for each head, and whether more of them may be masked; alike on all ranks."""
+    def given_labels(self, samples: Any) -> tuple[list[tuple[Labels, bool]], bool, bool]:
+        """Return the labels that the forward gives its losses, a tensor for each head, and whether more of them may be masked; whether
+        it returns a count; and whether it detaches something; alike on all ranks.
+        """
         with GivenLabels() as given:
-            self.run(self.indices, samples)
-        everyone = gather_values(given.found(samples), self.held.parallel.mesh.size("world"))
-        found = next(filter(None, everyone), [(None, Labels().ignored, False)])
-        return [(Labels(place, ignored), may_mask) for place, ignored, may_mask in found]
+            part = self.run(self.indices, samples)
+        counts = part is not None and any(rule is Rule.RETURNED for rule, _ in part.counts)
+        everyone = gather_values((given.found(samples), counts, given.detaches), self.held.parallel.mesh.size("world"))
+        found = next((one for one, *_ in everyone if one), [(None, Labels().ignored, False)])
+        heads = [(Labels(place, ignored), may_mask) for place, ignored, may_mask in found]
+        return heads, any(one for _, one, _ in everyone), any(one for *_, one in everyone)
 
     def variant(self, samples: Any, first: int) -> _Variant | None:
         """Run the forwards of the `first` samples, of the others, and of all; None on other stages than the last."""
@@ -130,15 +145,20 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
     mesh = held.parallel.mesh
     mine = batch.shares(*mesh.data_share, 1)[0]
     again = Repeat(held, batch, loss, seed, lambda: None)
+    call = loss_within(held.model.module)
+    call.watch = LossWatch()
     with outside_step():
         found = _findings(_Trial(loss, held, again, again.few(_FEW), []))
         everyone = gather_values(found if len(mine) else None, mesh.size("world"))
+        if not any(gather_values(bool(held.objective.watch.least), mesh.size("world"))):
+            call.watch = None
     held.weights.store.calls.end_forward_only()
     known = [one for one in everyone if one is not None]
     if not known:  # there is nothing to see, as where all samples are masked
         return ""
     common = [key for key in known[0][1] if all(key in one[1] for one in known)]
     if not common:
+        loss.returns_sum = known[0][0]
         return known[0][2]
     word, place, ignored = common[0]
     loss.rule, loss.labels, loss.returns_sum = Rule(word), Labels(place, ignored), known[0][0]
@@ -149,7 +169,7 @@ def _findings(trial: _Trial) -> _Found | None:
     """Run the forwards that distinguish the rules, as many on each rank; None where nothing can be seen."""
     held, world_size = trial.held, trial.held.parallel.mesh.size("world")
     samples = trial.again.read(trial.indices)
-    heads = trial.given_labels(samples)
+    heads, gives_count, detaches = trial.given_labels(samples)
     rows = counted_labels.telling_rows([head for head, _ in heads], samples, len(trial.indices))
     trial = replace(trial, indices=trial.indices[rows])
     samples, first = trial.again.read(trial.indices), len(rows) - 1
@@ -169,7 +189,13 @@ def _findings(trial: _Trial) -> _Found | None:
     masked = [which] * (may_mask and labels is not None) + [head for head, is_free in heads[1:] if is_free]
     masked += [one for one in trial.masks if not one.ignored]
     given = [samples, *(counted_labels.masked(samples, one.of(samples), one.ignored, first) for one in masked)]
-    variants = [variant for one in given if (variant := trial.variant(one, first)) is not None]
+    if gives_count:
+        given += [counted_labels.masked(samples, one.of(samples), one.ignored, first, entirely=True) for one in masked]
+    trials = [trial] * len(given)
+    if detaches:
+        given, trials = [*given, samples], [*trials, replace(trial, detaches_others=True)]
+    pairs = zip(given, trials, strict=True)
+    variants = [variant for one, each in pairs if (variant := each.variant(one, first)) is not None]
     found = _fitting(variants, trial) if variants else None
     if found is None or len(heads) < 2:
         return found
@@ -182,9 +208,16 @@ def _unlike(names: Sequence[str]) -> str:
     terms = ", ".join(f'"{name}": (sum, count)' for name in names)
     return (
         f'loss = "model": the forward adds up a mean over the labels of each of {", ".join(names)}, with a count of its own, so that its '
-        f"scalar does not say how parts of a batch add up: a loss function (outputs, batch) -> {{{terms}}} works, and so does one rank "
+        f"scalar does not say how parts of a batch add up: a loss function (outputs, batch) -> {{{terms}}} works, or one rank "
         "with the whole batch as its micro-batch"
     )
+
+
+_NO_COUNT = (
+    'loss = "model": the forward returns a sum and a count, and the loss of parts of a batch is not theirs added up: the count is more for '
+    "a part in which little or nothing counts, or the sum's gradient reads a statistic of the batch: a plain sum and count work, also "
+    "behind n.clamp(min=1), or one rank with the whole batch as its micro-batch"
+)
 
 
 def _plain(rule: Rule, labels: Labels) -> list[Any]:
@@ -198,7 +231,7 @@ def _rows(samples: Any, rows: slice, num_samples: int) -> Any:
 def _applies(rule: Rule, loss: ModelLoss, own: Any, labels: Tensor | None) -> bool:
     if loss.count is not None:
         return rule is Rule.COUNT
-    if rule is Rule.COUNT or (own is not None) != (rule is Rule.RETURNED):
+    if rule is Rule.COUNT or (own is not None) != (rule is Rule.RETURNED) or not loss.may_be(rule):
         return False
     if rule is Rule.NEXT_LABELS:
         return labels is not None and labels.dim() > 1 and labels.shape[-1] > 1
@@ -214,15 +247,17 @@ def _fitting(variants: Sequence[_Variant], trial: _Trial) -> _Found | None:
     known = list(seen[0][0].counts)
     order = sorted(known, key=lambda key: (key[1] in trial.masks, key[0] is Rule.NEXT_LABELS and not moves))
     errors = {key: max(_error(key, one) for one in seen) for key in order}
-    limit = max(4 * min(errors.values()), 1e-2 * trial.allowed)
+    limit = max(4 * min(errors.values(), default=0.0), 1e-2 * trial.allowed)
     fits = [_plain(*key) for key in order if errors[key] <= min(limit, trial.allowed)]
     a, b, both = (part.loss for part in seen[0])
+    if known and known[0][0] is Rule.RETURNED and abs(a + b - both) <= trial.allowed * max(abs(a), abs(b), abs(both)):
+        return True, fits, _NO_COUNT
     return (
         False,
         fits,
         f'loss = "model": the forward returns {both:.9g} for {len(trial.indices)} samples, and {a:.9g} and {b:.9g} for two parts of '
         "them, which is neither their sum nor their mean over samples, over labels that count, or over the ones of a mask: loss = "
-        "samestep.model_loss(count=...) with what it divides by works, and so does a loss function (outputs, batch) -> (sum, count), or "
+        "samestep.model_loss(count=...) with what it divides by works, or a loss function (outputs, batch) -> (sum, count), or "
         "one rank with the whole batch as its micro-batch",
     )
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.randomness.drawing_modules import named_modules
+from samestep.randomness.mask_source import named_modules
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers.loss_scale import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_batch import StepBatch
-from samestep.state.kept_tensors import KeptTensors
+from samestep.runtime.step_observer import StepBatch
+from samestep.state.writes import KeptTensors
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in
 

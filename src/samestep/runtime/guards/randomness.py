@@ -141,5 +141,5 @@ def refusal(who: str, generator: str) -> str:
     return (
         f"{who} draws random numbers from {generator}, so every layout would draw others, and a resumed run too; numbers of torch work in "
         "a forward, such as torch.rand(()) < 0.5 in place of random.random() < 0.5, nn.Dropout, torch.nn.functional.dropout* and the "
-        "dropout_p of attention, and so do numbers that the data set draws from a generator seeded by the sample's index"
+        "dropout_p of attention, or numbers that the data set draws from a generator seeded by the sample's index"
     )

@@ -2,17 +2,34 @@
 
 A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
 and raises the flag `refuses` of the step's one all_reduce (`step_scalars.py`); where the sum shows that some rank has a reason,
-all ranks exchange their reasons and raise the first.
+all ranks exchange their reasons and raise the first. A rank whose loss has done what was not tried yet raises the flag too: then all ranks
+try it together (`step_trials.py`), before the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from samestep.errors import UnprovenError
 from samestep.job_tables import RunTable, Waiver
 from samestep.runtime.ledger import outside_step
+from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.messages import gather_values
+
+
+class LossAsks(NamedTuple):
+    """The trials of a loss for which a rank asks, or all ranks together."""
+
+    number: int
+    num_samples: int
+    """The number of samples of each."""
+
+    @classmethod
+    def of_all(cls, asks: Iterable[LossAsks]) -> LossAsks:
+        """Return those that all ranks run."""
+        known = [one for one in asks if one.number]
+        return cls(max((one.number for one in known), default=0), min((one.num_samples for one in known), default=0))
 
 
 class Refusals:
@@ -23,22 +40,25 @@ class Refusals:
         """What was waived, or noticed without being refused, each once."""
         self._settings = settings
         self._num_reported = 0
-        self._pending: tuple[str, Waiver] | None = None
+        self._pending: tuple[str, str, Waiver] | None = None
         self._evaluated = self._agreed = frozenset[str]()
         self.gave_up_at = ""
         """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
         self.asks_again = False
         """Whether this rank asks for the step once more, since its forward drew what only a mode sees."""
-        self.tried_by_parts: Callable[[], bool] | None = None
-        """Whether the loss of this step passes another trial, which all ranks run together; None before the first step."""
-        self._may_pass = False
+        self.asks = LossAsks(0, 0)
+        """The trials of the loss of this step for which this rank asks, which all ranks run together."""
+        self.try_loss: Callable[[LossAsks], None] | None = None
+        """Runs them, and adds the reason that they find; None before the first step."""
+        self.watch = LossWatch()
+        """The watch over the loss of this step, whose least counts all ranks must know."""
 
-    def add(self, waiver: Waiver, reason: str, *, may_pass: bool = False) -> None:
-        """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it; with `may_pass`, until a trial by parts."""
+    def add(self, waiver: Waiver, code: str, reason: str) -> None:
+        """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
         if waiver in self._settings.allow:
-            self.remark(self._settings.waived(waiver, reason))
+            self.remark(self._settings.waived(waiver, code, reason))
         elif self._pending is None:
-            self._pending, self._may_pass = (reason, waiver), may_pass
+            self._pending = code, reason, waiver
 
     def compare(self, evaluated: frozenset[str]) -> None:
         """Note the modules that this rank's loop has put into evaluation mode, which must be those of all ranks."""
@@ -57,8 +77,11 @@ class Refusals:
 
     @property
     def is_pending(self) -> bool:
-        """Whether this rank has a reason, gave the step up, or has other modules in evaluation mode than were compared last."""
-        return self._pending is not None or bool(self.gave_up_at) or self.asks_again or self._evaluated != self._agreed
+        """Whether this rank has a reason, gave the step up, asks for a trial, or has other modules in evaluation mode, or least counts, than were
+        compared last.
+        """
+        asks = bool(self.gave_up_at) or self.asks_again or self.watch.least != self.watch.agreed or self.asks.number > 0
+        return self._pending is not None or asks or self._evaluated != self._agreed
 
     def raise_own(self) -> None:
         """Raise this rank's reason, if it has one, where no collective of the step follows.
@@ -78,32 +101,30 @@ class Refusals:
             UnprovenError: some rank refuses the step.
         """
         with outside_step():
-            mine = (self._pending, sorted(self._evaluated), self.gave_up_at, self._may_pass, self.asks_again)
-            everyone = gather_values(mine, world_size)
+            mine = (self._pending, sorted(self._evaluated), self.gave_up_at, tuple(self.asks), self.watch.least)
+            everyone = gather_values((*mine, self.asks_again), world_size)
+        self.watch.agree(least for *_, least, _ in everyone)
         self._agreed, self.gave_up_at, self.asks_again = self._evaluated, "", False
-        found = [reason for reason, *_ in everyone if reason is not None]
-        if found and not self._pass(world_size, all(may for reason, _, _, may, _ in everyone if reason is not None)):
-            raise UnprovenError(*found[0])
+        given_up = [(rank, path) for rank, (_, _, path, *_) in enumerate(everyone) if path]
+        is_again = bool(given_up) or any(again for *_, again in everyone)
+        reasons = [reason for reason, *_ in everyone]
+        asks = LossAsks.of_all(LossAsks(*asked) for *_, asked, _, _ in everyone)
+        if asks.number and self.try_loss is not None and not is_again and not any(reasons):
+            self.try_loss(asks)
+            with outside_step():
+                reasons = gather_values(self._pending, world_size)
+        if reason := next(filter(None, reasons), None):
+            raise UnprovenError(*reason)
         if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, *_ in everyone)):
             raise UnprovenError(
+                "forward-state",
                 f"{min(other)} is in evaluation mode on some ranks and in training mode on others: a loop that calls eval() and "
                 "train() of run.model on all ranks alike works",
                 "state",
             )
-        given_up = [(rank, path) for rank, (_, _, path, *_) in enumerate(everyone) if path]
         for rank, path in given_up:
             self.remark(
                 f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
                 "weights gathered from each forward to the end of its backward from now on"
             )
-        return bool(given_up) or any(again for *_, again in everyone)
-
-    def _pass(self, world_size: int, may: bool) -> bool:
-        """Return whether the trial by parts passes on all ranks, and forget this rank's reason then."""
-        if not may or self.tried_by_parts is None:
-            return False
-        passed = self.tried_by_parts()
-        with outside_step():
-            passes = all(gather_values(passed, world_size))
-        self._pending = None if passes else self._pending
-        return passes
+        return is_again

@@ -6,6 +6,7 @@ pairs or as a whole micro-batch, and how often, are arguments. Afterwards buffer
 Where nothing runs, `NamedSamples` only reads them again.
 
     samples twice, alone and together                               against each other (`data_trial.py`)
+    samples as one, and as two halves                               the loss of the whole against that of the halves (`loss_of_parts.py`)
     forward of one sample alone, or of its micro-batch              against the step's own (`canary.py`)
     the loss twice on the same outputs                              against each other (`canary.py`)
     two samples padded to one size, and each of them alone          the sums (`canary.py`)
@@ -15,9 +16,9 @@ Where nothing runs, `NamedSamples` only reads them again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,19 +27,31 @@ from torch import Tensor
 
 from samestep.building.loss_result import as_number, loss_result
 from samestep.building.model import call_model
+from samestep.building.predictions import target_of
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
-from samestep.independence.roundings import nudge_outputs
+from samestep.independence.roundings import (
+    LEAST_MEAN,
+    LIMITS_OF_SUMS,
+    NUM_PERTURBED,
+    allowance,
+    nudge_outputs,
+)
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import precision
+from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.expert import RouteMode, Routes, tokens_of_first
-from samestep.runtime.step_batch import Indices, StepBatch
-from samestep.runtime.step_observer import MakeMode
+from samestep.runtime.guards import loss_of_parts
+from samestep.runtime.guards.divided_samples import Samples
+from samestep.runtime.guards.loss_of_parts import LossTrial
+from samestep.runtime.ledger import outside_step
+from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.step_observer import Indices, MakeMode, StepBatch
 from samestep.runtime.weights.unit_order import CalledAgainError
-from samestep.state.snapshot import ModelState, preserve_function
+from samestep.state.snapshot import ModelState, preserve_function, preserve_generators
+from samestep.state.writes import Marks, exact_norms, marks_of
 from samestep.trees import tensors_in
 
 FAILURES = (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError)
@@ -47,6 +60,10 @@ Nudge = tuple[float, int]
 """A relative rounding by which the output of every module with weights is off, and a seed of its signs."""
 
 
+_AT_ONCE = 8
+"""Samples on which a measure is tried at once."""
+_WINDOWS = 3
+"""So many times other samples are run where some show nothing, as if all their labels are masked."""
 _Context = Callable[[], AbstractContextManager[None]]
 
 
@@ -54,6 +71,49 @@ def has_own_graph(assembly: Assembly) -> bool:
     """Return whether a rank's gradients reach its weights on any way through the graph: no rank holds a part of its weights, nor gathers them."""
     layout = assembly.parallel.program.step.layout
     return layout.zero <= 1 and layout.cp == layout.pp == layout.model_ranks == 1
+
+
+class TriedLoss(NamedTuple):
+    """A loss that is tried, and the micro-batch in which it has done what was not tried yet."""
+
+    loss: Loss
+    graded: Sequence[bool] = ()
+    """Through which tensors of the outputs its backward goes."""
+    way: str = ""
+    """By which way it reaches a weight of the model but by the outputs; empty if by none."""
+    indices: Indices | None = None
+    pairs: frozenset[Any] = frozenset()
+    """The functions that it has called (`LossWatch.pairs`)."""
+    is_new: bool = True
+    """Whether some of them were not called when it was tried before."""
+
+
+class HalvedRun(NamedTuple):
+    """Samples that were run as one and as two halves."""
+
+    indices: Indices
+    whole: Samples
+    halves: tuple[Samples, Samples]
+    losses: list[Tensor]
+    """Sums and counts of the whole and of the halves, where they were asked for; none on other stages than the last."""
+
+
+def _sums_off(*losses: Tensor) -> float:
+    """Return by how much the sums and counts of parts are off those of the whole, which is the first, if there are any."""
+    if not losses:
+        return 0.0
+    whole, *parts = losses
+    if len({*map(len, losses)}) > 1:  # a term that counts nothing may be left out
+        return 1.0
+    scale = torch.stack([loss.abs() for loss in losses]).amax(0)
+    scale[::2] = scale[::2].maximum(LEAST_MEAN * scale[1::2])  # each sum is in front of its count
+    off = (whole - torch.stack(parts).sum(0)).abs() / scale.clamp(min=1e-300)
+    return float(off.nan_to_num(0.0).max())
+
+
+def marks_of_weights(assembly: Assembly) -> Marks:
+    """Return the marks of the weights of this rank's stages, which a forward may write."""
+    return marks_of([param for param in assembly.model.module.parameters() if not param.is_meta], norms=exact_norms)
 
 
 class NamedSamples:
@@ -76,10 +136,13 @@ class NamedSamples:
         """Return samples, read together."""
         return microbatches.read(self._assembly, self._batch, np.asarray(indices, dtype=np.int64))[0]
 
-    def few(self, number: int) -> Indices:
-        """Return the first samples of this rank's share, at least two: one is taken twice, and a rank without runs the batch's first."""
-        found = self.mine[:number] if len(self.mine) else self.everyone[:1]
-        return found if len(found) > 1 else np.concatenate([found, found])
+    def few(self, number: int, first: Indices | None = None) -> Indices:
+        """Return so many samples and at least two: those of `first`, others of this rank, and then of other ranks; the same one twice if the
+        step has no other.
+        """
+        groups = [self.mine, self.everyone] if first is None else [first, self.mine, self.everyone]
+        indices = np.array([*dict.fromkeys(np.concatenate(groups).tolist())][: max(2, number)], dtype=np.int64)
+        return indices if len(indices) > 1 else np.concatenate([indices, indices])
 
     def shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
@@ -90,14 +153,27 @@ class Repeat(NamedSamples):
     """Forwards of named samples of one step, which run when the step begins."""
 
     def __init__(
-        self, assembly: Assembly, batch: StepBatch, loss: Loss, seed: int, make_mode: Callable[[], MakeMode | None]
+        self,
+        assembly: Assembly,
+        batch: StepBatch,
+        loss: Loss,
+        seed: int,
+        make_mode: Callable[[], MakeMode | None] = lambda: None,
+        *,
+        measure: Loss | None = None,
     ) -> None:
+        """Run samples as the step does, whose loss the user gave as `loss`; or as an evaluation does, with a `measure` of whole logits."""
         super().__init__(assembly, batch)
+        self._measure = measure
         self.state = ModelState(assembly.model.module)
         self.routes: Routes = {}
         """The experts that the step chose, if they are to be chosen again."""
         self._loss_of_user, self._seed = loss, seed
         self._make_mode = make_mode
+        self.failure: Exception | None = None
+        """The first error of a part that the model does not take."""
+        self.latest: HalvedRun | None = None
+        """The last run of `divided`, which the trial of a loss leaves to the canary."""
 
     def run(
         self,
@@ -106,9 +182,9 @@ class Repeat(NamedSamples):
         *,
         microbatch: int | None = None,
         nudge: Nudge | None = None,
-        num_losses: int = 0,
-    ) -> tuple[Any, list[Tensor]]:
-        """Return the outputs of samples, None on a stage that does not end the model, and their loss, computed so many times.
+        with_loss: bool = False,
+    ) -> tuple[Any, Tensor | None]:
+        """Return the outputs of samples, None on a stage that does not end the model, and if asked for the sums and counts of their loss.
 
         `microbatch` is the number of the step's micro-batch that the samples are, whose batch norms share their statistics.
         Collective over the ranks that share the model: if one does not call it, the others wait until the time limit.
@@ -119,12 +195,123 @@ class Repeat(NamedSamples):
         modes = functools.partial(self._modes, indices)
         around = functools.partial(self._around, indices, samples, microbatch)
         shaken = nudge_outputs(self._assembly.model.module, *nudge) if nudge else nullcontext()
+        # The lists of weights that recurrent layers keep are restored to those of the beginning, so weights must be where they were.
+        self._assembly.weights.store.calls.end_forward_only()
         with self.state.restored(), self._assembly.parallel.precise.of_forward(), shaken:
             outputs = self._forward(samples, around)
-            if outputs is None or not num_losses or self._assembly.objective.sums.is_whole:
-                return outputs, []
+            if outputs is not None and self._measure is not None:
+                parallel = self._assembly.parallel
+                outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
+            if outputs is None or not with_loss or self._assembly.objective.sums.is_whole:
+                return outputs, None
             with preserve_function(self._loss_of_user):
-                return outputs, self._losses(outputs, samples, (modes, around), num_losses)
+                return outputs, self._loss_of(outputs, samples, (modes, around))
+
+    def halves(self, indices: Indices, *, with_loss: bool = False) -> HalvedRun | None:
+        """Run samples as one and as two halves; return None if some rank's model takes no such part, or its loss.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        runs: list[Samples] = []
+        losses: list[Tensor] = []
+        half = len(indices) // 2
+        for few in (indices, indices[:half], indices[half:]):
+            try:
+                samples = self.read(few)
+                outputs, loss = self.run(few, samples, with_loss=with_loss)
+            except FAILURES as error:
+                self.failure = self.failure or error
+                continue
+            losses += [] if loss is None else [loss]
+            runs.append(Samples(outputs, samples if outputs is None else self._own(samples), len(few)))
+        return None if self.largest(float(len(runs) < 3)) else HalvedRun(indices, runs[0], (runs[1], runs[2]), losses)
+
+    def divided(self, indices: Indices) -> HalvedRun | None:
+        """Run samples and their halves; those of two micro-batches if the model takes whole micro-batches alone."""
+        step = self._assembly.parallel.program.step
+        self.latest = None  # before further forwards
+        self.latest = self.halves(indices) or self.halves(self.few(2 * step.microbatch_samples, indices))
+        return self.latest
+
+    def divided_first(self, indices: Indices) -> HalvedRun | None:
+        """Return the latest run if it begins with these samples on all ranks, and run them and their halves otherwise."""
+        run, size = self.latest, len(indices)
+        if run is None or self.largest(float(not np.array_equal(run.indices[:size], indices))):
+            return self.divided(self.few(size, indices))
+        return run
+
+    def excess_of_halves(self, indices: Indices, rounding: float) -> float | None:
+        """Return by how much sums and counts of the loss of two halves, each of its own forward, are off those of both; 0 up to roundings, and
+        None if the model or the loss takes no such part.
+
+        A sum is compared to at least a hundredth of its count. Collective over the world, see [Note: collective calls].
+        """
+        run = self.halves(indices, with_loss=True)
+        if run is None:
+            return None
+        deviation = self.largest(_sums_off(*run.losses))
+        if deviation <= allowance(rounding):
+            return 0.0
+        samples = self.read(indices)
+        nudges = [(rounding, seed) for seed in range(NUM_PERTURBED)]
+        shaken = [self.run(indices, samples, nudge=nudge, with_loss=True)[1] for nudge in nudges]
+        measured = self.largest(max(0.0 if loss is None else _sums_off(run.losses[0], loss) for loss in shaken))
+        return deviation if deviation > allowance(rounding, measured) else 0.0
+
+    def try_loss(self, tried: TriedLoss | None, windows: Iterable[Indices]) -> LossTrial:
+        """Return whether a loss is a sum over samples, of the first that show it; a rank that asks for nothing (None) runs as many.
+
+        In 16 bits a coupled loss may differ by less than roundings, if its outputs cannot be divided. Collective over the world, see
+        [Note: collective calls].
+        """
+        dtype = precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]
+        trial = LossTrial(judged=False)
+        for few in windows:
+            run = self.divided(few)
+            trial = LossTrial(judged=False) if tried is None else self._judged(tried, run)
+            if self.largest(float(trial.is_indivisible)):
+                is_sum = self.excess_of_halves(few, torch.finfo(dtype).eps) == 0.0 and dtype in LIMITS_OF_SUMS
+                trial = LossTrial() if trial.is_indivisible and is_sum else trial
+            if not self.largest(float(tried is not None and not trial.judged)):
+                break
+        return trial
+
+    def _judged(self, tried: TriedLoss, run: HalvedRun | None) -> LossTrial:
+        """Return what samples and their halves show of a loss, if its outputs can be divided."""
+        if run is None or tried.way:
+            error = self.failure
+            text = f"the forward fails on a part of a micro-batch ({type(error).__name__}: {error})"
+            return LossTrial(tried.way or text, is_indivisible=True)
+        if run.whole.outputs is None:
+            return LossTrial()
+        loss, of_user = tried.loss, self._loss_of_user
+        trial = loss_of_parts.judge(loss, run.whole, run.halves, tried.graded, of_user, is_new=tried.is_new)
+        if self._assembly.parallel.program.step.layout.cp == 1 or trial.reason or not trial.judged:
+            return trial
+        length = target_of(run.whole.batch).shape[1]
+        return loss_of_parts.judge_tokens(tried.loss, run.whole, length, self._loss_of_user) if length > 1 else trial
+
+    def agree_on_samples(self, indices: Indices | None) -> Indices | None:
+        """Return the samples that some rank names among those that share the model and the data, as its last stage: they run the same.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        mesh = self._assembly.parallel.mesh
+        share, _ = mesh.data_share
+        named = gather_values((share, None if indices is None else indices.tolist()), mesh.size("world"))
+        named_here = (theirs for data_rank, theirs in named if data_rank == share and theirs is not None)
+        return next((np.array(theirs, dtype=np.int64) for theirs in named_here), None)
+
+    def windows(self, number: int, first: Indices | None) -> Iterator[Indices]:
+        """Yield some samples of this rank, those of `first` before others; and others, if they show nothing."""
+        yield self.few(number, first)
+        for start in range(0, _WINDOWS * number, number):
+            yield self.few(number, self.mine[start : start + number])
+
+    def all_windows(self) -> Iterator[Indices]:
+        """Yield all samples of this rank, some at a time, as often as any rank has some."""
+        for start in range(0, self._batch.num_samples, _AT_ONCE):
+            yield self.few(_AT_ONCE, self.mine[start : start + _AT_ONCE])
 
     def _forward(self, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Any:
         """Return the outputs of samples; once more where a rank has found only then which weights its samples need again."""
@@ -138,18 +325,18 @@ class Repeat(NamedSamples):
             if self._assembly.parallel.program.step.zero < 3 or not self.largest(float(gave_up)):
                 return outputs
 
-    def _losses(self, outputs: Any, samples: Any, contexts: tuple[_Context, _Context], number: int) -> list[Tensor]:
-        """Return the loss of outputs, so many times; one that takes gradients through the model is given outputs with a graph."""
+    def _loss_of(self, outputs: Any, samples: Any, contexts: tuple[_Context, _Context]) -> Tensor:
+        """Return the loss of outputs; one that takes gradients through the model is given outputs with a graph."""
         modes, around = contexts
         try:
-            return [self._loss(outputs, samples, modes) for _ in range(number)]
+            return self._loss(outputs, samples, modes)
         except FAILURES:
             if not has_own_graph(self._assembly):
                 raise
-        with torch.enable_grad(), around():
-            given = precision.for_loss(call_model(self._assembly.model.module, samples))
         with torch.enable_grad():
-            return [self._loss(given, samples, modes).detach() for _ in range(number)]
+            with around():
+                with_graph = precision.for_loss(call_model(self._assembly.model.module, samples))
+            return self._loss(with_graph, samples, modes).detach()
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values."""
@@ -164,8 +351,25 @@ class Repeat(NamedSamples):
         """Return the sums and counts of the loss's terms and values on outputs of samples, float64, concatenated."""
         like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
         with modes():
-            found = loss_result(self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples)))
-        return torch.stack([as_number(number, like) for amount in found.amounts.values() for number in amount])
+            loss = self._measure or self._assembly.objective.loss
+            result = loss_result(loss(outputs, self._own(samples)))
+        return torch.stack([as_number(number, like) for amount in result.amounts.values() for number in amount])
+
+    def _own(self, samples: Any) -> Any:
+        """Return this rank's tokens of samples."""
+        return self._assembly.parallel.slicing.part(samples)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Return the context of repetitions, which leave no trace in the step."""
+        with (
+            outside_step(),
+            torch.no_grad(),
+            preserve_generators(self.state.generators),
+            self._assembly.parallel.checkpoints,
+        ):
+            yield
+            self._assembly.weights.store.calls.end_forward_only()
 
     @contextmanager
     def _around(self, indices: Indices, samples: Any, microbatch: int | None) -> Iterator[None]:
@@ -174,7 +378,8 @@ class Repeat(NamedSamples):
         norms: AbstractContextManager[Any] = (
             nullcontext() if microbatch is None else parallel.batch_norms.of(microbatch)
         )
-        with self._modes(indices), parallel.slicing.of(samples), parallel.pending(), norms:  # masks: of exchanged heads
+        pending = nullcontext() if self._measure is not None else parallel.pending()
+        with self._modes(indices), parallel.slicing.of(samples), pending, norms:  # masks: of exchanged heads
             yield
 
     @contextmanager

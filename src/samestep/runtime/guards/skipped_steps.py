@@ -44,13 +44,17 @@ class SkippedSteps:
         if self._num_in_a_row >= self._most:
             kind = DataError if numbers.is_masked else SpikeError if is_spike else NonFiniteError
             raise kind(
+                "skipped-too-many",
                 f"step {step}: {note}; the {self._most} steps before were skipped too, and "
-                f"numerics.max_skipped = {self._most}"
+                f"numerics.max_skipped = {self._most}",
             )
         if is_spike or numbers.is_masked:
             return True
         if math.isfinite(numbers.loss) and is_scaled:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if self._policy == "stop":
-            raise NonFiniteError(f"step {step}: {note}; numerics.on_nonfinite = 'skip' would go on")
+            raise NonFiniteError(
+                "non-finite",
+                f"step {step}: {note}; numerics.on_nonfinite = 'skip' would continue",
+            )
         return self._policy == "skip"

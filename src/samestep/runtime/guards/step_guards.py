@@ -28,6 +28,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from samestep.building.training_modules import copy_modes
+from samestep.errors import UnprovenError
+from samestep.examination.examine import Loss
+from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.forward_state import explain_lost_write
 from samestep.runtime.guards import nonfinite
@@ -35,16 +39,16 @@ from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.loss_spikes import SpikeWatch
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
-from samestep.runtime.guards.parts_trial import PartsTrial
 from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.repeat import Repeat, TriedLoss, marks_of_weights
 from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.local_replicas import copy_modes
-from samestep.runtime.step_batch import StepBatch
-from samestep.runtime.step_observer import StepObserver
+from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
+from samestep.state.snapshot import KeptValues
 
 
 class StepGuards:
@@ -76,17 +80,20 @@ class StepGuards:
         """
         self.num_taken += 1
         taken, held = self.num_taken, self._own.current
+        self.trials.again = None
         is_early, regularly = self._due(batch.step, taken)
+        self.trials.weights = marks_of_weights(held) if is_early or regularly or taken == 1 else None
         if not (is_early or regularly) or len(self._own.assemblies) > 1:  # the canary knows one model
             return take()
         held.weights.store.settle()  # what is repeated or compared reads any weight
         self.trials.watch_closely()
         if self.observer.is_proof:  # which compares more
             return self._compare(batch, take) if regularly else take()
-        self.trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later
+        self.trials.loss_is_tried = False  # again: a loss may come to couple samples later
         inner = self.observer
         watching = self._canary.watching(batch, inner, is_first=taken == 1, replays=regularly and replays)
         with watching as watched, self._observing_by(watched):
+            self.trials.again = None if self._canary.routed else watched.again
             return watched.checked(self._compare(batch, take) if regularly else take())
 
     def _due(self, step: int, taken: int) -> tuple[bool, bool]:
@@ -124,6 +131,40 @@ class StepGuards:
         """
         self.trials.try_model_loss(held, batch, self._own.job.train.seed)
 
+    @contextmanager
+    def trying_measure(self, held: Assembly, batch: StepBatch, measure: Loss) -> Iterator[None]:
+        """Try whether a measure is a sum over samples, which are evaluated in several parts, and whether it keeps those of this rank.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            UnprovenError: it is none, or keeps some.
+        """
+        if not evaluation.is_parted(held, batch):
+            yield
+            return
+        used = evaluation.Measure(measure)
+        again = Repeat(held, batch, measure, self._own.job.train.seed, measure=used)
+        with evaluation.evaluating(held):
+            reasons = gather_values(
+                again.try_loss(TriedLoss(used, ()), again.all_windows()).reason, self._own.layout.world_size
+            )
+        if reason := next(filter(None, reasons), ""):
+            raise UnprovenError(
+                "loss-not-a-sum",
+                f"the measure of run.evaluate is no sum over samples: {reason}; (sum over samples, their number) works, or a measure "
+                "that is computed of run.predict(set), which returns the outputs of all samples",
+            )
+        before = KeptValues(measure)
+        yield
+        names = gather_values(before.changed(), self._own.layout.world_size) if self._own.layout.dp_cp_size > 1 else []
+        if name := next(filter(None, names), ""):
+            raise UnprovenError(
+                "loss-not-a-sum",
+                f"the measure of run.evaluate keeps something between its calls ({name}), and each rank calls it on its own samples. Return "
+                "sums and counts, or compute of run.predict(set), which returns the outputs of all samples on every rank.",
+            )
+
     def begin_step(self, held: Assembly, batch: StepBatch) -> None:
         """Look at what the loop has changed since the last step, and in the first one at the data.
 
@@ -133,11 +174,15 @@ class StepGuards:
             if replica.model is not held.model:
                 copy_modes(held.model.module, replica.model.module)
         self.refusals.compare(self._outside.evaluated_paths())
-        self.refusals.tried_by_parts = PartsTrial(held, batch, self._own.job.train.seed).passes
         reason = self._loop_changes.refusal() if self._loop_changes is not None else ""
         if reason := reason or self._outside.refusal(held):
             self.refuse_state(batch, reason)
         self.trials.try_data(held, batch)
+
+    @property
+    def sees_hooks(self) -> bool:
+        """Whether the loop has registered hooks on weights that see the gradients of whole steps."""
+        return self._outside.has_hooks
 
     def note_of(
         self, numbers: StepNumbers, held: Assembly, batch: StepBatch, again: Callable[[StepBatch], Tensor]
@@ -166,7 +211,7 @@ class StepGuards:
 
     def refuse_state(self, batch: StepBatch, reason: str) -> None:
         """Refuse a step at its end, on all ranks, for a state that no layout keeps."""
-        self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+        self.refusals.add("state", "forward-state", f"step {batch.step + 1}: {reason}")
 
     def note_replicas(self) -> None:
         """Note, after a step, what the loop may not change of the first replica, where this rank trains several."""
@@ -182,7 +227,8 @@ class StepGuards:
     @functools.cached_property
     def trials(self) -> StepTrials:
         """The trials of the run's data and loss, and the watch over its generators."""
-        return StepTrials(self._own.current, self._own.source.loss, self.refusals, self._own.place.device)
+        own = self._own
+        return StepTrials(own.current, own.source.loss, self.refusals, own.place.device, own.job.train.seed)
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
@@ -194,4 +240,4 @@ class StepGuards:
 
     @functools.cached_property
     def _outside(self) -> OutsideChanges:
-        return OutsideChanges(self._own.source.model, self._own.current)
+        return OutsideChanges(self._own.current)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import OF_GRAPHS, OWN_SUMS, target_of
+from samestep.building.loss import OF_GRAPHS, is_known_sum
 from samestep.building.model import call_model, loss_within
 from samestep.building.model_loss import ModelLoss, Rule
 from samestep.errors import JobError, ModelError, UnprovenError
@@ -28,13 +29,16 @@ from samestep.examination.examine import Loss
 from samestep.program.program import Program
 from samestep.randomness.mode import needs_mode
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards import loss_parts, loss_paths, loss_trial, model_loss_trial, randomness
+from samestep.runtime.guards import loss_paths, model_loss_trial, randomness
 from samestep.runtime.guards.data_trial import data_refusal
-from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.repeat import NamedSamples, has_own_graph
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.guards.divided_samples import tensors_in
+from samestep.runtime.guards.loss_of_parts import LossTrial
+from samestep.runtime.guards.refusals import LossAsks, Refusals
+from samestep.runtime.guards.repeat import NamedSamples, Repeat, TriedLoss, has_own_graph, marks_of_weights
+from samestep.runtime.loss_watch import LossWatch
+from samestep.runtime.step_observer import Indices, StepBatch
+from samestep.state.writes import Marks
 
 _CALLS = (
     "get_rank", "get_world_size", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
@@ -46,6 +50,12 @@ _BETWEEN = ("torch.distributed", "torch.autograd", "torch.utils._contextlib", "c
 _OURS = ("torch", "samestep")
 OPTIMIZER = "the optimizer"
 """The caller that stands for updates in `StepTrials.check_generators`."""
+_ELEMENTS = 2**22
+"""A loss is tried on about so many elements of outputs and batch."""
+_SAMPLES = 8
+"""So many samples are tried, if they have no more elements than that, and a whole micro-batch if it has more."""
+_UNJUDGED = 8
+"""After so many trials that show nothing a loss is tried again only where steps are watched."""
 
 
 @contextmanager
@@ -69,8 +79,9 @@ def _watch_calls(function: Callable[..., Any], name: str, what: str) -> Callable
     def called(*args: Any, **named: Any) -> Any:
         if _is_called_by_user():
             raise ModelError(
+                "own-collective",
                 f"{what} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
-                "own micro-batch, and the layout adds up sums and counts, so code without that works"
+                "own micro-batch, and the layout adds up sums and counts, so code without that works",
             )
         return function(*args, **named)
 
@@ -118,10 +129,16 @@ class _Trying:
             self._trials.check_generators(*self._given)
 
 
+def _samples_of(outputs: Any, samples: Any, size: int) -> int:
+    """Return the number of samples on which a loss is tried: a micro-batch, or what has about so many elements, but at least two."""
+    each = sum(one.numel() for one in tensors_in((outputs, samples))) // max(1, size)
+    return max(2, min(max(size, _SAMPLES), _ELEMENTS // max(1, each)))
+
+
 class StepTrials:
     """The trials of a run's data and loss on this rank, and the watch over its generators."""
 
-    def __init__(self, held: Assembly, given_loss: Loss, refusals: Refusals, device: torch.device) -> None:
+    def __init__(self, held: Assembly, given_loss: Loss, refusals: Refusals, device: torch.device, seed: int) -> None:
         """Try the steps of a prepared run; `given_loss` is the loss as the user gave it."""
         self.loss_is_tried = False
         self._data_is_tried = False
@@ -134,9 +151,14 @@ class StepTrials:
         self._generators = randomness.GeneratorWatch(device, own)
         self._has_drawn = False
         """Whether code of this step has drawn from a generator of the process."""
-        self._before: tuple[tuple[Any, Any], int] | None = None
-        """Outputs and labels of the micro-batches before, if they could not show what the loss is, and the number of their
-        samples."""
+        self._seed = seed
+        self._asked: list[TriedLoss] = []
+        """The trials of the loss of this step for which this rank asks."""
+        self._num_unjudged = 0
+        self.weights: Marks | None = None
+        """The marks of the weights at the beginning of a watched step, and of the first one."""
+        self.again: Repeat | None = None
+        """The repetitions of a watched step, which the canary goes on with."""
 
     @property
     def reading(self) -> Callable[[], AbstractContextManager[None]]:
@@ -196,7 +218,7 @@ class StepTrials:
         if who == OPTIMIZER and layout.world_size == 1:  # other layouts refuse it by their own rule
             self._refusals.remark(reason)
         else:
-            self._refusals.add("random", f"step {step}: {reason}")
+            self._refusals.add("random", "random-numbers", f"step {step}: {reason}")
         self._generators.settle(anew=True)
 
     def try_data(self, held: Assembly, batch: StepBatch) -> None:
@@ -208,7 +230,7 @@ class StepTrials:
             return
         self._data_is_tried = True
         if reason := data_refusal(NamedSamples(held, batch), self._layout.world_size, is_split=self._is_split):
-            self._refusals.add("data", reason)
+            self._refusals.add("data", "data-differs", reason)
 
     def try_model_loss(self, held: Assembly, batch: StepBatch, seed: int) -> None:
         """Find out once what the loss is divided by that the forward returns.
@@ -223,105 +245,161 @@ class StepTrials:
             return
         reason = model_loss_trial.find_rule(loss, held, batch, seed)
         if reason and self._is_split:
-            raise UnprovenError(reason, "loss")
+            raise UnprovenError("loss-not-a-sum", reason, "loss")
         if reason:  # the batch is one part, whose loss is the step's
-            loss.rule, loss_within(held.model.module).items = Rule.SAMPLES, 0
+            loss.rule, loss_within(held.model.module).items = Rule.RETURNED if loss.returns_sum else Rule.SAMPLES, 0
             self._refusals.remark(reason)
 
-    def try_loss(self, held: Assembly, total: Tensor, outputs: Any, samples: Any, num_samples: int) -> None:
-        """Try whether the loss, whose sum is `total`, reads nothing of the model but its outputs, and whether it is a sum over
-        the samples, and under cp over the tokens, until a micro-batch has shown it.
+    def sees_new_loss(self, watch: LossWatch, total: Tensor) -> bool:
+        """Return whether the loss has done what was not tried, in the sum of a micro-batch; that of a forward shows by how its graph ends."""
+        if isinstance(self._given_loss, ModelLoss) and self._is_split:
+            watch.pairs.add(loss_paths.last_operations(total))
+        return watch.is_new or not self.loss_is_tried
+
+    def ask_for_trial(self, held: Assembly, total: Tensor, outputs: Any, samples: Any, indices: Indices) -> None:
+        """Ask for a trial of the loss, whose sum of a micro-batch is `total`, at the end of the step's backward, if it has one: whether it is a sum
+        over the samples, and under cp over the tokens. What it reads of the model but the outputs shows here.
         """
+        watch = held.objective.watch
         if isinstance(scope := held.objective.sums, WholeBatch):  # no sum over samples, on any rank
-            self.loss_is_tried = True
-            if scope.graph is not None:
-                self._try_paths(held, *scope.graph)
+            way = "" if scope.graph is None else self._way_beside(held, *scope.graph)
             scope.graph = None
+            if way:
+                self._refuse_way(way)
+            self._settle_loss(watch)
             return
         # The parts of the former were tried by forwards; the latter are sums over what they are given.
-        if isinstance(self._given_loss, ModelLoss) or self._given_loss in OWN_SUMS:
-            self.loss_is_tried = True
+        if isinstance(self._given_loss, ModelLoss) and watch.tried and watch.is_new:
+            self._asked.append(TriedLoss(held.objective.loss, pairs=frozenset(watch.pairs)))
+            self._refusals.asks = LossAsks(len(self._asked), 0)
+            return
+        if isinstance(self._given_loss, ModelLoss) or is_known_sum(self._given_loss):
+            self._settle_loss(watch)
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
-        if not makes_logits and self._try_paths(held, total, outputs):
-            self.loss_is_tried = True
+        way = "" if makes_logits else self._way_beside(held, total, outputs)
+        if way and not (has_own_graph(held) and self._matters):
+            self._refuse_way(way)
+            self._settle_loss(watch)
             return
-        # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
-        loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
-        given = precision.for_loss(outputs)
-        trial = loss_trial.try_loss_on_halves(loss, given, samples, num_samples)
-        if held.objective.sums.reads_ahead and held.parallel.program.step.num_microbatches > 1:
-            self.refuse_moved_counts(loss_trial.term_with_moving_count(loss, given, samples))
-        tried, wanted = num_samples, loss_trial.samples_wanted(given, samples, num_samples)
-        before, seen = self._before, (given, samples)
-        is_lone = False
-        if before is not None and not trial.reason and (tried < wanted or not trial.judged):
-            # Two micro-batches say more than one sample and its copy, and than a few samples that agree by chance.
-            both = loss_parts.join_samples(before[0], seen, (before[1], num_samples))
-            if both is None:
-                is_lone = True
-            else:
-                seen, tried = both, before[1] + num_samples
-                trial = loss_trial.try_loss_on_halves(loss, *seen, tried)
-                kept = loss_parts.join_samples(before[0], (given, samples), (before[1], num_samples), keeps_equal=True)
-                if (
-                    trial.reason
-                    and kept is not None
-                    and not (other := loss_trial.try_loss_on_halves(loss, *kept, tried)).reason
-                ):
-                    seen, trial = kept, other
-        is_shown = trial.judged and (tried >= wanted or is_lone)
-        kept = seen if tried < wanted else (given, samples)
-        self._before = None if is_shown else (loss_parts.detach_tensors(kept), tried if tried < wanted else num_samples)
-        what, matters = "samples", self._is_split
-        if self._layout.cp > 1 and trial.judged and not trial.reason:
-            length = target_of(samples).shape[1]
-            trial = loss_trial.try_loss_on_halves(loss, given, samples, length, dim=1) if length > 1 else trial
-            what, matters = "tokens", True
-        self.loss_is_tried = bool(trial.reason) or is_shown
-        self._generators.settle(anew=True)
-        if trial.reason:
-            reason = f"the loss is no sum over the {what} of a batch: {trial.reason}"
-            self._refuse_loss(reason, what, matters, may_pass=trial.is_indivisible)
+        # Of micro-batches that are alike the last one is tried, which the canary repeats in the first step.
+        self._asked = [
+            tried._replace(indices=indices) if tried.pairs == watch.pairs else tried for tried in self._asked
+        ]
+        if any(watch.pairs <= other.pairs for other in self._asked):
+            return
+        graded = tuple(one.requires_grad for one in tensors_in(outputs))
+        tried = TriedLoss(held.objective.loss, graded, way, indices, frozenset(watch.pairs), watch.is_new)
+        self._asked.append(tried)
+        number = (
+            _samples_of(outputs, samples, len(indices)) if len(self._asked) == 1 else self._refusals.asks.num_samples
+        )
+        self._refusals.asks = LossAsks(len(self._asked), number)
+
+    def try_loss(self, held: Assembly, batch: StepBatch, asks: LossAsks) -> None:
+        """Try the loss on samples of this step, for which some rank has asked.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        asked, self._asked, self._refusals.asks = self._asked, [], LossAsks(0, 0)
+        again = self.again or Repeat(held, batch, self._given_loss, self._seed)
+        writes = self.weights is not None and any(marks_of_weights(held).since(self.weights))
+        if again.largest(float(writes)):  # which a forward that is repeated would write once more
+            self._refusals.remark(
+                "the loss is not compared with that of parts of the batch, since the forward writes into weights"
+            )
+            self._note_tried(held, asked)
+            return
+        with again.running():
+            if isinstance(self._given_loss, ModelLoss):
+                self._compare_rule(self._given_loss, held, batch)
+                self._note_tried(held, asked)
+                return
+            for tried in [*asked, *[None] * asks.number][: asks.number]:
+                first = again.agree_on_samples(None if tried is None else tried.indices)
+                trial = again.try_loss(tried, again.windows(asks.num_samples, first))
+                if tried is not None:
+                    self._conclude(held, tried, trial)
+
+    def _note_tried(self, held: Assembly, asked: list[TriedLoss]) -> None:
+        self.loss_is_tried = True
+        held.objective.watch.tried.update(*(tried.pairs for tried in asked))
+
+    def _compare_rule(self, loss: ModelLoss, held: Assembly, batch: StepBatch) -> None:
+        """Refuse the step if a forward now divides its loss by something else than in the first step."""
+        now = replace(loss)
+        reason = model_loss_trial.find_rule(now, held, batch, self._seed)
+        if now.rule not in (None, loss.rule) or (now.rule and now.labels != loss.labels):
+            reason = (
+                f"the forward has begun to compute another loss, which is divided by {now.rule} where that of the first step was by "
+                f"{loss.rule}: a loss function (outputs, batch) -> (sum, count) works, or one rank with the whole batch"
+            )
+        if reason:
+            self._refusals.add("loss", "loss-not-a-sum", reason)
+
+    def _conclude(self, held: Assembly, tried: TriedLoss, trial: LossTrial) -> None:
+        """Note what a trial has shown, and refuse the step if it is no sum."""
+        watch, is_parted = held.objective.watch, held.parallel.program.step.num_microbatches > 1
+        self._num_unjudged = 0 if trial.judged else self._num_unjudged + 1
+        self.loss_is_tried = trial.judged or self._num_unjudged >= _UNJUDGED
+        if self.loss_is_tried:
+            watch.tried |= tried.pairs
+        if held.objective.sums.reads_ahead and is_parted:
+            self.refuse_moved_counts(trial.moving)
+        if not trial.reason:
+            return
+        if tried.way:
+            self._refuse_way(tried.way)
+            return
+        what = "tokens" if trial.of_tokens else "samples"
+        text = f"the loss is no sum over the {what} of a batch: {trial.reason}"
+        if not (trial.of_tokens or self._is_split):
+            self._refusals.remark(
+                f"{text}; so a layout that splits the batch would give another result, and is refused"
+            )
+            return
+        one = "cp=1 works" if trial.of_tokens else "one rank with the whole batch as its micro-batch works"
+        self._refusals.add("loss", "loss-not-a-sum", f"{text}; (sum over {what}, their number) works, and {one}")
+
+    def _settle_loss(self, watch: LossWatch) -> None:
+        """Note that the loss needs no trial."""
+        self.loss_is_tried = True
+        watch.tried |= watch.pairs
 
     def refuse_moved_counts(self, name: str) -> None:
         """Refuse the step if the count of a term, which is named then, does not follow from the batch."""
         if name:
             self._refusals.add(
                 "loss",
+                "loss-count-from-outputs",
                 f"the count of {name} depends on the outputs, and a step of several micro-batches needs it before their forwards: "
-                "one micro-batch a rank works, and so does samestep.whole_batch(loss), which is given all samples at once, or a count "
+                "one micro-batch a rank works, or samestep.whole_batch(loss), which is given all samples at once, or a count "
                 "that follows from the batch",
             )
 
-    def _try_paths(self, held: Assembly, total: Tensor, outputs: Any) -> bool:
-        """Return whether the loss reaches a weight of the model by another way than its outputs, and refuse it.
+    @property
+    def _matters(self) -> bool:
+        """Whether a layout divides what the loss reads."""
+        return self._is_split or self._layout.world_size > 1
+
+    def _way_beside(self, held: Assembly, total: Tensor, outputs: Any) -> str:
+        """Return by which other way than its outputs the loss reaches a weight of the model; empty if by none.
 
         Raises:
             JobError: it takes gradients of a compiled graph's gradients.
         """
         if held.model.compiled.num_blocks and loss_paths.differentiates_graphs(total):
-            raise JobError(OF_GRAPHS)
+            raise JobError("loss-differentiates-graph", OF_GRAPHS)
         way = loss_paths.beside_outputs(total, outputs, held.model.module)
         if not way and (remark := loss_paths.own_weight(total, outputs)):
             self._refusals.remark(remark)
-        if not way:
-            return False
-        if self._is_split or self._layout.world_size > 1:
-            text = f"{way}; a forward that returns what the loss needs works, and so does one rank"
-            if self._layout.zero > 1 and self._layout.world_size == self._layout.dp:
-                text += ", and zero=1"
-            may_pass = has_own_graph(held) and not held.objective.sums.is_whole
-            self._refusals.add("loss", text, may_pass=may_pass)
-        else:
-            self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
-        return True
+        return way
 
-    def _refuse_loss(self, text: str, what: str, matters: bool, *, may_pass: bool) -> None:
-        if not matters:
-            self._refusals.remark(
-                f"{text}; so a layout that splits the batch would give another result, and is refused"
-            )
+    def _refuse_way(self, way: str) -> None:
+        if not self._matters:
+            self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
             return
-        one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
-        self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}", may_pass=may_pass)
+        text = f"{way}; a forward that returns what the loss needs works, or one rank"
+        if self._layout.zero > 1 and self._layout.world_size == self._layout.dp:
+            text += ", and zero=1"
+        self._refusals.add("loss", "loss-beside-outputs", text)

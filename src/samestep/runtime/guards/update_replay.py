@@ -99,27 +99,21 @@ def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _FirstHalf) -
     value = piece.value
     assert updater.optimizer is not None
     optimizer = member_over(updater.optimizer, value)
-    has_own_code = has_hooks(optimizer) or has_hooks(updater.optimizer)
-    group = next((g for g in optimizer.param_groups if any(param is value for param in g["params"])), None)
-    apart = ("state", "param_groups", "defaults", *(name for name in vars(optimizer) if name.endswith("_hooks")))
-    own = {name: kept for name, kept in vars(optimizer).items() if name not in apart}
-    if group is None or "step" in own or has_own_code or not all(map(_is_plain, own.values())):
-        return None
-    options = {name: kept for name, kept in group.items() if name not in ("params", "param_names")}
-    state = updater.state_of(piece)
-    if not all(map(_is_plain, (*options.values(), *state.values()))):
+    group = next((g for g in optimizer.param_groups if any(param is value for param in g["params"])), {})
+    hooks = {name: type(of_torch)() for name, of_torch in vars(optimizer).items() if name.endswith("_hooks")}
+    own = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups", "defaults", *hooks)}
+    options = {name: option for name, option in group.items() if name not in ("params", "param_names")}
+    state = {
+        name: half.of(entry) if isinstance(entry, Tensor) and entry.shape == value.shape else entry
+        for name, entry in updater.state_of(piece).items()
+    }
+    has_own_code = "step" in own or has_hooks(optimizer) or has_hooks(updater.optimizer)
+    if not group or has_own_code or not all(map(_is_plain, (own, options, state))):
         return None
     twin = object.__new__(type(optimizer))
-    vars(twin).update({name: _copy_state(kept) for name, kept in own.items()})
-    vars(twin).update({name: type(vars(optimizer)[name])() for name in vars(optimizer) if name.endswith("_hooks")})
-    twin.defaults = dict(optimizer.defaults)
-    twin.param_groups = [{**{name: _copy_state(kept) for name, kept in options.items()}, "params": [copied]}]
-    twin.state = defaultdict(dict)
-    if state:
-        twin.state[copied] = {
-            name: _copy_state(half.of(kept) if isinstance(kept, Tensor) and kept.shape == value.shape else kept)
-            for name, kept in state.items()
-        }
+    vars(twin).update(_copy_state(own) | hooks)
+    twin.defaults, twin.param_groups = dict(optimizer.defaults), [_copy_state(options) | {"params": [copied]}]
+    twin.state = defaultdict(dict, {copied: _copy_state(state)} if state else {})
     return twin
 
 

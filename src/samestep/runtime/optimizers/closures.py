@@ -1,9 +1,8 @@
-"""Optimizers whose `step` evaluates the loss again, as L-BFGS and SAM do: what they are given for that.
+"""Optimizers whose `step` evaluates the loss again, as L-BFGS and SAM do: they are given a closure.
 
 A plain loop hands such a step a closure, which runs a forward and a backward at the weights of the moment. Here the closure does so
-in the layout: the weights are published, every rank runs its share of the same batch with equal masks, gradients are reduced, divided by
-the count and clipped, and all ranks are given the same loss. What such a rule computes depends on all weights, and every rank must ask
-for the loss as often; so each rank holds all weights (zero=0 without tp and pp), or the layout is refused.
+in the layout: `Stepper` runs the same batch again with equal masks, and returns the same loss on all ranks. Such a rule depends on all
+weights, and every rank must ask for the loss as often; so each rank holds all weights (zero=0 without tp and pp), or the layout is rejected.
 
 The gradients of the step's own backward are those of the first evaluation, unless a weight has moved meanwhile.
 """
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.optimizer import OptimizerSource, class_names, members_of
@@ -24,13 +23,11 @@ from samestep.errors import ModelError
 from samestep.runtime.optimizers.loss_scale import LossScale
 from samestep.runtime.optimizers.one_process import alone, rejoined
 from samestep.runtime.optimizers.optimizer_source import WholeWeights
-from samestep.runtime.optimizers.skeletons import over_small_weights, skeleton
-from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
+from samestep.runtime.optimizers.skeletons import over_values, skeleton, small_shape
+from samestep.runtime.optimizers.update_rule import is_torchs_own
+from samestep.runtime.optimizers.update_trial import TRIED
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.writes import Marks, exact_norms, marks_of
-
-Evaluate = Callable[[], tuple[float, float]]
-"""Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
 
 
 @dataclass(slots=True)
@@ -38,7 +35,8 @@ class Closure:
     """The closure of one update: it evaluates the loss, and lends the gradients to the pieces."""
 
     pieces: list[Piece]
-    evaluate: Evaluate
+    evaluate: Callable[[], tuple[float, float]]
+    """Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
     loss: float
     """The loss of the step's own backward."""
     _first: tuple[list[int], Marks] | None = None
@@ -54,7 +52,8 @@ class Closure:
 
         Collective over the world, see [Note: collective calls].
         """
-        if self._first is None or self._has_changed(*self._first):
+        first, (ids, marks) = self._first, self._present()
+        if first is None or first[0] != ids or any(marks.since(first[1])):
             with rejoined():
                 self.loss, factor = self.evaluate()
             for piece in self.pieces:
@@ -65,29 +64,20 @@ class Closure:
         self._first = None
         return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
 
-    def _has_changed(self, gradients: list[int], before: Marks) -> bool:
-        """Return whether there are other gradients, or a weight or a gradient was written."""
-        now, marks = self._present()
-        return now != gradients or any(marks.since(before))
-
     def _present(self) -> tuple[list[int], Marks]:
         values, gradients = [piece.value for piece in self.pieces], [piece.value.grad for piece in self.pieces]
-        held = [*values, *(gradient for gradient in gradients if gradient is not None)]
-        return [*map(id, gradients)], marks_of(held, norms=exact_norms)
+        tensors = [*values, *(gradient for gradient in gradients if gradient is not None)]
+        return [*map(id, gradients)], marks_of(tensors, norms=exact_norms)
 
 
-def members_that_evaluate(source: OptimizerSource, whole: WholeWeights) -> frozenset[int]:
+def members_that_evaluate(source: OptimizerSource, whole_weights: WholeWeights) -> frozenset[int]:
     """Return the indices of the members of an optimizer whose step needs a closure: its argument has no default, or it fails without."""
-    if not whole.shapes:
+    if not whole_weights.shapes:
         return frozenset()
-    found = set[int]()
-    optimizer, _ = skeleton(source, whole.shapes, whole.attributes)
-    for index, member in enumerate(members_of(optimizer)):
-        if is_torchs_own(member) or (parameter := _closure_of(member)) is None:
-            continue
-        if parameter.default is parameter.empty or _fails_without(source, whole, index):
-            found.add(index)
-    return frozenset(found)
+    members = members_of(skeleton(source, whole_weights.shapes, whole_weights.attributes)[0])
+    return frozenset(
+        index for index, member in enumerate(members) if _needs_closure(source, whole_weights, index, member)
+    )
 
 
 def check_scale(scale: LossScale, evaluating: frozenset[int], optimizer: Optimizer | None) -> None:
@@ -98,41 +88,40 @@ def check_scale(scale: LossScale, evaluating: frozenset[int], optimizer: Optimiz
     """
     if evaluating and scale.is_dynamic:
         raise ModelError(
+            "closure-unsupported",
             f"{class_names(optimizer) if optimizer else 'the optimizer'} evaluates the loss again in its step, where gradients under "
-            'a loss scale may overflow: numerics.precision = "bf16" works'
+            'a loss scale may overflow: numerics.precision = "bf16" works',
         )
 
 
-def _closure_of(optimizer: Optimizer) -> inspect.Parameter | None:
-    """Return the parameter of an optimizer's step that takes a closure: the first one, if it has no default or this name."""
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
-    takes = (parameter for parameter in parameters if parameter.kind in (0, 1))
-    return next((one for one in takes if one.default is one.empty or one.name == "closure"), None)
-
-
-def _fails_without(source: OptimizerSource, whole: WholeWeights, index: int) -> bool:
-    """Return whether a member's step fails on small weights without a closure, and does not with one."""
-    if _steps(source, whole, index, with_closure=False):
+def _needs_closure(source: OptimizerSource, whole_weights: WholeWeights, index: int, member: Optimizer) -> bool:
+    first = [
+        parameter
+        for parameter in list(inspect.signature(type(member).step).parameters.values())[1:2]
+        if parameter.kind in (0, 1)
+    ]
+    if is_torchs_own(member) or not first:
         return False
-    return _steps(source, whole, index, with_closure=True)
+    return first[0].default is first[0].empty or (
+        first[0].name == "closure" and _misses_closure(source, whole_weights, index)
+    )
 
 
-def _steps(source: OptimizerSource, whole: WholeWeights, index: int, *, with_closure: bool) -> bool:
-    code, weights = over_small_weights(source, whole.shapes, whole.attributes)
-    member = members_of(code.optimizer)[index]
-
-    def closure() -> Tensor:
-        for weight in weights.values():
-            weight.grad = weight.detach().clone()
-        return torch.full((), 0.5 * sum(float(weight.detach().square().sum()) for weight in weights.values()))
-
-    closure()
+def _misses_closure(source: OptimizerSource, whole_weights: WholeWeights, index: int) -> bool:
+    """Return whether a member's step on small weights fails since it has no closure, as its error says."""
+    weights = {
+        name: nn.Parameter(torch.full(small_shape(shape, 4096), 0.5)) for name, shape in whole_weights.shapes.items()
+    }
+    for name, weight in weights.items():
+        weight.__dict__.update(whole_weights.attributes.get(name, {}))
+        weight.grad = weight.detach().clone()
+    member = members_of(over_values(source, whole_weights.shapes, whole_weights.attributes, weights).optimizer)[index]
     generator = torch.get_rng_state()
     try:
         with alone(type(member).__name__), torch.no_grad(), disable_compiler():
-            member.step(closure) if with_closure else member.step()  # type: ignore[arg-type]
-    except TRIED:
-        return False
+            member.step()
+    except TRIED as error:
+        return any(words in str(error) for words in ("closure", "'NoneType' object is not callable"))
     finally:
         torch.set_rng_state(generator)
-    return True
+    return False

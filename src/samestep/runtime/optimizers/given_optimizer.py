@@ -6,15 +6,46 @@ is refused: momenta that are set to zero, `state_dict` and `load_state_dict`, ho
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
+from samestep.building.optimizer import CombinedOptimizer
 from samestep.errors import ModelError
 
 _OWN = "run.updater.optimizer.state is what it holds, and run.save and run.load keep it"
+
+
+def for_loops(optimizer: Optimizer) -> Optimizer:
+    """Return what a loop sees of a run's optimizer: all that it holds, without the methods of its own class, which would act on this
+    rank's pieces alone. Its step, which a scheduler wraps, is that of the optimizer itself."""
+    kind = type(optimizer)
+    written = {name for base in kind.__mro__ if not issubclass(Optimizer, base) for name in vars(base)}
+    names = [name for name in written - {*dir(Optimizer)} if inspect.isroutine(getattr(kind, name)) and name[0] != "_"]
+    if isinstance(optimizer, CombinedOptimizer):
+        methods: dict[str, Any] = {"members": property(lambda self: tuple(map(for_loops, vars(self)["members"])))}
+    elif names:
+        methods = {name: functools.partialmethod(_refuse_method, name) for name in names}
+    else:
+        return optimizer
+    step = functools.wraps(kind.step)(lambda _, *args, **given: kind.step(optimizer, *args, **given))
+    view: Optimizer = object.__new__(
+        type(kind.__name__, (kind,), {**methods, "step": step, "__module__": kind.__module__})
+    )
+    view.__dict__ = optimizer.__dict__
+    return view
+
+
+def _refuse_method(_: Optimizer, name: str, *__: Any, **___: Any) -> None:
+    raise ModelError(
+        "optimizer-instance",
+        f"run.updater.optimizer.{name} would act on this rank's part of the weights, and not on the weights that the forward reads: "
+        f'run.call(None, "{name}") works. If there are several optimizers, name one instead of None',
+    )
 
 
 class NoState(defaultdict[Any, Any]):
@@ -26,7 +57,8 @@ class NoState(defaultdict[Any, Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ModelError(
-            f"the {self._kind} instance that was given has no state, since the run updates by one of its own: {_OWN}"
+            "optimizer-instance",
+            f"the {self._kind} instance that was given has no state, since the run updates by one of its own: {_OWN}",
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = __missing__ = __reduce__ = _refuse

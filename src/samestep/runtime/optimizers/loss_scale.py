@@ -44,15 +44,15 @@ class LossScale:
 
         Every rank passes the same `overflowed`, so every rank holds the same scale.
         """
-        before = self.scale
+        scale = self.scale
         if overflowed:
             self.scale, self.steps_since = max(self.scale / 2, min(self.scale, 1.0)), 0
         else:
             self.steps_since += 1
             if self.steps_since >= self.growth_steps:
                 self.scale, self.steps_since = self.scale * 2, 0
-        if self.scale != before and not has_moves:
-            self.codes.scale(self.scale / before)
+        if self.scale != scale and not has_moves:
+            self.codes.scale(self.scale / scale)
 
     def with_overflow(self, norm_squared: Tensor, pieces: Sequence[Piece], names: Set[str] | None = None) -> Tensor:
         """Return a squared norm (float64 []), infinity if a gradient of pieces, of these weights or any, exceeds float16 under the scale.

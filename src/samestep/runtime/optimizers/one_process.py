@@ -57,7 +57,8 @@ class alone:  # noqa: N801  # a context, entered in every update: a generator ta
             dist.group.WORLD = _LEFT.pop()
         if isinstance(error, ValueError | RuntimeError) and "process group" in str(error):
             raise ModelError(
-                f"{self._what} asks torch.distributed for ranks or sends something itself, and here every update is that of one process, "
-                "on gradients that are summed already: its form for one process works, and so does a question for "
-                "dist.is_initialized() first"
+                "own-collective",
+                f"{self._what} asks torch.distributed for ranks or sends something itself, and here every update is made as in one process, "
+                "on gradients that are summed already: its form for one process works, or a question for "
+                "dist.is_initialized() first",
             ) from error

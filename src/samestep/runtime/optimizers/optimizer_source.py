@@ -1,7 +1,7 @@
 """From what the user gives as an optimizer to one over the pieces of a rank, or to a refusal.
 
 The groups are those that the optimizer has over the whole weights of the model: a function that divides them by shape,
-size, position or a tag gives the same groups in every layout. `check_optimizer` reads the rule (`update_rule.py`) and
+size, position or a tag gives the same groups in every layout. `check_optimizer` finds the rule (`update_rule.py`) and
 holds it against the layout.
 """
 
@@ -30,12 +30,8 @@ from samestep.runtime.optimizers.optimizers_by_name import (
     sources_by_name,
 )
 from samestep.runtime.optimizers.skeletons import put_in_place, skeleton
-from samestep.runtime.optimizers.update_rule import (
-    TRIED,
-    is_torchs_own,
-    options_by_name,
-    read_rule,
-)
+from samestep.runtime.optimizers.update_rule import is_torchs_own, options_by_name, read_rule
+from samestep.runtime.optimizers.update_trial import TRIED
 from samestep.state.step_code import StepCode
 
 
@@ -84,8 +80,9 @@ class GivenOptimizer:
                 return kind(**arguments)
         except (AttributeError, KeyError, IndexError) as error:
             raise ModelError(
+                "optimizer-instance",
                 f"{kind.__name__} cannot be built again over the groups of the given one ({type(error).__name__}: {error}): a "
-                f"function of the parameters works, as `lambda params: {kind.__name__}(params)`"
+                f"function of the parameters works, as `lambda params: {kind.__name__}(params)`",
             ) from error
 
 
@@ -110,26 +107,34 @@ def optimizer_source(
     # Adagrad has state from the start, with step 0.
     is_known = isinstance(optimizer.state, NoState)  # of a run that was made before
     if not is_known and any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
-        raise ModelError("the optimizer has stepped already: give one that has not, or a function of the parameters")
+        raise ModelError(
+            "optimizer-instance",
+            "the optimizer has stepped already: give one that has not, or a function of the parameters",
+        )
     kind = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ModelError(
+            "optimizer-instance",
             f"the {kind} instance has step hooks, which would not run, since it is built again over this rank's weights: "
-            "register them in a function of the parameters"
+            "register them in a function of the parameters",
         )
     for group in optimizer.param_groups:
         strangers = [p for p in group["params"] if id(p) not in (names or {})]
         if strangers:
             raise ModelError(
+                "optimizer-instance",
                 f"the optimizer holds a parameter of shape {tuple(strangers[0].shape)} that is not the model's: "
-                "build it over model.parameters(), or give a function of the parameters"
+                "build it over model.parameters(), or give a function of the parameters",
             )
     if not any(group["params"] for group in optimizer.param_groups):
-        raise ModelError(f"the {kind} instance holds no parameter: build it over model.parameters()")
+        raise ModelError(
+            "optimizer-instance", f"the {kind} instance holds no parameter: build it over model.parameters()"
+        )
     if forgotten := [name for name in _arguments(type(optimizer))[1:] if name not in optimizer.defaults]:
         raise ModelError(
+            "optimizer-instance",
             f"{kind} does not keep its argument {forgotten[0]} in `defaults`, so it cannot be built again over "
-            "the pieces of a layout: give a function of the parameters"
+            "the pieces of a layout: give a function of the parameters",
         )
     return GivenOptimizer(optimizer, dict(names or {}))
 
@@ -147,34 +152,47 @@ def check_step(optimizer: Optimizer) -> None:
     """
     for member in members_of(optimizer):  # of the class: a scheduler replaces the instance's
         parameters = list(inspect.signature(type(member).step).parameters.values())[1:]
-        needed = [one.name for one in parameters if one.default is one.empty and one.kind in (0, 1)]
+        needed = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind in (0, 1)
+        ]
         if len(needed) > 1:
             raise ModelError(
+                "run-call-arguments",
                 f"{type(member).__name__}.step needs {' and '.join(needed)}: a step is given a closure that evaluates the loss, and the "
-                "options of run.update; with defaults for the others it works"
+                "options of run.update; with defaults for the others it works",
             )
 
 
 def given_instances(source: OptimizerSource, optimizer: Optimizer | None) -> dict[int, Optimizer]:
     """Return the instances that the user gave, by the index of their first group in the `optimizer` that a source has built."""
-    sources = source.sources.values() if isinstance(source, NamedOptimizers) else [source]
-    found, first = dict[int, Optimizer](), 0
-    for one, member in zip(sources, members_of(optimizer) if optimizer is not None else (), strict=False):
+    optimizers, first = dict[int, Optimizer](), 0
+    for one, member in zip(_sources_in(source), members_of(optimizer) if optimizer is not None else (), strict=False):
         if isinstance(one, GivenOptimizer):
-            found[first] = one.instance
+            optimizers[first] = one.instance
         first += len(member.param_groups)
-    return found
+    return optimizers
 
 
-def member_of_weight(source: OptimizerSource, whole: WholeWeights) -> dict[str, int]:
+def given_sources(source: OptimizerSource) -> list[GivenOptimizer]:
+    """Return the instances that the user gave, with the names of their parameters."""
+    return [one for one in _sources_in(source) if isinstance(one, GivenOptimizer)]
+
+
+def _sources_in(source: OptimizerSource) -> list[OptimizerSource]:
+    return [*source.sources.values()] if isinstance(source, NamedOptimizers) else [source]
+
+
+def member_of_weight(source: OptimizerSource, whole_weights: WholeWeights) -> dict[str, int]:
     """Return the index of the optimizer that holds each weight of the whole model, where a user gave several.
 
     Raises:
         ModelError: two of them hold a weight, or none does.
     """
-    if not isinstance(source, NamedOptimizers) or not whole.shapes:
+    if not isinstance(source, NamedOptimizers) or not whole_weights.shapes:
         return {}
-    optimizer, weights = skeleton(source, whole.shapes, whole.attributes)
+    optimizer, weights = skeleton(source, whole_weights.shapes, whole_weights.attributes)
     check_partition(optimizer, weights)
     names = {id(weight): name for name, weight in weights.items()}
     return {
@@ -188,7 +206,9 @@ def member_of_weight(source: OptimizerSource, whole: WholeWeights) -> dict[str, 
 # -- over the pieces of a rank ---------------------------------------------------------------------
 
 
-def build_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole: WholeWeights) -> Optimizer | None:
+def build_over(
+    source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole_weights: WholeWeights
+) -> Optimizer | None:
     """Return the optimizer over a rank's pieces, grouped as over the whole weights; None where there is no piece.
 
     Raises:
@@ -196,32 +216,37 @@ def build_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole:
     """
     if not pieces:
         return None
-    if all(whole.shapes.get(name, value.shape) == value.shape for name, value in pieces) and len(pieces) >= len(
-        whole.shapes
+    if all(whole_weights.shapes.get(name, value.shape) == value.shape for name, value in pieces) and len(pieces) >= len(
+        whole_weights.shapes
     ):
         made = source(pieces)
-        _check_holds(made, pieces, is_whole=bool(whole.shapes))
+        _check_holds(made, pieces, is_whole=bool(whole_weights.shapes))
         return made
-    wanted, weights = skeleton(source, whole.shapes, whole.attributes)
+    wanted, weights = skeleton(source, whole_weights.shapes, whole_weights.attributes)
     _check_holds(wanted, list(weights.items()), is_whole=True)
     groups = options_by_name(wanted, weights)
     optimizer: Optimizer | None = None
     try:
         optimizer = source(pieces)
-        found = options_by_name(optimizer, dict(pieces))
-        if {name: repr(found.get(name)) for name, _ in pieces} == {name: repr(groups.get(name)) for name, _ in pieces}:
+        options = options_by_name(optimizer, dict(pieces))
+        if {name: repr(options.get(name)) for name, _ in pieces} == {
+            name: repr(groups.get(name)) for name, _ in pieces
+        }:
             return optimizer
     except TRIED:
         optimizer = None
-    wanted, weights = skeleton(source, whole.shapes, whole.attributes)  # the last one made, which a scheduler has
+    wanted, weights = skeleton(
+        source, whole_weights.shapes, whole_weights.attributes
+    )  # the last one made, which a scheduler has
     code = StepCode(wanted)
-    state_from_the_start = any(one.state for one in code.optimizers)
+    state_from_the_start = any(optimizer.state for optimizer in code.optimizers)
     if put_in_place(code, weights, dict(pieces)) is not None and not state_from_the_start:
         return wanted
     if optimizer is None or len(code.optimizers) > 1:
         raise ModelError(
+            "optimizer-not-elementwise",
             f"{type(wanted).__name__} keeps its parameters outside of its groups, or state from the start, and gives parts "
-            "of the weights other options than the whole ones: zero=0 without tp and pp works"
+            "of the weights other options than the whole ones: zero=0 without tp and pp works",
         )
     optimizer.param_groups[:] = wanted.param_groups
     return optimizer
@@ -229,14 +254,15 @@ def build_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole:
 
 def _check_holds(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], *, is_whole: bool) -> None:
     mine = {id(tensor) for _, tensor in named}
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    strangers = [param for param in held if id(param) not in mine]
-    if strangers or (is_whole and not held):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = [param for param in params if id(param) not in mine]
+    if strangers or (is_whole and not params):
         what = f"a parameter of shape {tuple(strangers[0].shape)}" if strangers else "no parameter"
         raise ModelError(
+            "optimizer-instance",
             f"{type(optimizer).__name__} holds {what}{' that the optimizer function was not given' if strangers else ''}, so it "
             "would not train the model as it is here: build it over the function's argument, as in "
-            "`lambda params: torch.optim.AdamW(params)`"
+            "`lambda params: torch.optim.AdamW(params)`",
         )
     if is_whole:
         check_partition(optimizer, dict(named))
@@ -277,21 +303,25 @@ def check_optimizer(
         word, how = spread[0]
         names = " and ".join(type(members_of(made[0])[index]).__name__ for index in sorted(evaluating))
         raise LayoutError(
+            "closure-unsupported",
             f"the step of {names} evaluates the loss again, at weights that depend on all of them, and weights are {how} by {word}: "
-            "zero=0 without tp and pp works"
+            "zero=0 without tp and pp works",
         )
     if evaluating:
         return model
-    rule = read_rule(source, shapes, parts, marks, made)
+    sparse = [param.name for param in params if param.sparse_gradient]
+    rule = read_rule(source, shapes, parts, marks, made, sparse=sparse)
     if rule.draws and layout.world_size > 1:
         raise LayoutError(
-            f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others: one rank works"
+            "random-optimizer",
+            f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others: one rank works",
         )
     if rule.coupled and spread:
         word, how = spread[0]
         raise LayoutError(
+            "optimizer-not-elementwise",
             f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
-            f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works"
+            f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works",
         )
     whole = [name for name in rule.whole if name in parts]
     return (
@@ -328,8 +358,9 @@ def check_call(
         word, how = spread[0]
         why = rule.coupled or f"{divided[0]}: {rule.whole[divided[0]]}"
         raise LayoutError(
+            "optimizer-not-elementwise",
             f"{rule.optimizer}.{method} does not treat every weight, or every element of one, by itself ({why}), and weights are {how} by "
-            f"{word}: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works"
+            f"{word}: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works",
         )
 
 
@@ -339,26 +370,26 @@ def couples_weights(source: OptimizerSource, model: ModelSpec, attributes: Mappi
     return bool(shapes) and bool(read_rule(source, shapes, {}, attributes).coupled)
 
 
-def updates_in_chunks(source: OptimizerSource, numerics: NumericsTable, whole: WholeWeights) -> bool:
+def updates_in_chunks(source: OptimizerSource, numerics: NumericsTable, whole_weights: WholeWeights) -> bool:
     """Return whether an optimizer may update some weights before others, where a job's numerics make anything depend on it.
 
     Raises:
         JobError: its states are to be packed, and it is none of torch's own.
     """
     packs = numerics.optimizer_states != "float32"
-    in_chunks = (packs or numerics.precision == "bf16") and _is_torchs_own(source, whole)
+    in_chunks = (packs or numerics.precision == "bf16") and _is_torchs_own(source, whole_weights)
     if packs and not in_chunks:
         raise JobError(
-            f'numerics.optimizer_states = "{numerics.optimizer_states}" holds states of torch\'s own optimizers, and this '
-            'is none of them: optimizer_states = "float32" works, and so does adamw'
+            "optimizer-8bit",
+            f'numerics.optimizer_states = "{numerics.optimizer_states}" holds states of torch\'s own optimizers, and this must be one of them: optimizer_states = "float32" works, or adamw',
         )
     return in_chunks
 
 
-def _is_torchs_own(source: OptimizerSource, whole: WholeWeights) -> bool:
+def _is_torchs_own(source: OptimizerSource, whole_weights: WholeWeights) -> bool:
     """Return whether an optimizer is one of torch, which updates every weight independently."""
     try:
-        return is_torchs_own(skeleton(source, whole.shapes, whole.attributes)[0])
+        return is_torchs_own(skeleton(source, whole_weights.shapes, whole_weights.attributes)[0])
     except (ModelError, *TRIED):  # one that cannot be built over weights without values
         return False
 

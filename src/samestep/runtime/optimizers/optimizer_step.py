@@ -2,12 +2,24 @@
 
 However a layout cuts the weights, a rank updates a list of `Piece`s: runs of one parameter's elements as plain tensors
 in master precision. Optimizers that treat every element by itself (SGD, Adam, ...) give the one-device update on any
-pieces. `update_rule.py` reads from an optimizer's operations whether it does.
+pieces. `update_rule.py` finds whether it does.
 
 ```
 gradients * factor ─► for each chunk: lend them to the values, optimizer.step(), average ─► publish
-  offload.py                update_chunks.py                       moving_averages.py       live_weights.py
+  `Offload`                packed_states.py                       moving_averages.py       live_weights.py
 ```
+Under `offload` a GPU computes gradients, and the host holds masters and states and updates them:
+
+```
+gradient, on the device ─► pinned memory ─► optimizer.step() over values on the host ─► target, on the device
+                 send          `host_copies.py`                                 `live_weights.py`
+```
+A store makes such pieces (`host_copies.master_on_host`). Their gradients are sent before the host has decided on the step,
+multiplied by what follows from its sums, so that the host waits for both at once.
+
+The job's schedule sets the learning rates of the optimizer's groups, as a function of the step; whoever sets one from outside keeps it.
+If a loop makes updates of its own, each optimizer counts these instead: a group then has the option `num_updates`, which a checkpoint
+holds as it does any option that has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,19 +36,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.building.optimizer import members_of
+from samestep.errors import ModelError
 from samestep.job_tables import NumericsTable
 from samestep.runtime import host_copies
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.optimizers.closures import check_scale
-from samestep.runtime.optimizers.group_rates import GroupRates
 from samestep.runtime.optimizers.loss_scale import LossScale
-from samestep.runtime.optimizers.offload import Offload
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import build_over, check_step, given_instances
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, step_members
-from samestep.runtime.optimizers.packed_states import StatePacking
-from samestep.runtime.optimizers.update_chunks import Chunks, chunks_of, chunks_with, holding_only
+from samestep.runtime.optimizers.packed_states import Chunks, StatePacking, chunks_of, chunks_with, holding_only
 from samestep.runtime.optimizers.update_rule import is_torchs_own
+from samestep.runtime.optimizers.update_trial import fails_on_empty, without_empty_groups
 from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.optimizers.whole_optimizer import WholeOptimizer
 from samestep.runtime.weights.gradient_codes import GradientCodes
@@ -44,7 +56,7 @@ from samestep.runtime.weights.live_weights import UpdatedInPlace, live_weights
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.pieces import Piece, gradients_of
 from samestep.state.fingerprints import optimizer_digests
-from samestep.state.step_code import optimizers_with_states
+from samestep.state.step_code import StepCode, optimizers_with_states, rows_in_group
 
 _NO_CODES = GradientCodes()
 _NOTHING = nullcontext()
@@ -74,6 +86,8 @@ class Updater:
     """What is known of it over the whole weights."""
     with_states: list[Any]
     """The optimizer, and those in it that keep states of their own."""
+    fragile: list[Any]
+    """The optimizers whose step is not given groups without weights, since their code fails on one."""
     first_digests: dict[str, int] = field(default_factory=dict)
     """Digests of the optimizer's options and attributes before its first step."""
     factor: float = 1.0
@@ -87,7 +101,7 @@ class Updater:
     def over(
         cls,
         pieces: list[Piece],
-        whole: WholeOptimizer,
+        whole_optimizer: WholeOptimizer,
         numerics: NumericsTable,
         *,
         codes: GradientCodes = _NO_CODES,
@@ -96,7 +110,7 @@ class Updater:
         averages: WeightAverages | None = None,
         follows_schedule: bool = False,
     ) -> Updater:
-        """Build the optimizer over `pieces` of the weights of the `whole` one; `splits_masters` holds masters in two halves.
+        """Build the optimizer over `pieces` of the weights of `whole_optimizer`; `splits_masters` holds masters in two halves.
 
         Raises:
             ModelError: the optimizer's `step` needs a closure, it holds none of the weights, or it `follows_schedule` and has no
@@ -104,16 +118,21 @@ class Updater:
         """
         for piece in pieces:
             piece.value.requires_grad_(True)
-            piece.value.__dict__.update(whole.weights.attributes.get(piece.name, {}))
-        optimizer = build_over(whole.source, [(piece.name, piece.value) for piece in pieces], whole.weights)
+            piece.value.__dict__.update(whole_optimizer.weights.attributes.get(piece.name, {}))
+        optimizer = build_over(
+            whole_optimizer.source, [(piece.name, piece.value) for piece in pieces], whole_optimizer.weights
+        )
         loss_scale = LossScale.of(numerics, codes)
-        rates = GroupRates(optimizer, given_instances(whole.source, optimizer))
-        with_states: list[Any] = []
+        rates = GroupRates(optimizer, given_instances(whole_optimizer.source, optimizer))
+        with_states, fragile = list[Any](), list[Any]()
         if optimizer is not None:
             check_step(optimizer)
             rates.check(follows_schedule=follows_schedule)
             with_states = [optimizer] if is_torchs_own(optimizer) else optimizers_with_states(optimizer)
-        check_scale(loss_scale, whole.evaluating, optimizer)
+            if not is_torchs_own(optimizer) and not all(g["params"] for g in optimizer.param_groups):
+                code = StepCode(optimizer)
+                fragile = code.optimizers if fails_on_empty(code) else []
+        check_scale(loss_scale, whole_optimizer.evaluating, optimizer)
         return cls(
             pieces=pieces,
             optimizer=optimizer,
@@ -124,8 +143,9 @@ class Updater:
             offload=Offload([piece.value for piece in pieces]),
             packing=packing,
             averages=averages,
-            whole=whole,
+            whole=whole_optimizer,
             with_states=with_states,
+            fragile=fragile,
             first_digests=optimizer_digests(optimizer) if optimizer else {},
         )
 
@@ -163,7 +183,11 @@ class Updater:
             is_all = len(chunk) == len(self.pieces)
             with self.widened(chunk), holding_only(self.optimizer, None if is_all else chunk):
                 with self.lent(chunk, mine), alone(type(self.optimizer).__name__):
-                    step_members(self.optimizer, part, is_first=not self.step_index)
+                    if not self.fragile:
+                        step_members(self.optimizer, part, is_first=not self.step_index)
+                    else:
+                        with without_empty_groups(self.fragile):
+                            step_members(self.optimizer, part, is_first=not self.step_index)
                 if self.averages is not None:
                     self.averages.update(chunk, held_back)
         for given in self.rates.given.values():
@@ -174,27 +198,38 @@ class Updater:
         assert self.optimizer is not None
         return self.chunks.widened(self.optimizer, pieces, self.unused, self.step_index)
 
-    def lent(self, chunk: list[Piece], given: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def lent(self, chunk: list[Piece], tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Let the values of some pieces have the gradients that are given for them, unless the step gave them none, until the end of
         the context; a window of a buffer, which is the gradient in every step, they keep.
         """
         lent: list[Tensor] = []
-        if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], given)):
+        if not self.unused and all(map(operator.is_, [piece.value.grad for piece in chunk], tensors)):
             return _NOTHING  # they are where autograd has put them, or the last update has
-        for piece, gradient in zip(chunk, given, strict=True):
+        for piece, gradient in zip(chunk, tensors, strict=True):
             value = piece.value
-            before = value.grad
-            if before is None and gradient is not piece.window:
+            grad = value.grad
+            if grad is None and gradient is not piece.window:
                 lent.append(value)
             if piece.name in self.unused:
                 value.grad = None
-            elif before is not gradient:
+            elif grad is not gradient:
                 value.grad = gradient if gradient.shape == value.shape else gradient.view_as(value)
         return AtEnd(functools.partial(_drop_gradients, lent))  # which would stay allocated in the next step
 
+    def forget_states(self) -> None:
+        """Drop the states of all pieces, as before others are set."""
+        if self.optimizer is not None:
+            for piece in self.pieces:
+                self.optimizer.state.pop(piece.value, None)
+
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """Return the optimizer's state of a piece, with its tensors as the optimizer computes with them."""
-        state = self.optimizer.state.get(piece.value, {}) if self.optimizer is not None else {}
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.state.get(piece.value, {})
+        if rows := rows_in_group(self.optimizer, piece.value):
+            is_row = {key: isinstance(row, Tensor) and row.dim() == piece.value.dim() for key, row in rows.items()}
+            return {key: row[None] if is_row[key] else row for key, row in rows.items()}  # of a group of that weight
         return dict(state) if self.packing is None else self.packing.wide(piece, state)
 
     def publish(self) -> None:
@@ -217,3 +252,209 @@ def clip_factor(norm: float, limit: float | None) -> float:
 def _drop_gradients(values: list[Tensor]) -> None:
     for value in values:
         value.grad = None
+
+
+@dataclass(slots=True)
+class Offload:
+    """The transfer of gradients to values that are on the host; nothing is sent to values on the device of the gradients."""
+
+    values: Sequence[Tensor]
+    """The master values of a rank's pieces."""
+    _sent: list[Tensor] | None = None
+
+    def is_apart(self, device: torch.device) -> bool:
+        """Return whether the optimizer works on the host, while this device, a GPU, computes the gradients."""
+        return device.type == "cuda" and any(value.device.type == "cpu" for value in self.values)
+
+    def send(self, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of a step, which are there once the host has read a number that it asks for later."""
+        self._sent = host_copies.send_to_values(gradients, self.values)
+
+    def take(self) -> list[Tensor] | None:
+        """Return the gradients that were sent for this step; None if none were."""
+        sent, self._sent = self._sent, None
+        return sent
+
+    def forget(self) -> None:
+        """Drop gradients that were sent for a step that is skipped."""
+        self._sent = None
+
+
+_NUM_UPDATES = "num_updates"
+
+
+class GroupRates:
+    """The learning rates of an optimizer, whose groups follow those of the instances that a user gave."""
+
+    def __init__(self, optimizer: Optimizer | None, given: Mapping[int, Optimizer]) -> None:
+        self.optimizer = optimizer
+        self.given = given
+        """The instances that the user gave, whose options act here too, by the index of their first group."""
+        self.first = _rates_of(optimizer)
+        """The learning rate of each group, before the job's schedule."""
+        self._set = list(self.first)
+        self._from_outside = set[int]()
+        """The groups whose rate a loop or a scheduler has set, in this process or before a resume."""
+        self._given_rates = self._theirs()
+        self._given_options = self._their_options()
+
+    def check(self, *, follows_schedule: bool) -> None:
+        """Refuse groups without a learning rate where the rates are to follow a schedule.
+
+        Raises:
+            ModelError: there is such a group.
+        """
+        if follows_schedule and self.optimizer is not None and any("lr" not in g for g in self.optimizer.param_groups):
+            raise ModelError(
+                "optimizer-groups",
+                f"a group of {type(self.optimizer).__name__} has no learning rate `lr`, which the job's schedule sets: "
+                'schedule.name = "constant" without warm-up works',
+            )
+
+    def factors(self, schedule: Callable[[int], float], step: int) -> float | dict[int, float]:
+        """Return the factor of a schedule in a step, for each group separately where a loop has called updates of some of them."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        if not self.counts_updates:
+            return schedule(step)
+        return {index: schedule(group.get(_NUM_UPDATES, step)) for index, group in enumerate(groups)}
+
+    def count(self, step: int, part: UpdatedPart) -> None:
+        """Count an update of a part; before the first one that the loop calls, each part has as many as there were steps."""
+        for index, member in enumerate(members_of(self.optimizer) if self.optimizer is not None else ()):
+            for group in member.param_groups:
+                group.setdefault(_NUM_UPDATES, step)
+                group[_NUM_UPDATES] += int(part.members is None or index in part.members)
+
+    @property
+    def counts_updates(self) -> bool:
+        """Whether a loop has called `update` itself."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            if _NUM_UPDATES in group:
+                return True
+        return False
+
+    def first_with(self, factor: float | Mapping[int, float], part: UpdatedPart) -> float:
+        """Return the learning rate of the first group of a part with a factor; not a number where there is no group."""
+        index = 0
+        for number, member in enumerate(members_of(self.optimizer) if self.optimizer is not None else ()):
+            if part.members is None or number in part.members:
+                return self.first[index] * (factor[index] if isinstance(factor, Mapping) else factor)
+            index += len(member.param_groups)
+        return math.nan
+
+    def set(self, factor: float | Mapping[int, float]) -> None:
+        """Set each group's learning rate to `factor` times its base rate; one that was set from outside meanwhile is kept.
+
+        Raises:
+            ModelError: the job's schedule and another hand both change the learning rate, or the optimizer that was given
+                has another number of groups now.
+        """
+        if self.optimizer is None:
+            return
+        if self.given or len(self.optimizer.param_groups) != len(self.first):
+            self._follow_options()
+        changed = self._changed()
+        self._given_rates = self._theirs() if self.given else {}
+        factors = dict.fromkeys(range(len(self.first)), factor) if isinstance(factor, int | float) else factor
+        if changed and any(value != 1.0 for value in factors.values()):
+            raise ModelError(
+                "learning-rate-set-twice",
+                f"the learning rate of group {min(changed)} was set to {changed[min(changed)]:g} from outside, and the job's "
+                'schedule sets it too: schedule.name = "constant" without warm-up leaves it to you',
+            )
+        self._from_outside.update(changed)
+        for index, rate in changed.items():
+            self.first[index] = rate
+        for index, (group, first) in enumerate(zip(self.optimizer.param_groups, self.first, strict=True)):
+            if "lr" not in group:
+                continue
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(first * factors[index])
+            else:
+                group["lr"] = first * factors[index]
+        self._set = _rates_of(self.optimizer)
+
+    def from_outside(self) -> dict[int, dict[str, Any]]:
+        """Return what a checkpoint holds of the groups that were changed from outside: rates, before the job's schedule, and
+        changes since the last step."""
+        if self.optimizer is None:
+            return {}
+        changed_options = self._changed_options()
+        for index, rate in ({index: self.first[index] for index in self._from_outside} | self._changed()).items():
+            first = {key: value for key, value in self.optimizer.param_groups[index].items() if key == "initial_lr"}
+            changed_options[index] = {**first, **changed_options.get(index, {}), "lr": rate}
+        return changed_options
+
+    def resume(self, index: int, options: Mapping[str, Any]) -> None:
+        """Set options of a group to those of a checkpoint; a given instance that has others is followed in the next step."""
+        assert self.optimizer is not None
+        set_options(self.optimizer.param_groups[index], options)
+        if index in self._given_options:
+            self._given_options[index].update(options)
+        if "lr" in options:
+            self.first[index] = self._set[index] = options["lr"]
+            self._given_rates |= {index: options["lr"]} if index in self._given_rates else {}
+            self._from_outside.add(index)
+
+    def _changed(self) -> dict[int, float]:
+        """Return the rates that were set from outside since the last step, by group; that of a given instance counts."""
+        both = enumerate(zip(_rates_of(self.optimizer), self._set, strict=False))
+        changed = {index: now for index, (now, before) in both if now != before}
+        if not self.given:
+            return changed
+        theirs = self._theirs()
+        return changed | {index: theirs[index] for index, rate in self._given_rates.items() if theirs[index] != rate}
+
+    def _changed_options(self) -> dict[int, dict[str, Any]]:
+        """Return the options that were changed in the groups of the given instances since the last step."""
+        theirs, changed_options = self._their_options(), dict[int, dict[str, Any]]()
+        for index, options in self._given_options.items():
+            known = {*self.optimizer.param_groups[index], "initial_lr"} if self.optimizer is not None else ()
+            changed_options[index] = {
+                k: value for k, value in theirs[index].items() if k in known and value != options.get(k)
+            }
+        return changed_options
+
+    def _follow_options(self) -> None:
+        """Take over what was changed in the groups of the given instances, as the momentum that a scheduler changes with the
+        rate."""
+        assert self.optimizer is not None
+        theirs = self._their_options()
+        for whose, held, number in (
+            ("optimizer that was given", theirs, len(self._given_options)),
+            ("run's optimizer", self.optimizer.param_groups, len(self.first)),
+        ):
+            if len(held) != number:
+                raise ModelError(
+                    "optimizer-groups",
+                    f"the {whose} has {len(held)} groups, and had {number} when the run was made: "
+                    "groups of all weights from the start, some with lr = 0, work",
+                )
+        for index, options in self._changed_options().items():
+            self.optimizer.param_groups[index].update(options)
+        self._given_options = theirs
+
+    def _theirs(self) -> dict[int, float]:
+        return {first + i: rate for first, one in self.given.items() for i, rate in enumerate(_rates_of(one))}
+
+    def _their_options(self) -> dict[int, dict[str, Any]]:
+        """Return the numbers among the options of each group of the given instances, but for its learning rate."""
+        plain = (bool, int, float, tuple)
+        return {
+            first + index: {key: value for key, value in group.items() if key != "lr" and type(value) in plain}
+            for first, optimizer in self.given.items()
+            for index, group in enumerate(optimizer.param_groups)
+        }
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set options of a group; a rate that is a tensor stays one."""
+    for key, value in options.items():
+        before, group[key] = group.get(key), value
+        if isinstance(before, Tensor):
+            group[key] = value.to(before.device) if isinstance(value, Tensor) else before.fill_(value)
+
+
+def _rates_of(optimizer: Optimizer | None) -> list[float]:
+    """Return the learning rate of each group; 0 for one without."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups] if optimizer is not None else []

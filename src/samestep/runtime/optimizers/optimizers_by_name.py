@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
 from samestep.errors import InputError, ModelError
 from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.update_rule import TRIED
+from samestep.runtime.optimizers.update_trial import TRIED
 
 Named = list[tuple[str, Tensor]]
 Names = tuple[str | int, ...]
@@ -57,8 +57,9 @@ class OptimizerFunction:
             made = self._made(named)
         if not hasattr(made, "param_groups") or not hasattr(made, "step"):
             raise ModelError(
+                "optimizer-refuses",
                 f"the optimizer function returned a {type(made).__name__}; it must return a torch.optim.Optimizer over the "
-                "list of parameters that it is given"
+                "list of parameters that it is given",
             )
         return made
 
@@ -96,8 +97,8 @@ class OptimizerFunction:
 def _holds_only(made: Any, named: Named) -> bool:
     """Return whether an object is an optimizer over some of the tensors, and over no others."""
     mine = {id(tensor) for _, tensor in named}
-    held = [param for group in getattr(made, "param_groups", ()) for param in group["params"]]
-    return bool(held) and all(id(param) in mine for param in held)
+    params = [param for group in getattr(made, "param_groups", ()) for param in group["params"]]
+    return bool(params) and all(id(param) in mine for param in params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,9 @@ class NamedOptimizers:
             for name in [names[id(param)] for param in _params_of(member) if id(param) in names]:
                 if name in holders:
                     raise ModelError(
+                        "optimizer-weights",
                         f"{name} is held by the optimizers {holders[name]!r} and {key!r}: each weight has one optimizer, as with "
-                        "`lambda named: torch.optim.AdamW([p for name, p in named if ...])`, which picks some of the weights by name"
+                        "`lambda named: torch.optim.AdamW([p for name, p in named if ...])`, which picks some of the weights by name",
                     )
                 holders[name] = key
         return CombinedOptimizer(members, tuple(self.sources))
@@ -143,8 +145,9 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
     held = {id(param) for param in _params_of(optimizer)}
     if left := next((name for name, weight in weights.items() if id(weight) not in held), ""):
         raise ModelError(
+            "optimizer-weights",
             f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight; to "
-            f"freeze it, requires_grad_(False) in the model works, and so does an optimizer with lr = 0"
+            f"freeze it, requires_grad_(False) in the model works, or an optimizer with lr = 0",
         )
 
 
@@ -167,12 +170,13 @@ def sources_by_name(
         ModelError: there is none, or a name is no text.
     """
     if not given:
-        raise ModelError("optimizer is empty: one optimizer, or a list or a dict of some, works")
+        raise ModelError("optimizer-weights", "optimizer is empty: one optimizer, or a list or a dict of some, works")
     pairs = list(given.items()) if isinstance(given, Mapping) else list(enumerate(given))
     for key, _ in pairs:
         if isinstance(given, Mapping) and (not isinstance(key, str) or not key):
             raise ModelError(
-                f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}"
+                "optimizer-weights",
+                f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}",
             )
     return NamedOptimizers({key: source_of(one, key if isinstance(key, str) else "") for key, one in pairs})
 
@@ -219,7 +223,7 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
             if names
             else 'one optimizer without a name, and optimizer={"d": f, "g": g} names two'
         )
-        raise ModelError(f"{method}({name!r}): the run has {known}; no name stands for all")
+        raise ModelError("run-call-arguments", f"{method}({name!r}): the run has {known}; no name stands for all")
     return (names.index(name),)
 
 
@@ -240,8 +244,9 @@ def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> 
             raise
         name, words = type(optimizer).__name__, str(error).partition("\n")[0]
         raise ModelError(
+            "optimizer-fails",
             f"the first step of {name} fails: {type(error).__name__}: {words}; it is called with the options of "
-            "run.update, and with a closure where it needs one: another optimizer works, such as adamw"
+            "run.update, and with a closure where it needs one: another optimizer works, such as adamw",
         ) from error
 
 

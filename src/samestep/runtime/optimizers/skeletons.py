@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from samestep.building.optimizer import OptimizerSource
 from samestep.errors import ModelError
-from samestep.runtime.optimizers.followed_step import CountsOnHost
 from samestep.state.step_code import StepCode
 from samestep.trees import tree_leaves
 
@@ -42,33 +43,24 @@ def skeleton(
     optimizer, weights = build("cpu")
     absent = {name: like(weight, shapes[name], "meta") for name, weight in weights.items()}
     if put_in_place(StepCode(optimizer), weights, absent) is None:
-        raise ModelError(f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works")
+        raise ModelError(
+            "optimizer-not-elementwise",
+            f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works",
+        )
     return optimizer, absent
 
 
-def over_small_weights(
+def over_values(
     source: OptimizerSource,
     whole: Mapping[str, tuple[int, ...]],
     marks: Mapping[str, Mapping[str, Any]],
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    held: Collection[str] | None = None,
-) -> tuple[StepCode, dict[str, Tensor]]:
-    """Return the code of the optimizer of whole weights over small ones with values, and these by name: all, or those with `shapes`,
-    of which it has the ones that are `held`.
-    """
+    values: Mapping[str, Tensor],
+) -> StepCode:
+    """Return the code of the optimizer of whole weights over `values` of some of them, which may have other shapes."""
     optimizer, weights = skeleton(source, whole, marks)
-    used: dict[str, Tensor] = {}
-    for index, (name, shape) in enumerate(
-        (shapes or {name: small_shape(shape) for name, shape in whole.items()}).items()
-    ):
-        generator = torch.Generator().manual_seed(index)
-        value = nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator))
-        value.__dict__.update(marks.get(name, {}))
-        used[name] = value
-    mine = {name: value for name, value in used.items() if held is None or name in held}
     code = StepCode(optimizer)
-    placed = None if any(one.state for one in code.optimizers) else put_in_place(code, weights, mine)
-    return placed or StepCode(source(list(mine.items()))), used
+    placed = None if any(optimizer.state for optimizer in code.optimizers) else put_in_place(code, weights, values)
+    return placed or StepCode(source(list(values.items())))
 
 
 def put_in_place(code: StepCode, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> StepCode | None:
@@ -79,14 +71,14 @@ def put_in_place(code: StepCode, weights: Mapping[str, Tensor], others: Mapping[
     """
     names = {id(weight): name for name, weight in weights.items()}
     done = set[int]()
-    for one in code.optimizers:
-        for group in [group for group in one.param_groups if id(group["params"]) not in done]:
+    for optimizer in code.optimizers:
+        for group in [group for group in optimizer.param_groups if id(group["params"]) not in done]:
             done.add(id(group["params"]))  # which a wrapper may share with the optimizers in it
             held = [names[id(param)] for param in group["params"] if id(param) in names]
             group["params"][:] = [others[name] for name in held if name in others]
             if "param_names" in group:
                 group["param_names"] = [name for name in held if name in others]
-        _move_state(one, weights, others)
+        _move_state(optimizer, weights, others)
     kept = [value for key, value in vars(code.optimizer).items() if key not in ("param_groups", "state", "defaults")]
     tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
     copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
@@ -108,6 +100,23 @@ def _move_state(optimizer: Any, weights: Mapping[str, Tensor], others: Mapping[s
             }
 
 
+class CountsOnHost(TorchFunctionMode):
+    """Makes counts and rates, tensors without dimensions, on the host: the code may read their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; a tensor of one number is not created on the meta device."""
+        kwargs = kwargs or {}
+        if func in _MAKING and "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
+            size = args[0] if args else kwargs.get("size", kwargs.get("data"))
+            if (isinstance(size, int | float) and func in _OF_DATA) or (isinstance(size, tuple | list) and not size):
+                kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+_OF_DATA = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+_MAKING = (*_OF_DATA, torch.zeros, torch.ones, torch.full, torch.empty)
+
+
 def like(tensor: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     """Return a tensor without values of another shape, a parameter with the attributes of one."""
     made = torch.empty(shape, dtype=tensor.dtype, device=device)
@@ -118,7 +127,14 @@ def like(tensor: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     return param
 
 
-def small_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape with as many dimensions, of at most about four thousand elements."""
-    most = 4096 if len(shape) < 2 else 64 if len(shape) == 2 else max(2, round(4096 ** (1 / len(shape))))
-    return tuple(min(size, most) for size in shape)
+def small_shape(shape: tuple[int, ...], most: int, side: int = 0) -> tuple[int, ...]:
+    """Return a shape with as many dimensions, and `most` elements unless every dimension has as few as `side`.
+
+    By default that is 129 for a matrix, since rules differ from 128 rows or columns on, and 16 for more dimensions.
+    """
+    least = side or (129 if len(shape) < 3 else 16)
+    sizes = list(shape)
+    while math.prod(sizes) > most and max(sizes) > least:
+        longest = sizes.index(max(sizes))
+        sizes[longest] = max(least, -(-sizes[longest] // 2))
+    return tuple(sizes)

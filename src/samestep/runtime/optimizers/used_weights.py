@@ -136,7 +136,7 @@ class UsedWeights:
         name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
         return name and (
             f"{name} took no part in the loss when the model was traced, so nothing shows how {word} divides its use, and it does "
-            f"now: {word}=1 works, and so does 0 * weight.sum() in the output, so that the weight always takes part; if `run.backward` is "
+            f"now: {word}=1 works, or 0 * weight.sum() in the output, so that the weight always takes part; if `run.backward` is "
             "given another loss than `parallelize`, a loss for `parallelize` that has the terms of both works, too"
         )
 
@@ -176,8 +176,9 @@ class UsedWeights:
             for name, index in place.items():
                 if 0.0 < frozen[index] < held[index]:
                     raise ModelError(
+                        "frozen-on-some-ranks",
                         f"{name} is frozen (requires_grad_(False)) on {frozen[index]:g} of the {held[index]:g} ranks that hold "
-                        "it and trained on the others: a loop that freezes it on all ranks before the same step works"
+                        "it and trained on the others: a loop that freezes it on all ranks before the same step works",
                     )
             known = self._known.setdefault(replica, _Known())
             known.others = frozenset(

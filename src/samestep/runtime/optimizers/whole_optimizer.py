@@ -21,6 +21,7 @@ from samestep.runtime.optimizers.optimizer_source import (
     member_of_weight,
     updates_in_chunks,
 )
+from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class WholeOptimizer:
     """Whether the update of a weight is known to depend on which others it holds; asked for runs with steps under watch."""
     updates_in_chunks: bool = False
     """Whether it may update some weights before others, where the job's numerics make anything depend on it."""
+
+    def evaluates(self, part: UpdatedPart) -> bool:
+        """Return whether the step of a member of a part evaluates the loss again."""
+        return bool(self.evaluating) and (part.members is None or not self.evaluating.isdisjoint(part.members))
 
     @classmethod
     def of(

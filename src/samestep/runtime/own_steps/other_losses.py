@@ -10,10 +10,10 @@ from typing import Any
 from samestep.building.loss import check_results_of
 from samestep.building.loss_result import loss_result
 from samestep.building.loss_scope import mark_of
-from samestep.building.named_tensors import cast_floating
+from samestep.building.named_tensors import cast_batch
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
-from samestep.models.loss_names import LossNames
+from samestep.models.spec import LossNames
 from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation
@@ -21,9 +21,11 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.loss_watch import LossWatch
+from samestep.runtime.objective import watched
+from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights import given_instance
+from samestep.runtime.weights import loss_reads
 
 _OF_BATCH = 8
 """So many samples show the names of what a loss over the whole batch reports, which may need several."""
@@ -35,8 +37,8 @@ class OtherLosses:
 
     def __init__(self, stepper: Stepper, own: HeldAssembly) -> None:
         self._stepper, self._own = stepper, own
-        self._known: dict[object, tuple[StepTrials, LossNames]] = {}
-        """The trials of each loss, and the names of what it reports, by its code."""
+        self._known: dict[object, tuple[StepTrials, LossNames, LossWatch]] = {}
+        """The trials of each loss, the names of what it reports, and the watch over its calls, by its code."""
 
     def of_backward(
         self, held: Assembly, loss: Loss | None, batch: StepBatch
@@ -52,29 +54,35 @@ class OtherLosses:
         if tensor.cuts_logits(program) or program.step.layout.loss_chunk is not None:
             word = f"tp={program.step.layout.tp}" if tensor.cuts_logits(program) else "loss_chunk"
             raise ModelError(
-                f"run.backward was given another loss than that of the run, for which {word} never makes whole logits: a loss of the "
-                "run that is a function of (outputs, batch) in place of its word works"
+                "loss-over-batch",
+                f"run.backward was given another loss than the run's, and {word} never makes whole logits: a loss of the "
+                "run that is a function of (outputs, batch) in place of its word works",
             )
         sums = held.objective.sums
         if mark_of(loss) is not None and not sums.is_whole and is_split(program):
             raise ModelError(
+                "loss-over-batch",
                 "run.backward was given a loss over the whole batch, and the loss of the run is a sum over samples, so that nothing is "
-                "exchanged for it: samestep.whole_batch around the run's own loss too works, and so does one rank with one micro-batch"
+                "exchanged for it: samestep.whole_batch around the run's own loss too works, or one rank with one micro-batch",
             )
-        key, checked = _key_of(loss), check_results_of(loss)
+        key, seen = _key_of(loss), loss
         if key not in self._known:
-            trials = StepTrials(held, loss, self._stepper.refusals, self._stepper.place.device)
-            self._known[key] = trials, self._names_in(held, loss, batch)
-            checked = check_results_of(given_instance.watching(loss, self._own.source.model, held.model.module))
+            trials = StepTrials(
+                held, loss, self._stepper.refusals, self._stepper.place.device, self._stepper.job.train.seed
+            )
+            self._known[key] = trials, self._names_in(held, loss, batch), LossWatch()
+            seen = loss_reads.watching(loss, self._own.source, held.model.module, program)
             if held.model.dropout.dropout is Dropout.ABSENT:  # this loss may draw
                 held.model.dropout.dropout = Dropout.UNKNOWN
                 dropout.track_modules(held.model.module)
-        trials, names = self._known[key]
+        trials, names, watch = self._known[key]
+        checked = check_results_of(seen) if sums.is_whole else watched(seen, program, watch)
         if not sums.is_whole:
-            sums = loss_terms.sums_of(checked, program, held.parallel.mesh, names)
-        return replace(held, objective=replace(held.objective, loss=checked, names=names, sums=sums)), trials
+            sums = loss_terms.sums_of(loss, program, held.parallel.mesh, watch, names)
+        objective = replace(held.objective, loss=checked, names=names, sums=sums, watch=watch)
+        return replace(held, objective=objective), trials
 
-    def _names_in(self, held: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
+    def _names_in(self, assembly: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
         """Return the names of what a loss reports, as one sample shows them, or some of a loss over the whole batch; none where it needs
         gradients to be computed.
 
@@ -82,9 +90,13 @@ class OtherLosses:
         """
         number = 1 if mark_of(loss) is None else _OF_BATCH
         samples = batch.samples(batch.shares(0, 1, 1)[0][:number])
-        outputs = evaluation.outputs_of(held, samples, self._stepper.job.train.seed)
+        outputs = evaluation.outputs_of(assembly, samples, self._stepper.job.train.seed)
         try:
-            return loss_result(loss(outputs, cast_floating(samples, held.model.master_dtype))).names
+            return loss_result(
+                loss(
+                    outputs, cast_batch(samples, assembly.model.master_dtype, keeps_double=assembly.model.keeps_double)
+                )
+            ).names
         except Exception:  # of the user's own code, which the backward itself will raise, if it does
             return LossNames()
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.building.loss import named_loss
+from samestep.building.loss import loss_from
 from samestep.examination.examine import Loss
 from samestep.runtime.batches.run_batches import RunBatches
-from samestep.runtime.checkpoints.run_state import RunState
+from samestep.runtime.checkpoints.saved_run import RunState
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.processes import whereabouts
+from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 
@@ -26,6 +27,7 @@ class StepsByHand:
     _parts: StepsInParts
     _batches: RunBatches
     _state: RunState
+    ended: StepReport | None
 
     @abstractmethod
     def _computing(self) -> AbstractContextManager[None]:
@@ -47,37 +49,43 @@ class StepsByHand:
         *,
         local: bool = False,
     ) -> StepReport:
-        """Run the forwards and backwards of a batch, and let the gradients wait for `run.update`; return the report of what waits.
+        """Run the forward and backward passes of a batch, and accumulate the gradients for `run.update`; return their report.
 
-        Gradients add up, each backward's divided by its own count. A step is one batch, however many backwards it has.
+        Gradients add up, each backward's divided by its own count. A step is one batch, with any number of backwards.
 
         Args:
-            batch: one of `samestep.batches`, or values of a whole batch as `step` takes them.
-            loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`; by default that of the run.
-            into: the name of an optimizer: for its weights alone, to which all others are constants.
-            local: whether each data rank is given its own samples, as `step` takes them.
+            batch: one of `samestep.batches`, or values of a full batch as `step` takes them.
+            loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`; by default the loss of the run.
+            into: the name of an optimizer: only its weights get gradients, and all others are constants.
+            local: whether each data rank has its own samples, as `step` takes them.
 
         Raises:
             ModelError: no optimizer has the name, or gradients are compressed or not exchanged in every step.
-            InputError: as `step` says.
+            InputError: as for `step`.
         """
-        loss = named_loss(loss) if isinstance(loss, str) else loss
-        report, _ = self._taken(
-            batch, "backward", lambda given: self._parts.backward(given, self._batches.loss_of(loss), into), local=local
-        )
+        loss = None if loss is None else loss_from(loss)
+        with whereabouts.taking(self._stepper.steps_taken + 1, hang_s=self._stepper.job.run.hang_s):
+            report, _ = self._taken(
+                batch,
+                "backward",
+                lambda given: self._parts.backward(given, self._batches.loss_of(loss), into),
+                local=local,
+            )
         return report
 
     def update(self, name: str | int | None = None, **options: Any) -> StepReport:
-        """Let an optimizer, or all, update their weights by the gradients that wait, which then wait no more; return the report.
+        """Update the weights of an optimizer, or of all, with the accumulated gradients, and clear these; return the report.
 
-        The gradients of what is updated are clipped by their common norm (`optimizer.clip_norm`). `options` go to the optimizer's
+        These gradients are clipped by their common norm (`optimizer.clip_norm`). `options` go to the optimizer's
         `step`.
 
         Raises:
-            ModelError: no gradient waits, no optimizer has the name, or its `step` does not take the options.
+            ModelError: no gradient is accumulated, no optimizer has the name, or its `step` does not take the options.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
         """
         self._state.refuse("update")
+        if self.ended is not None:
+            return self.ended
         with self._computing():
             report, batch = self._parts.update(name, options)
             self._stepper.follow(batch.step, self._parts.weights_of(name))
@@ -92,10 +100,10 @@ class StepsByHand:
         self._parts.zero_grad(name)
 
     def call(self, name: str | int | None, method: str, *args: Any, **given: Any) -> Any:
-        """Let an optimizer run one of its methods over the weights of this rank, with the gradients that wait; return what it returns.
+        """Call a method of an optimizer over the weights of this rank, with the accumulated gradients; return its result.
 
-        So `update_hessian` of Sophia, or the two steps of SAM. `name` is that of the optimizer, or None for the only one. What the
-        method does to weights and states counts; the gradients go on waiting, unless the method drops them.
+        Use it for `update_hessian` of Sophia, or the two steps of SAM. `name` is the name of the optimizer, or None for the only one. The method
+        may change weights and states. The gradients stay, unless the method drops them.
 
         Raises:
             ModelError: no optimizer has the name, or the optimizer no such method.
@@ -106,14 +114,14 @@ class StepsByHand:
             return self._parts.call(name, method, args, given)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that wait, by weight: summed over all ranks, divided by the counts, not clipped.
+        """Return the accumulated gradients by weight: summed over all ranks, divided by the counts, not clipped.
 
-        They may be changed in place, which `run.update` then uses. Under zero=2, zero=3 and tp they are DTensors, of which a rank has
-        its part; under pp a rank has those of its stage.
+        You may change them in place; `run.update` then uses them. With zero=2, zero=3 and tp they are DTensors, sharded or replicated. With pp a
+        rank has the gradients of all stages, and changes count for its own stage.
 
         Collective over the axes that divide the weights, see [Note: collective calls].
 
         Raises:
-            ModelError: no gradient waits.
+            ModelError: no gradient is accumulated.
         """
         return self._parts.gradients()

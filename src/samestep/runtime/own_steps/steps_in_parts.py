@@ -5,8 +5,8 @@ run.backward(batch, d_loss, into="d");  run.update("d")
 run.backward(batch, g_loss, into="g");  run.update("g")
 ```
 A step is one batch, however many parts it has: `steps_taken` and the keys of random numbers count it once, and the number of its
-backwards before is part of the key of masks. Each backward is the first half of `Stepper.take`, up to the one agreement of all ranks;
-an update is the second half. Gradients are reduced by the first update, or `gradients`, where ranks have whole ones; else each backward
+backwards before is part of the key of masks. A backward is `Stepper.backward`, and an update is `Stepper.update` of the gradients that
+wait. Gradients are reduced by the first update, or `gradients`, where ranks have whole ones; else each backward
 reduces its own, and after one for the same weights the update needs no other number. In all other cases the ranks add up a norm.
 """
 
@@ -16,8 +16,8 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,23 +30,20 @@ from samestep.examination.examine import Loss
 from samestep.runtime import host_copies
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
-from samestep.runtime.evaluated_steps import with_closure
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.open_step import OpenStep
+from samestep.runtime.open_step import ReadStep
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import check_call
-from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
-from samestep.runtime.own_steps.left_gradients import LeftGradients
+from samestep.runtime.own_steps.gradient_views import LeftGradients, WaitingGradients
 from samestep.runtime.own_steps.other_losses import OtherLosses
-from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_backward import StepBackward
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
-from samestep.runtime.step_scalars import StepNumbers
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights.pieces import gradients_of
 from samestep.state.fingerprints import digest
@@ -54,17 +51,14 @@ from samestep.state.writes import version_of
 from samestep.trees import tree_leaves
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
+class _Taken(NamedTuple):
     """A backward whose gradients wait."""
 
-    opened: OpenStep
-    numbers: StepNumbers
-    note: str
-    """Why its numbers are unusual; mostly empty."""
-    report: StepReport
+    read: ReadStep
     names: Set[str]
     """The weights to which it gave a gradient."""
+    loss: float
+    """The sum of its loss and of those of the backwards that waited with it."""
 
 
 class StepsInParts:
@@ -122,8 +116,9 @@ class StepsInParts:
             self._waiting = WaitingGradients(held.weights.store)
         if getattr(batch, "is_over", False):
             raise ModelError(
+                "run-call-time",
                 f"run.backward was given the batch of step {batch.step + 1}, and its stream has ended: within the loop over the batches "
-                "it works"
+                "it works",
             )
         names = self._names_of(member_index(self._names, into, "run.backward"))
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
@@ -141,20 +136,14 @@ class StepsInParts:
         assert waiting is not None
         self._left.refuse_changes("run.backward")
         waiting.make_room()
-        opened = self._stepper.open(batch, of)
-        summed = self._stepper.read(opened)
-        numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        again = functools.partial(self._stepper.forward_backward, of=of)
-        note = self._stepper.guards.note_of(numbers, self._stepper.held, batch, again)
-        given = self._names_of(None) - self._stepper.used.unused(0)
-        names = given if of.names is None else given & of.names
-        waiting.add(names, numbers.scales[0] or 0.0, is_reduced=not of.waits)
-        report = self._stepper.report(opened, summed, numbers, note)
-        total = numbers.loss + sum(one.numbers.loss for one in self._taken)
-        report = replace(report, loss=total, grad_norm=math.nan)
-        self._taken.append(_Taken(opened, numbers, note, report, names or self._names_of(None)))
+        read = self._stepper.read(self._stepper.backward(batch, of))
+        used = self._names_of(None) - self._stepper.used.unused(0)
+        names = used if of.names is None else used & of.names
+        waiting.add(names, read.numbers.scales[0] or 0.0, is_reduced=not of.waits)
+        loss = read.numbers.loss + sum(one.read.numbers.loss for one in self._taken)
+        self._taken.append(_Taken(read, names or self._names_of(None), loss))
         self._note_left()
-        return report
+        return replace(self._stepper.report(read), loss=loss, grad_norm=math.nan)
 
     # -- update ------------------------------------------------------------------------------------
 
@@ -166,43 +155,30 @@ class StepsInParts:
         part = UpdatedPart(member_index(self._names, name, "run.update"), dict(options))
         mine = self._names_of(part.members)
         waiting, names = self._waiting_for(mine, "run.update")
-        held, stepper = self._stepper.held, self._stepper
-        updater = held.weights.updater
         self._check_options(part)
-        taken = next((one for one in self._taken if one.note and one.names & mine), self._taken[-1])
-        numbers, is_one = taken.numbers, waiting.are_one_backward(names)
-        waiting.reduce() if is_one else waiting.add_up()
-        if not is_one or taken.opened.of.waits:
-            norm = self._norm_of(taken.opened.of.names if is_one else names) * waiting.factor
-            numbers = replace(numbers, norm=norm if not taken.note else math.inf, norms=[norm])
-        note = taken.note or ("" if numbers.are_finite else "the gradients that wait are not finite")
-        skipped = stepper.judge(note, numbers, taken.opened)
-        step = self._taken[-1].opened.batch.step
-        factors = updater.rates.factors(held.weights.lr_factor, step)
-        if not skipped:
-            updater.set_lr(factors)
-            updater.step_index = step
-            updater.unused = frozenset(mine - names)
-            part = self._evaluating(part, taken, mine)
-            factor = waiting.factor * clip_factor(numbers.norms[0], stepper.job.optimizer.clip_norm)
-            updater.live.reread()
-            held.weights.store.deliver()
-            stepper.update(held, functools.partial(updater.step, factor, part=part))
-        if math.isfinite(numbers.loss):
-            held.weights.updater.loss_scale.after(overflowed=not numbers.are_finite)
-        updater.rates.count(step, part)
-        report = replace(
-            self._taken[-1].report,
-            grad_norm=numbers.norm,
-            lr=updater.rates.first_with(factors, part),
-            skipped=skipped,
-            note=note,
-        )
-        batch = self._taken[-1].opened.batch
+        self._check_closure(part, mine)
+        last = self._taken[-1]
+        batch = last.read.opened.batch
+        report = self._stepper.update(self._what_waits(waiting, names, mine), part, frozenset(mine - names))
+        report = replace(report, loss=last.loss)
+        self._stepper.held.weights.updater.rates.count(batch.step, part)
         self._drop(mine)
         self._note_left()
-        stepper.steps_taken = step + 1
         return report, batch
+
+    def _what_waits(self, waiting: WaitingGradients, names: Set[str], mine: Set[str]) -> ReadStep:
+        """Let the store have all gradients that wait for some weights, and return them as one step's.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        read = next((one.read for one in self._taken if one.read.note and one.names & mine), self._taken[-1].read)
+        numbers, of, is_one = read.numbers, read.opened.of, waiting.are_one_backward(names)
+        waiting.reduce() if is_one else waiting.add_up()
+        if not is_one or of.waits:
+            norm = self._norm_of(of.names if is_one else names) * waiting.factor
+            numbers = replace(numbers, norm=norm if not read.note else math.inf, norms=[norm])
+        note = read.note or ("" if numbers.are_finite else "the gradients that wait are not finite")
+        return replace(read, numbers=replace(numbers, scales=[waiting.factor]), note=note)
 
     def call(self, name: str | int | None, method: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         """Let an optimizer run a method over its pieces, with the gradients that wait, not clipped; return what it returns.
@@ -223,7 +199,7 @@ class StepsInParts:
         updater.unused = frozenset(mine - names)
         updater.live.reread()
         results: list[Any] = []
-        stepper.update(held, lambda: results.extend(_called(updater, part, method, args, given)))
+        stepper.change(held, lambda: results.extend(_called(updater, part, method, args, given)))
         result, dropped = results
         with outside_step():
             if any(gather_values(bool(dropped), self._own.layout.world_size)):  # as `optimizer.zero_grad()` in it does
@@ -233,7 +209,7 @@ class StepsInParts:
         return result
 
     def _check_method(
-        self, held: Assembly, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]
+        self, assembly: Assembly, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]
     ) -> None:
         """Refuse a method that an optimizer does not have, or that the layout would change.
 
@@ -250,37 +226,35 @@ class StepsInParts:
                 if part.members is None or index in part.members:
                     getattr(member, method)(*args, **given)
 
-        optimizer = held.weights.updater.optimizer
+        optimizer = assembly.weights.updater.optimizer
         for index, member in enumerate(members_of(optimizer) if optimizer is not None else ()):
             function = getattr(member, method, None)
             if part.members is not None and index not in part.members:
                 continue
             if not callable(function):
-                raise ModelError(f"run.call: {type(member).__name__} has no method {method!r}")
+                raise ModelError("several-models", f"run.call: {type(member).__name__} has no method {method!r}")
             try:
                 inspect.signature(function).bind(*args, **given)
             except TypeError as error:
                 raise ModelError(
-                    f"run.call: {type(member).__name__}.{method} does not take what it is given ({error})"
+                    "run-call-arguments",
+                    f"run.call: {type(member).__name__}.{method} does not take its arguments ({error})",
                 ) from None
-        check_call(source, held.model.spec, layout, held.weights.updater.whole.weights.attributes, method, run)
+        check_call(source, assembly.model.spec, layout, assembly.weights.updater.whole.weights.attributes, method, run)
         self._methods.add((part.members, method))
 
-    def _evaluating(self, part: UpdatedPart, taken: _Taken, mine: Set[str]) -> UpdatedPart:
-        """Return a part with the closure that its members need, of the one backward whose gradients wait.
+    def _check_closure(self, part: UpdatedPart, mine: Set[str]) -> None:
+        """Refuse an optimizer that evaluates the loss again where the gradients of several backwards wait.
 
         Raises:
-            ModelError: the gradients of several wait, of which a closure would repeat one.
+            ModelError: a closure would repeat one of them.
         """
-        evaluating = self._stepper.held.weights.updater.whole.evaluating
-        if not evaluating or (part.members is not None and not evaluating & set(part.members)):
-            return part
-        if len([one for one in self._taken if one.names & mine]) > 1:
+        evaluates = self._stepper.held.weights.updater.whole.evaluates(part)
+        if evaluates and len([one for one in self._taken if one.names & mine]) > 1:
             raise ModelError(
-                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one whose loss "
-                "is the sum of theirs works"
+                "closure-unsupported",
+                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one backward of the sum of their losses works",
             )
-        return with_closure(part, self._stepper, taken.opened, taken.numbers)
 
     def _check_options(self, part: UpdatedPart) -> None:
         """Refuse options that the step of an optimizer does not take.
@@ -296,8 +270,9 @@ class StepsInParts:
                 inspect.signature(type(member).step).bind(member, **part.options)
             except TypeError as error:
                 raise ModelError(
+                    "run-call-arguments",
                     f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
-                    "options of the optimizer's own step work"
+                    "options of the optimizer's own step work",
                 ) from None
 
     def _norm_of(self, names: Set[str] | None) -> float:
@@ -345,8 +320,9 @@ class StepsInParts:
         if self._waiting is not None and self._waiting.names:
             name = min(self._waiting.names)
             raise ModelError(
+                "run-call-time",
                 f"run.{method} while gradients wait, of {name} for one: run.update uses them, and run.zero_grad forgets them; behind "
-                "either it works"
+                "either it works",
             )
 
     def forget(self) -> None:
@@ -370,8 +346,13 @@ class StepsInParts:
         """
         self._refuse_layout(method)
         waiting = self._waiting
-        if waiting is None or not (waiting.names & mine or any(one.note and one.names & mine for one in self._taken)):
-            raise ModelError(f"{method}: no gradient waits for it; run.backward(batch, loss) in front of it works")
+        if waiting is None or not (
+            waiting.names & mine or any(one.read.note and one.names & mine for one in self._taken)
+        ):
+            raise ModelError(
+                "run-call-time",
+                f"{method}: no gradient waits for it; run.backward(batch, loss) before it works",
+            )
         self._left.refuse_changes(method)
         return waiting, waiting.names & mine
 
@@ -407,24 +388,26 @@ class StepsInParts:
         numerics = self._stepper.job.numerics
         if numerics.exchange_every != 1:
             raise ModelError(
-                f"{method} with numerics.exchange_every = {numerics.exchange_every}: run.step works, and so does 1"
+                "diloco-unsupported",
+                f"{method} with numerics.exchange_every = {numerics.exchange_every}: run.step works, or 1",
             )
         if numerics.compression != "none":
             raise ModelError(
-                f'{method} with numerics.compression = "{numerics.compression}": run.step works, and so does "none"'
+                "compression-unsupported",
+                f'{method} with numerics.compression = "{numerics.compression}": run.step works, or "none"',
             )
 
 
-def _leaves(held: Assembly, names: Set[str]) -> list[Tensor] | None:
+def _leaves(assembly: Assembly, names: Set[str]) -> list[Tensor] | None:
     """Return the weights of these names, where autograd can leave the others out of a backward; None for all.
 
     It can where each rank has all weights, and no exchange in a backward is waited for by ranks whose graphs may differ.
     """
-    layout = held.parallel.program.step.layout
+    layout = assembly.parallel.program.step.layout
     is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
-    if not is_whole or not isinstance(held.objective.exchanges, NothingToJoin):
+    if not is_whole or not isinstance(assembly.objective.exchanges, NothingToJoin):
         return None
-    named = held.model.module.named_parameters()
+    named = assembly.model.module.named_parameters()
     return [weight for name, weight in named if name in names and weight.requires_grad] or None
 
 

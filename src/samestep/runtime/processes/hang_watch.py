@@ -7,9 +7,9 @@ moves again before.
 
 Outside of steps, as in a save, no rank need move, and one that answers is never ended. A rank that does not even answer
 there was stopped, or its host is gone: it is named too, and ended after `run.hang_s`, but not before 30 s: a healthy
-rank may be silent so long in a call that holds Python's lock. Before the end of the first step such a call may be a
+rank may be silent so long in a call that holds Python's lock. In the first step and in a user's own loop such a call may be a
 long one (a library is loaded, a dataset is read): ranks are ended there only where none answers, after the time limit
-of a collective.
+of a collective, or where each waits for others in a collective.
 
 Ranks that torchrun or srun started have no parent of ours, and watch each other. Every rank writes its whereabouts into
 the store where the ranks met, each second, as JSON. Rank 0 reads them all; the last rank does so too, and speaks where
@@ -66,15 +66,16 @@ class HangWatch:
     def hear(self, rank: int, at: Whereabouts, now_s: float) -> None:
         """Note an answer."""
         self._wake(now_s)
-        before = self._last.get(rank)
-        if before is None or (before.calls, before.step) != (at.calls, at.step):
+        before, self._hang_s = self._last.get(rank), self._hang_s or at.hang_s
+        still = (at.calls, at.step, at.where if not at.call else "")
+        if at.may_work or before is None or (before.calls, before.step, before.where if not at.call else "") != still:
             self._moved_s[rank] = now_s
         self._last[rank], self._answered_s[rank] = at, now_s
 
-    def check(self, working: Sequence[int], now_s: float, *, says: bool = True) -> None:
+    def check(self, working: Sequence[int], now_s: float, *, says: bool = True, hurries: bool = False) -> None:
         """Warn once where all ranks stand still, naming the one at fault, and end the run after `run.hang_s`.
 
-        Nothing is said where another watch does (`says`).
+        Nothing is said where another watch does (`says`). A run that was asked to stop is ended where it would be named (`hurries`).
 
         Raises:
             WorkerError: no rank has moved for that long.
@@ -88,16 +89,16 @@ class HangWatch:
         if not answering or not all(self._last[rank].step for rank in answering):
             self._check_silent(working, now_s, says and bool(answering), is_all=not answering)
             return
-        still_s = now_s - max(self._moved_s[rank] for rank in answering)
+        still_s = self.still_s(answering, now_s)
         steps_s = _STEPS * max(at.median_step_s for at in self._last.values())
         if still_s < max(_NAMED_AFTER_S, steps_s):
             self._is_named = False
             return
-        if still_s >= max(self._hang_s, steps_s):
-            raise WorkerError(f"{self._text(working, still_s, now_s)}; run.hang_s = {self._hang_s:g}")
+        if still_s >= max(self._hang_s, steps_s) or hurries:
+            raise WorkerError("hang", f"{self.text(working, still_s, now_s)}; run.hang_s = {self._hang_s:g}")
         if not self._is_named and says:
             self._is_named = True
-            warnings.warn(self._text(working, still_s, now_s), stacklevel=2)
+            warnings.warn(self.text(working, still_s, now_s), stacklevel=2)
 
     def _wake(self, now_s: float) -> None:
         """Let the time begin anew if this process was stopped itself, and its ranks with it."""
@@ -122,15 +123,22 @@ class HangWatch:
         else:
             over_s, limit_s = min(quiet_s, default=0.0), self._start_s if is_all else math.inf
         if over_s >= max(self._hang_s, limit_s):
-            raise WorkerError(f"{self._text(working, over_s, now_s)}; run.hang_s = {self._hang_s:g}")
+            raise WorkerError("hang", f"{self.text(working, over_s, now_s)}; run.hang_s = {self._hang_s:g}")
         longest_s = max((s for s, rank in zip(quiet_s, working, strict=True) if rank in self._last), default=0.0)
         is_late = longest_s >= max(_NAMED_AFTER_S, steps_s)
         if says and is_late and not self._is_named:
-            warnings.warn(self._text(working, longest_s, now_s), stacklevel=3)
+            warnings.warn(self.text(working, longest_s, now_s), stacklevel=3)
         self._is_named = is_late and (says or self._is_named)
 
-    def _text(self, working: Sequence[int], still_s: float, now_s: float) -> str:
+    def still_s(self, ranks: Sequence[int], now_s: float) -> float:
+        """Return the seconds since one of some ranks has moved."""
+        return now_s - max(self._moved_s[rank] for rank in ranks)
+
+    def text(self, working: Sequence[int], still_s: float, now_s: float) -> str:
+        """Return as text which of the working ranks the others wait for, what it does, and what the others do."""
         guilty = self._guilty(working, now_s)
+        places = {rank: _place(at) for rank, at in self._last.items()}
+        guilty = [rank for rank in guilty if places.get(rank) == places.get(guilty[0])]
         named = f"rank{'s' * (len(guilty) > 1)} {', '.join(map(str, guilty))} of {self._ranks}"
         first = self._last.get(guilty[0])
         silent = self._is_silent(guilty[0], now_s)
@@ -141,8 +149,8 @@ class HangWatch:
         text = f"{named} {what} {_place(first)}, for {still_s:.0f} s" if first else f"{named} {does} not answer"
         others: dict[str, list[int]] = {}
         for rank in working:
-            if rank not in guilty and rank in self._last:
-                others.setdefault(_place(self._last[rank]), []).append(rank)
+            if rank not in guilty and rank in places:
+                others.setdefault(places[rank], []).append(rank)
         for place, ranks in others.items():
             text += f"; rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {place}"
         return text
@@ -157,14 +165,15 @@ class HangWatch:
         last = {rank: self._last[rank] for rank in working if rank in self._last}
         outside = [rank for rank, at in last.items() if not at.call]
         behind = [rank for rank, at in last.items() if any(lacks(at.calls, other.calls) for other in last.values())]
-        return next((found for found in (silent, behind, outside) if found), list(working))
+        return next((report for report in (silent, behind, outside) if report), list(working))
 
 
 def _place(at: Whereabouts) -> str:
     """Return where a rank is, as text."""
     call = f"in {at.call}, " if at.call else ""
+    call += f"module {at.module}, " if at.module else ""
     task = f"in the {at.task} of " if at.task else "in "
-    step = f"step {at.step}" if at.step else at.apart or "the first step or what comes before it"
+    step = f"step {at.step}" if at.step else at.apart or "code outside of steps"
     return f"{call}{task}{step}{f' ({at.where})' if at.where else ''}"
 
 

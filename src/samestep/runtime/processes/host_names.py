@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from samestep.errors import JobError
 from samestep.runtime.processes.launch_info import LaunchInfo
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -20,7 +21,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 def interface_of(address: str) -> str:
     """Return the name of this host's interface that has an address."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(interface.address.partition("%")[0] == address for interface in addresses):
             return name
     return LOOPBACK  # 127.0.0.2 is the loopback interface's too
 
@@ -34,6 +35,23 @@ def interface_towards(host: str) -> str:
             return interface_of(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def check_interfaces(variable: str) -> None:
+    """Refuse a variable of which no name, or beginning of one, is that of an interface of this host; nccl leaves out those after `^`.
+
+    Raises:
+        JobError: it was left from another host.
+    """
+    given, here = os.environ.get(variable, ""), [name for _, name in socket.if_nameindex()]
+    names = tuple(filter(None, given.lstrip("=").split(",")))
+    if not names or given.startswith("^") or any(name.startswith(names) for name in here):
+        return
+    raise JobError(
+        "network-interface",
+        f"{variable}={given} in the environment names no network interface of this host, which has {', '.join(here)}: without the "
+        f"variable samestep chooses one, and {variable}={here[-1]} works",
+    )
 
 
 def host_of(info: LaunchInfo) -> tuple[str, str]:

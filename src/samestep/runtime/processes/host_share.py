@@ -86,8 +86,9 @@ class HostShare:
             except OSError as error:
                 if time.monotonic() > end_s:
                     raise WorkerError(
+                        "network-interface",
                         f"{self.info.host}, the first host by {self.info.launcher}, has no address here after {self.timeout_s:g} s: "
-                        f"{error.strerror}"
+                        f"{error.strerror}",
                     ) from None
             time.sleep(_ASK_AGAIN_S)
 
@@ -102,11 +103,13 @@ def share_of(info: LaunchInfo, ranks: int, timeout_s: float) -> HostShare:
     if rest or not each:
         near = max(1, each) * info.num_hosts
         raise JobError(
-            f"{info.num_hosts} hosts by {info.launcher} cannot share {ranks} ranks equally; {near} ranks work"
+            "ranks-indivisible",
+            f"{info.num_hosts} hosts by {info.launcher} cannot share {ranks} ranks equally; {near} ranks work",
         )
     if 0 < info.ranks_per_node < each:
         most = info.ranks_per_node * info.num_hosts
         raise JobError(
-            f"{ranks} ranks are {each} on each of {info.num_hosts} hosts by {info.launcher}, which has {info.ranks_per_node}; {most} ranks work"
+            "ranks-indivisible",
+            f"{ranks} ranks are {each} on each of {info.num_hosts} hosts by {info.launcher}, which has {info.ranks_per_node}; {most} ranks work",
         )
     return HostShare(info, ranks, timeout_s)

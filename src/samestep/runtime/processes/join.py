@@ -6,6 +6,7 @@ on which all ranks must agree before they act. `runtime/processes/launchers.py` 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -29,13 +30,15 @@ from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
 from samestep.output.temporary_folder import compiler_cache
 from samestep.runtime.processes import rank_order
-from samestep.runtime.processes.host_names import LOOPBACK, interface_towards
+from samestep.runtime.processes.host_names import LOOPBACK, check_interfaces, interface_towards
 from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo
 from samestep.runtime.processes.launchers import discover
-from samestep.runtime.processes.process_groups import forget_groups
+from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.this_host import agreed_name, bind_near, keep_freed_memory
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+"""The signal of a terminal that is closed; None where the system has none, as Windows."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *((_HANGUP,) if _HANGUP else ()))
 SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
 """The signal that asks for a checkpoint; None where the system has no such signal, as Windows."""
 RECORD_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)
@@ -72,6 +75,7 @@ class _Joined:
 
 
 _launch_info: LaunchInfo | None = None  # set in a worker of ours
+_default_layout: str | None = None  # the layout of `samestep launch`, as text; None outside of it
 _joined: _Joined | None = None
 _stop_signal = 0  # the stop signal that came, 0 before one has
 _requests: dict[int | None, bool] = {}  # the signals of REQUESTS that came and that no step has told the other ranks of
@@ -85,15 +89,6 @@ def launched_by() -> LaunchInfo:
         JobError: the launcher's variables are incomplete, or contradict each other.
     """
     return _launch_info or discover()
-
-
-def is_launched_from_outside() -> bool:
-    """Return whether another launcher started this process as a rank, so that it must only join.
-
-    Raises:
-        JobError: the launcher's variables are incomplete, or contradict each other.
-    """
-    return launched_by().is_engine
 
 
 def join(
@@ -145,6 +140,7 @@ def join(
         if store is not None:
             # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
             borrowed += set_defaults(_interfaces_of(info))
+            check_interfaces("NCCL_SOCKET_IFNAME" if kind == "cuda" else "GLOO_SOCKET_IFNAME")
             per_node = _init_process_group(info, store, where, timeout_s, per_node)
     except BaseException:
         _return(borrowed)
@@ -155,6 +151,22 @@ def join(
     place = RankInfo(info.rank, local_rank, info.world_size, per_node, where, hosts)
     _joined = _Joined(place, info, store is not None, handlers, borrowed)
     return place
+
+
+@contextlib.contextmanager
+def default_layout(layout: str) -> Iterator[None]:
+    """Inside, `parallelize` uses this layout if it is given none."""
+    global _default_layout
+    before, _default_layout = _default_layout, layout
+    try:
+        yield
+    finally:
+        _default_layout = before
+
+
+def launched_layout() -> str | None:
+    """Return the layout for which `samestep launch` has started this rank, as text; empty if it has none, None in other processes."""
+    return _default_layout
 
 
 def store_address() -> tuple[str, int] | None:
@@ -191,7 +203,7 @@ def leave() -> None:
 
 
 def stop_requested() -> bool:
-    """Return whether this rank was asked to stop, by SIGTERM or SIGINT.
+    """Return whether this rank was asked to stop, by SIGTERM, SIGINT or SIGHUP.
 
     Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
     """
@@ -237,7 +249,9 @@ def _listen_for_stop() -> dict[int, Any]:
     """Install handlers of the signals to stop, to save and to record, which set a flag; return the handlers they replace."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    handlers: dict[int, Any] = {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
+    is_kept = _HANGUP is not None and signal.getsignal(_HANGUP) is signal.SIG_IGN  # by nohup
+    numbers = [number for number in STOP_SIGNALS if not (number == _HANGUP and is_kept)]
+    handlers: dict[int, Any] = {number: signal.signal(number, _on_stop) for number in numbers}
     return handlers | {number: signal.signal(number, _on_request) for number in REQUESTS}
 
 
@@ -307,10 +321,13 @@ def _meet(info: LaunchInfo, timeout_s: float) -> tuple[LaunchInfo, Store | None,
         if info.launcher == "samestep":
             raise  # the parent reports which worker is missing
         reason = rank_order.never_came(store, info.world_size) or str(error).splitlines()[0]
+        if store is None and os.environ.get("MASTER_ADDR") == info.host and not interface_towards(info.host):
+            reason = f"MASTER_ADDR={info.host} names no host that can be reached from here; the name or address of rank 0's host works"
         raise WorkerError(
+            "ranks-not-met",
             f"rank {info.rank} of {info.world_size} ({info.launcher}) did not meet the other ranks at "
-            f"{info.host}:{info.port} within {time.monotonic() - began:.0f} s: {reason}"
-        ) from error
+            f"{info.host}:{info.port} within {time.monotonic() - began:.0f} s: {reason}",
+        ) from None
     if text:
         print(f"samestep: {text}", file=sys.stderr, flush=True)
     return dataclasses.replace(info, rank=rank, local_rank=local_rank, ranks_per_node=per_node), store, ()
@@ -353,14 +370,14 @@ def resolve_device(device: str) -> str:
         JobError: there is no such device.
     """
     if device == "mps":
-        raise JobError(f"device={device!r}: {NO_MPS}")
+        raise JobError("mps-unsupported", f"device={device!r}: {NO_MPS}")
     if device not in ("auto", "cpu", "cuda"):
-        raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
+        raise JobError("device-missing", f"device={device!r} is not a device; cpu, cuda and auto are")
     if device == "cpu":
         return "cpu"
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
-        raise JobError("device=cuda, but torch sees no GPU here; device=cpu works")
+        raise JobError("device-missing", "device=cuda, but torch sees no GPU here; device=cpu works")
     return "cuda" if gpus else "cpu"
 
 
@@ -375,14 +392,17 @@ def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
     gpus = torch.cuda.device_count()
     index = 0 if gpus == 1 else info.local_rank  # a launcher may show each task only one GPU
     if index >= gpus:
-        raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
+        raise JobError(
+            "device-missing",
+            f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work",
+        )
     device = torch.device("cuda", index)
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:  # torch does not say so before the fork where CUDA was only asked for its devices
         if "forked subprocess" not in str(error):
             raise
-        raise JobError(CUDA_HAS_STARTED) from None
+        raise JobError("cuda-started", CUDA_HAS_STARTED) from None
     return device
 
 
@@ -413,9 +433,10 @@ def _init_process_group(
         if info.launcher == "samestep":
             raise  # the parent reports which worker is missing
         raise WorkerError(
+            "ranks-not-met",
             f"rank {info.rank} of {info.world_size} ({info.launcher}) met the other ranks at {info.host}:{info.port}, and cannot "
-            f"connect to them: {str(error).splitlines()[0]}"
-        ) from error
+            f"connect to them: {str(error).splitlines()[0]}",
+        ) from None
     least, most = agreed[0].item(), -agreed[1].item()
     return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
 
@@ -453,7 +474,7 @@ def listen_on(host: str, port: int) -> int | None:
         return socket.create_server((address[0], port), family=family).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise WorkerError(f"port {port} of {host} is taken; another MASTER_PORT works") from None
+            raise WorkerError("port-taken", f"port {port} of {host} is taken; another MASTER_PORT works") from None
         return None  # a name that resolves here to another machine's address (a Kubernetes service)
 
 
@@ -465,5 +486,8 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
     """
     if world_size % ranks_per_node:
         works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise JobError(f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks; {works} work")
+        raise JobError(
+            "ranks-indivisible",
+            f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks; {works} work",
+        )
     return ranks_per_node

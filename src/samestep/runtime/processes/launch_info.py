@@ -52,7 +52,10 @@ def check_rank(name: str, rank: int, count_name: str, count: int) -> None:
         JobError: it is none.
     """
     if not 0 <= rank < count:
-        raise JobError(f"{name}={rank} is not a rank of {count_name}={count}; ranks are 0 to {count_name} - 1")
+        raise JobError(
+            "launcher-variables",
+            f"{name}={rank} is not a rank of {count_name}={count}; ranks are 0 to {count_name} - 1",
+        )
 
 
 def check_local(local: tuple[str, int], here: tuple[str, int], world: tuple[str, int]) -> None:
@@ -63,10 +66,14 @@ def check_local(local: tuple[str, int], here: tuple[str, int], world: tuple[str,
     """
     if not 1 <= here[1] <= world[1]:
         raise JobError(
-            f"{here[0]}={here[1]} contradicts {world[0]}={world[1]}: a host has 1 to {world[1]} of the ranks"
+            "launcher-variables",
+            f"{here[0]}={here[1]} contradicts {world[0]}={world[1]}: a host has 1 to {world[1]} of the ranks",
         )
     if local[1] != UNKNOWN and not 0 <= local[1] < here[1]:
-        raise JobError(f"{local[0]}={local[1]} contradicts {here[0]}={here[1]}: local ranks are 0 to {here[1] - 1}")
+        raise JobError(
+            "launcher-variables",
+            f"{local[0]}={local[1]} contradicts {here[0]}={here[1]}: local ranks are 0 to {here[1] - 1}",
+        )
 
 
 def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -80,7 +87,7 @@ def number(env: Mapping[str, str], name: str, default: int | None = None) -> int
         return default
     if not re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
         shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise JobError(f"{name}={shown} is not a whole number; the launcher sets it")
+        raise JobError("launcher-variables", f"{name}={shown} is not a whole number; the launcher sets it")
     return int(text)
 
 
@@ -92,5 +99,5 @@ def port(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     """
     found = number(env, name, default)
     if not 1 <= found <= _LAST_PORT:
-        raise JobError(f"{name}={found} is no port: 1 to {_LAST_PORT} are, such as 29500")
+        raise JobError("launcher-variables", f"{name}={found} is no port: 1 to {_LAST_PORT} are, such as 29500")
     return found

@@ -51,70 +51,75 @@ def discover(env: Mapping[str, str] | None = None, *, pid: int | None = None) ->
             f"{engine.name} sets all of them"
         )
     if half:
-        raise JobError(half)
+        raise JobError("launcher-variables", half)
     return LaunchInfo(ALONE, inside=_allocation(env))
 
 
-def _check_against_others(found: LaunchInfo, env: Mapping[str, str], pid: int) -> None:
+def _check_against_others(launch_info: LaunchInfo, env: Mapping[str, str], pid: int) -> None:
     """Refuse what other variables say otherwise than the launcher that was found.
 
     Raises:
         JobError: they contradict it.
     """
-    if found.num_hosts > 1:
-        _check_hosts(found, env)
+    if launch_info.num_hosts > 1:
+        _check_hosts(launch_info, env)
         return
-    if found.launcher == "Ray":  # a cluster of Ray may be inside any step
+    if launch_info.launcher == "Ray":  # a cluster of Ray may be inside any step
         return
-    if found.launcher == "torchrun":
+    if launch_info.launcher == "torchrun":
         for name, tasks in (*_tasks(env, pid), *_hosts(env)):
-            if found.world_size == 1:
+            if launch_info.world_size == 1:
                 raise JobError(
+                    "launcher-variables",
                     f"{name}={tasks}, yet WORLD_SIZE=1: each of the {tasks} processes would be a run of its own; no RANK and "
-                    f"WORLD_SIZE, or torchrun --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT works"
+                    f"WORLD_SIZE, or torchrun --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT works",
                 )
         for name, tasks in _tasks(env, pid):
-            if "TORCHELASTIC_RUN_ID" not in env and found.world_size % tasks:
+            if "TORCHELASTIC_RUN_ID" not in env and launch_info.world_size % tasks:
                 raise JobError(
-                    f"WORLD_SIZE={found.world_size} contradicts {name}={tasks}: WORLD_SIZE={tasks}, or no WORLD_SIZE works"
+                    "launcher-variables",
+                    f"WORLD_SIZE={launch_info.world_size} contradicts {name}={tasks}: WORLD_SIZE={tasks}, or no WORLD_SIZE works",
                 )
         return
-    theirs = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": found.local_rank}
+    theirs = {"RANK": launch_info.rank, "WORLD_SIZE": launch_info.world_size, "LOCAL_RANK": launch_info.local_rank}
     for name, value in theirs.items():
         if name in env and value != UNKNOWN and number(env, name) != value:
             raise JobError(
-                f"{name}={env[name]} contradicts {found.launcher}, which says {value}: without {name} it works"
+                "launcher-variables",
+                f"{name}={env[name]} contradicts {launch_info.launcher}, which says {value}: without {name} it works",
             )
-    for name, value in _ranks_by_others(found, env):
+    for name, value in _ranks_by_others(launch_info, env):
         if number(env, name, value) != value:
             raise JobError(
-                f"{name}={env[name]} contradicts {found.launcher}, which says {value}: one launcher alone works, inside of no step of another"
+                "launcher-variables",
+                f"{name}={env[name]} contradicts {launch_info.launcher}, which says {value}: one launcher alone works, inside of no step of another",
             )
 
 
-def _ranks_by_others(found: LaunchInfo, env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+def _ranks_by_others(launch_info: LaunchInfo, env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """Yield the variables in which other launchers of ranks say where this process is, with the value that agrees."""
-    if found.launcher == "Open MPI":
-        yield "PMIX_RANK", found.rank
+    if launch_info.launcher == "Open MPI":
+        yield "PMIX_RANK", launch_info.rank
     for rank, size in TASKS:
         if number(env, size, 1) > 1 and env.get(rank):  # one task of one may start all of them
-            yield rank, found.rank
-            yield size, found.world_size
+            yield rank, launch_info.rank
+            yield size, launch_info.world_size
 
 
-def _check_hosts(found: LaunchInfo, env: Mapping[str, str]) -> None:
+def _check_hosts(launch_info: LaunchInfo, env: Mapping[str, str]) -> None:
     """Refuse the position of a host that another launcher of hosts gives otherwise.
 
     Raises:
         JobError: they contradict each other.
     """
     for engine in ENGINES:
-        if engine.name in HOSTS and engine.name != found.launcher and engine.missing(env) == []:
+        if engine.name in HOSTS and engine.name != launch_info.launcher and engine.missing(env) == []:
             other = engine.read(env)
-            if (other.host_index, other.num_hosts) != (found.host_index, found.num_hosts):
+            if (other.host_index, other.num_hosts) != (launch_info.host_index, launch_info.num_hosts):
                 raise JobError(
-                    f"{engine.name} says that this is host {other.host_index} of {other.num_hosts}, which contradicts {found.launcher}, "
-                    f"which says {found.host_index} of {found.num_hosts}: the variables of one of both work"
+                    "launcher-variables",
+                    f"{engine.name} says that this is host {other.host_index} of {other.num_hosts}, which contradicts {launch_info.launcher}, "
+                    f"which says {launch_info.host_index} of {launch_info.num_hosts}: the variables of one of both work",
                 )
 
 

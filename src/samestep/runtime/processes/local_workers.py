@@ -3,6 +3,11 @@
 A SIGKILL alone does not say who sent it. Whether the kernel killed a process because memory ran out shows in its log,
 which not every user may read, and in its counts of such kills for each control group and for the machine. Source:
 Documentation/admin-guide/cgroup-v2.rst (memory.events) and cgroup-v1/memory.rst of Linux.
+
+Workers start as forks of this process, or as new processes that import what they run. Forking after torch is imported takes 0.03 s where
+a new process takes seconds. It is safe only without CUDA, without an OpenMP pool in use by both sides, and without autograd's device
+threads; otherwise workers are spawned. Functions of a notebook's cell or of an interactive session cannot be imported by a new process:
+their workers are forked even where new processes are preferred, and refused where a fork could not run.
 """
 
 from __future__ import annotations
@@ -20,16 +25,19 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
+
+import torch
+import torch.distributed as dist
 
 from samestep.errors import JobError
 from samestep.output import temporary_folder
-from samestep.runtime.processes.join import allocator_variables, interface_variables, set_defaults
-from samestep.runtime.processes.start_method import start_method
+from samestep.runtime.processes.join import CUDA_HAS_STARTED, allocator_variables, interface_variables, set_defaults
 from samestep.runtime.processes.worker import Failure, LaunchOptions, run_worker
 
 OUT_OF_MEMORY = "(out of memory:"
@@ -68,14 +76,14 @@ def _group_files() -> list[Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    group_files = []
     for line in lines:
         _, kinds, path = line.split(":", 2)
         if not kinds:
-            found.append(Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events")
+            group_files.append(Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events")
         elif "memory" in kinds.split(","):
-            found.append(Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control")
-    return found
+            group_files.append(Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control")
+    return group_files
 
 
 def _kernel_log() -> str:
@@ -103,6 +111,61 @@ _LEAVE_GRACE_S = 30.0  # a worker tears its process group down
 _IMPORTED_BY_STEPS = ("torch._dynamo", "samestep.runtime.run")
 """Modules that the first step of every rank imports (any optimizer of torch imports the first), in two seconds of
 processor time."""
+
+
+class HostWorkers(Protocol):
+    """The workers of one host, which `_WorkerPool` starts, asks and ends: `LocalWorkers`, or those of another host."""
+
+    host: str
+    """The name of the host; empty for this one."""
+    ranks: range
+
+    def start(self) -> None:
+        """Start the workers."""
+
+    def sources(self) -> list[Any]:
+        """Return what can be waited for until a worker says something."""
+
+    def hear(self) -> Iterable[tuple[int, str, Any]]:
+        """Return the messages received, as rank, word and value."""
+
+    def tell(self, rank: int, word: str) -> None:
+        """Send a word to one worker."""
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to one worker."""
+
+    def kill(self, rank: int) -> None:
+        """Kill one worker and the processes that it started."""
+
+    def end(self) -> None:
+        """Wait for the workers that may leave, and kill the rest."""
+
+
+class OtherHosts(Protocol):
+    """The other hosts of a run: how many ranks each has, where all meet, and the workers that this process leads there."""
+
+    @property
+    def num_ranks(self) -> tuple[int, ...]:
+        """The number of ranks of each host, this one first."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The ranks of every host."""
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this host."""
+
+    @property
+    def interface(self) -> str:
+        """The network interface towards the other hosts."""
+
+    def store(self) -> contextlib.AbstractContextManager[tuple[str, int]]:
+        """Return the address of the store in which all ranks meet, held until it is left."""
+
+    def workers(self, options: LaunchOptions) -> Sequence[HostWorkers]:
+        """Return the workers on other hosts that this process leads."""
 
 
 class LocalWorkers:
@@ -159,7 +222,8 @@ class LocalWorkers:
                     process.start()
                 except (pickle.PicklingError, AttributeError, TypeError) as error:
                     raise JobError(
-                        f"workers start as new processes here and must be able to import main: {error}"
+                        "workers-cannot-import",
+                        f"workers start as new processes here and must be able to import main: {error}",
                     ) from None
                 finally:
                     theirs.close()
@@ -172,8 +236,8 @@ class LocalWorkers:
 
     def hear(self) -> Iterator[tuple[int, str, Any]]:
         """Yield the received messages, as rank, word and value; a death is a failure too."""
-        for one in self._copies:
-            one.go_on()
+        for copy in self._copies:
+            copy.go_on()
         for rank, pipe, process in zip(self.ranks, self._pipes, self._processes, strict=False):
             exit_code = process.exitcode  # before the pipe is read: nothing comes after a death
             while not pipe.closed and pipe.poll():
@@ -232,8 +296,8 @@ class LocalWorkers:
                 _kill_group(process)
         for process in self._processes:
             process.join(_LEAVE_GRACE_S)
-        for one in self._copies:
-            one.go_on()
+        for copy in self._copies:
+            copy.go_on()
         for pipe in self._pipes:
             pipe.close()
         temporary_folder.remove(self._folder)
@@ -313,3 +377,66 @@ def _death(exit_code: int) -> str:
     except ValueError:
         name = f"signal {-exit_code}"
     return f"died: killed by {name}"
+
+
+def start_method(device_type: str, threads: int, work: Any) -> str:
+    """Return fork where it is safe or where `work` cannot be sent to a new process, else spawn.
+
+    Raises:
+        JobError: `work` cannot be sent, and a fork could not run it.
+    """
+    if _prefers_fork(device_type, threads):
+        return "fork"
+    if not _is_bound_here(work):
+        return "spawn"
+    _check_fork(threads)
+    return "fork"
+
+
+def _prefers_fork(device_type: str, threads: int) -> bool:
+    if sys.platform != "linux" or device_type == "cuda" or torch.cuda.is_initialized() or dist.is_initialized():
+        return False
+    # A forked worker whose parent has used an OpenMP pool hangs in its own first parallel region; with one thread it
+    # has no such region. There is no way to ask whether the parent has used one.
+    return threads == 1 and not _autograd_has_threads()
+
+
+def _is_bound_here(work: Any) -> bool:
+    """Return whether a new process could not import what `work` names: a main module without a file has it."""
+    if getattr(sys.modules["__main__"], "__file__", None) is not None:
+        return False
+    try:
+        sent = ForkingPickler.dumps(work)
+    except Exception:  # whatever the reduction of a user's object raises
+        return True
+    return b"__main__" in bytes(sent)
+
+
+def _check_fork(threads: int) -> None:
+    """Refuse to fork where the workers could not run.
+
+    Raises:
+        JobError: they could not.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise JobError(
+            "workers-cannot-import",
+            "main is a function of a notebook's cell, and workers cannot be forked on this system: main in a module of its own works",
+        )
+    if torch.cuda.is_initialized() or _autograd_has_threads():
+        raise JobError("cuda-started", CUDA_HAS_STARTED)
+    if threads > 1:
+        raise JobError(
+            "workers-cannot-import",
+            f"threads={threads}: forked workers have one thread, and main is a function of a notebook's cell: threads=1 works, "
+            "or main in a module of its own",
+        )
+
+
+def _autograd_has_threads() -> bool:
+    """Return whether a backward pass ran here on a machine with GPUs: autograd then refuses to run in a fork."""
+    for task in Path("/proc/self/task").iterdir() if Path("/proc/self/task").exists() else ():
+        with contextlib.suppress(OSError):
+            if (task / "comm").read_text().startswith("pt_autograd"):
+                return True
+    return False

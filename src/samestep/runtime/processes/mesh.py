@@ -1,4 +1,4 @@
-"""Process groups of a layout: which ranks share one for each axis of its program. `process_groups.py` creates them.
+"""Process groups of a layout: which ranks share one for each axis of its program. No other file creates them.
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
 created twice. `cp` has a separate group: compute waits for its exchanges, which must not wait for gradients or weights
@@ -10,10 +10,14 @@ A function is *collective* over a group of ranks (`world`, or an axis such as `t
 Every rank of the group must call it, in the same order as its other collective functions, and with equal arguments where they
 are one thing for all: a batch, a folder, tensors of one shape. If a rank does not call it, the others wait for it until the time
 limit (`run.timeout_s`); `hang_watch.py` names the rank that is missing. Some are collective in the backward too, and say so.
+
+Groups are made once in a process, for all its runs. A plain `dp=2` needs none but the world, which torch has made. On NCCL all groups
+of an axis are created by one split of the world, in which every rank takes part; gloo creates each by itself.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,11 +30,13 @@ from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime.ledger import LINK, has_own_group
-from samestep.runtime.processes.process_groups import group_among
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_made: dict[tuple[str, float, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
+"""Process groups of this process by name, time limit and ranks, the world among them."""
+_WORLD = ("world", 0.0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,8 @@ class Mesh:
         if not self.groups:
             return self
         raise LayoutError(
-            "a copy of run.model was asked for, whose modules send messages here: within `with run.gathered() as model:` a copy works"
+            "copy-of-model",
+            "a copy of run.model was requested, and its modules communicate with other ranks: within `with run.gathered() as model:` a copy works",
         )
 
     def size(self, axis: str) -> int:
@@ -82,9 +89,10 @@ def check_world(layout: Layout) -> None:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout.world_size != world_size:
         raise LayoutError(
+            "devices-and-ranks",
             f"layout {str(layout)!r} has {layout.world_size} ranks, but {world_size} "
             f"{'process runs' if world_size == 1 else 'processes run'}: start {layout.world_size}, as samestep.launch(main, "
-            f"ranks={layout.world_size}) does, or use a layout whose degrees multiply to {world_size}, as dp={world_size}"
+            f"ranks={layout.world_size}) does, or use a layout with degrees that multiply to {world_size}, as dp={world_size}",
         )
 
 
@@ -129,3 +137,66 @@ def _links(program: Program, ranks: Ranks) -> dict[str, tuple[tuple[int, ...], .
         )
         for name, pairs in schedules.links(layout.pp, layout.virtual_stages).items()
     }
+
+
+def group_among(
+    parts: Sequence[tuple[int, ...]], name: str, timeout_s: float, description: str | None = None
+) -> dist.ProcessGroup | None:
+    """Return the process group of that part which has this rank; None where none has.
+
+    No rank is in two parts. The groups are made once for all runs of a process, since each has threads or device memory.
+
+    Collective over the world: every rank asks for the same parts in one order; if one does not, the others wait until
+    the time limit.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if _made.get(_WORLD) is not world:  # groups of a world that its user has destroyed
+        forget_groups()
+        _made[_WORLD] = world
+    if not name and [*parts] == [tuple(range(world.size()))]:
+        return world
+    described, limit = description or name or None, datetime.timedelta(seconds=timeout_s)
+    whole = (name, timeout_s, tuple(parts))
+    if _can_be_split(world):
+        if whole not in _made:
+            _made[whole] = dist.split_group(
+                split_ranks=[list(ranks) for ranks in parts], timeout=limit, group_desc=described
+            )
+        return _made[whole]
+    group = None
+    for ranks in parts:
+        one = (name, timeout_s, (ranks,))
+        if one not in _made:
+            _made[one] = dist.new_group(list(ranks), timeout=limit, group_desc=described)
+        group = _made[one] if world.rank() in ranks else group
+    return group
+
+
+def _can_be_split(world: dist.ProcessGroup) -> bool:
+    """Return whether groups are created by splitting, as NCCL's of a known device can be; a user's may have none."""
+    return dist.get_backend(world) == "nccl" and world.bound_device_id is not None
+
+
+_num_forgotten = 0
+
+
+def forget_groups() -> None:
+    """Forget all groups, so that the next run creates new ones: after the world was destroyed, or a step failed
+    among messages."""
+    global _num_forgotten
+    _made.clear()
+    _num_forgotten += 1
+
+
+def num_forgotten() -> int:
+    """Return how often this process has forgotten its groups."""
+    return _num_forgotten
+
+
+def forget_as_often(most: int) -> None:
+    """Forget all groups if another rank did so more often: a group is created by all of its ranks or by none."""
+    global _num_forgotten
+    if _num_forgotten < most:
+        _made.clear()
+        _num_forgotten = most

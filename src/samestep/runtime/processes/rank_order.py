@@ -108,7 +108,7 @@ def agree(store: Store, info: LaunchInfo, timeout_s: float) -> tuple[int, int, i
         _, _, other, pid, _ = json.loads(came)
         text = f"rank {info.rank} was given to two processes, {pid} on {other} and {os.getpid()} on {name}: a RANK of its own works for each"
         store.set(_REFUSED, text)
-        raise JobError(f"{text} ({info.launcher})")
+        raise JobError("launcher-variables", f"{text} ({info.launcher})")
     text = _number_all(store, info, end_s) if info.rank == 0 else ""
     _wait_for(store, f"{_PLACE}/{info.rank}", end_s)
     rank, local_rank, per_node = json.loads(store.get(f"{_PLACE}/{info.rank}"))
@@ -121,12 +121,12 @@ def _number_all(store: Store, info: LaunchInfo, end_s: float) -> str:
     for rank in range(info.world_size):
         _wait_for(store, f"{_CAME}/{rank}", end_s)
         told.append(json.loads(store.get(f"{_CAME}/{rank}")))
-    found = Numbering.of([Seat(key, local) for key, local, *_ in told])
+    numbering = Numbering.of([Seat(key, local) for key, local, *_ in told])
     for rank in range(info.world_size):
-        place = [found.ranks[rank], found.local_ranks[rank], found.ranks_per_node]
+        place = [numbering.ranks[rank], numbering.local_ranks[rank], numbering.ranks_per_node]
         store.set(f"{_PLACE}/{rank}", json.dumps(place))
-    names = {found.hosts[rank]: name for rank, (_, _, name, *_) in enumerate(told)}
-    return found.to_text(info.launcher, [names[host] for host in range(len(names))])
+    names = {numbering.hosts[rank]: name for rank, (_, _, name, *_) in enumerate(told)}
+    return numbering.to_text(info.launcher, [names[host] for host in range(len(names))])
 
 
 def _wait_for(store: Store, key: str, end_s: float) -> None:
@@ -141,9 +141,9 @@ def _wait_for(store: Store, key: str, end_s: float) -> None:
         if store.check([_REFUSED]):
             text = store.get(_REFUSED).decode()
             time.sleep(2 * _LONGEST_PAUSE_S)  # rank 0 holds the store, in which the others read it too
-            raise JobError(text)
+            raise JobError("launcher-variables", text)
         if time.monotonic() > end_s:
-            raise WorkerError("the time is over")
+            raise WorkerError("ranks-not-met", "the time is over")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -172,7 +172,7 @@ def of_existing_group(info: LaunchInfo, device: torch.device) -> tuple[Numbering
     mine = torch.tensor([zlib.crc32(key.encode()), local, len(names_of_groups())], device=where)
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
-    rows = [one.tolist() for one in told]
+    rows = [tensor.tolist() for tensor in told]
     return Numbering.of([Seat(str(host), local) for host, local, _ in rows]), any(groups > 1 for *_, groups in rows)
 
 
@@ -194,8 +194,9 @@ def check(layout: Layout, hosts: Sequence[int]) -> None:
     order = sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank))
     shown = ", ".join(map(str, order[:16])) + (", ..." if len(order) > 16 else "")
     raise LayoutError(
-        f"tp={layout.tp} of layout {str(layout)!r} leaves its hosts in the process group that exists, whose ranks of one host are no "
-        f"neighbours: a group in the order {shown} of its ranks works, or none, for which samestep makes its own"
+        "tp-leaves-hosts",
+        f"tp={layout.tp} of layout {str(layout)!r} leaves its hosts in the process group that exists: the ranks of one host are no neighbours in it: a group in the order {shown} of its ranks works, or "
+        "no group: samestep makes its own",
     )
 
 

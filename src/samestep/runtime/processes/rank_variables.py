@@ -121,7 +121,10 @@ def _read_srun(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolv
     elif not resolves(host) and "SLURM_LAUNCH_NODE_IPADDR" in env:
         host = env["SLURM_LAUNCH_NODE_IPADDR"]
     if not env.get("MASTER_ADDR", host):
-        raise JobError(f"{nodes!r} of SLURM_STEP_NODELIST names no host; srun sets it, and MASTER_ADDR works")
+        raise JobError(
+            "launcher-variables",
+            f"{nodes!r} of SLURM_STEP_NODELIST names no host; srun sets it, and MASTER_ADDR works",
+        )
     if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
         per_node = 1  # neighbouring ranks are not on one machine
     local = number(env, "SLURM_LOCALID", UNKNOWN)
@@ -235,7 +238,7 @@ _FLUX = _TaskVariables(
 )
 
 
-TASKS = tuple((one.rank, one.size) for one in (OPEN_MPI, _MPICH, _FLUX))
+TASKS = tuple((launcher.rank, launcher.size) for launcher in (OPEN_MPI, _MPICH, _FLUX))
 """The variables of the rank and of their number, of launchers that give each task its number and no address."""
 HOSTS = ("Kubernetes", "SkyPilot", "dstack")
 """The launchers that start one process for each host."""
@@ -243,7 +246,7 @@ HOSTS = ("Kubernetes", "SkyPilot", "dstack")
 
 def _port_of(env: Mapping[str, str], names: Sequence[str]) -> int:
     """Return a port that all processes of a run derive from its name, and other runs seldom."""
-    name = next((env[one] for one in names if env.get(one)), "")
+    name = next((env[name] for name in names if env.get(name)), "")
     return _FIRST_PORT + zlib.crc32(name.encode()) % _NUM_PORTS
 
 
@@ -269,14 +272,16 @@ def _read_kubernetes(env: Mapping[str, str]) -> LaunchInfo:
     least, _, most = env["PET_NNODES"].partition(":")
     if most and least != most:
         raise JobError(
-            f"PET_NNODES={env['PET_NNODES']} is a range, which torchrun takes: torchrun --no-python samestep works"
+            "launcher-variables",
+            f"PET_NNODES={env['PET_NNODES']} is a range, which torchrun takes: torchrun --no-python samestep works",
         )
     num_hosts = number({"PET_NNODES": least}, "PET_NNODES")
     index = number(env, "PET_NODE_RANK" if env.get("PET_NODE_RANK") else "JOB_COMPLETION_INDEX")
     both = _given(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
     if len(both) == 2 and number(env, both[0]) != number(env, both[1]):
         raise JobError(
-            f"PET_NODE_RANK={index} contradicts JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}: one of both works"
+            "launcher-variables",
+            f"PET_NODE_RANK={index} contradicts JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}: one of both works",
         )
     return _host_info(
         "Kubernetes",
@@ -302,7 +307,8 @@ def _read_skypilot(env: Mapping[str, str]) -> LaunchInfo:
     num_hosts = number(env, "SKYPILOT_NUM_NODES", len(addresses))
     if num_hosts != len(addresses):
         raise JobError(
-            f"SKYPILOT_NUM_NODES={num_hosts} contradicts the {len(addresses)} addresses of SKYPILOT_NODE_IPS"
+            "launcher-variables",
+            f"SKYPILOT_NUM_NODES={num_hosts} contradicts the {len(addresses)} addresses of SKYPILOT_NODE_IPS",
         )
     index, at = number(env, "SKYPILOT_NODE_RANK"), port(env, "MASTER_PORT", _port_of(env, ("SKYPILOT_TASK_ID",)))
     per_host = ("SKYPILOT_NUM_GPUS_PER_NODE", env.get("SKYPILOT_NUM_GPUS_PER_NODE", ""))
@@ -340,7 +346,7 @@ def _host_info(
     check_rank(*index, *count)
     ranks = 0 if per_host[1] in _BY_DEVICE else number({per_host[0]: per_host[1]}, per_host[0])
     if ranks < 0:
-        raise JobError(f"{per_host[0]}={ranks} is below 0; the launcher sets it")
+        raise JobError("value-out-of-range", f"{per_host[0]}={ranks} is below 0; the launcher sets it")
     return LaunchInfo(
         launcher,
         ranks_per_node=ranks,

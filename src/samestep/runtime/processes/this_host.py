@@ -90,7 +90,7 @@ def agreed_name(store: Store, rank: int, world_size: int, timeout_s: float) -> s
         if time.monotonic() > end_s:
             absent = [key.rpartition("/")[2] for key in taken if rank == 0 and not store.check([key])]
             who = f"rank {', '.join(absent[:8])}" if absent else "rank 0"
-            raise WorkerError(f"{who} did not come to the store within {timeout_s:g} s")
+            raise WorkerError("ranks-not-met", f"{who} did not come to the store within {timeout_s:g} s")
         time.sleep(_EVERY_S)
 
 

@@ -5,8 +5,9 @@ counts the calls that it begins in every process group, as torch does, and on re
 these counts and the line that its main thread is at, with the step that it takes.
 
 Between the first step and the last a rank that stands still hangs. Other long tasks have a name (`apart`): a save, an
-evaluation; there a rank need not move, but it answers. Preparing the model and the first step, in which kernels are
-compiled and chosen, are not watched: the time limit of collectives ends them.
+evaluation; there a rank need not move, but it answers. In the first step, in which kernels are compiled and chosen, and in the
+steps of a user's own loop, a rank may work for long: it stands still only while it waits in a call of a collective, or at one line
+of the runtime.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from samestep import errors
 from samestep.building.torch_seams import names_of_groups
 from samestep.program.ops import Task
+from samestep.runtime.ledger import OwnedCollectives
 from samestep.runtime.recording import marks
 
 
 @dataclass(slots=True)
 class _Progress:
     step: int = 0
+    may_work: bool = False
+    hang_s: float = 0.0
     apart: list[str] = field(default_factory=list)
     """The names of its tasks outside of steps, the innermost last."""
 
@@ -49,19 +54,31 @@ _took_s: deque[float] = deque(maxlen=_NUM_STEPS)
 
 def begin() -> None:
     """Forget the progress of the process from which this one was forked."""
-    _progress.step = 0
+    _progress.step, _progress.may_work, _progress.hang_s = 0, False, 0.0
     _progress.apart.clear()
     _took_s.clear()
 
 
-@contextmanager
-def taking(step: int, *, is_first: bool) -> Iterator[None]:
-    """Take a step, counted from 1; the first one of a process is not watched."""
-    _progress.step = 0 if is_first else step
-    began = time.monotonic()
-    yield
-    _took_s.append(time.monotonic() - began)
-    _progress.step = step
+class taking:  # noqa: N801 - a context like those below, in fewer calls
+    """Take a step, counted from 1, or with `hang_s` one of a user's own loop; in that, and in the first one, a rank may work for long."""
+
+    __slots__ = ("began_s", "hang_s", "is_first", "is_outer", "step")
+
+    def __init__(self, step: int, *, is_first: bool = False, hang_s: float = 0.0) -> None:
+        self.step, self.is_first, self.hang_s = step, is_first, hang_s
+
+    def __enter__(self) -> None:
+        self.is_outer = not (self.hang_s and _progress.step)  # else the step is taken by `train`
+        if self.is_outer:
+            _progress.step, _progress.hang_s = self.step, self.hang_s
+            _progress.may_work = self.is_first or self.hang_s > 0
+            self.began_s = time.monotonic()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self.is_outer:
+            if kind is None:
+                _took_s.append(time.monotonic() - self.began_s)
+            _progress.step, _progress.may_work = 0 if self.hang_s else self.step, False
 
 
 @contextmanager
@@ -129,7 +146,7 @@ class Whereabouts:
     call: str
     """The function of torch.distributed in which its main thread is; empty where it is in none."""
     where: str
-    """The line that called it, of the user's code if there is one."""
+    """The line that called it, of the user's code if there is one; without a call the line of the runtime that it is at."""
     task: str = ""
     """The task of the program that it carries out, such as "backward of micro-batch 0"."""
     step: int = 0
@@ -137,13 +154,23 @@ class Whereabouts:
     median_step_s: float = 0.0
     apart: str = ""
     """The name of its task outside of steps, such as "a save"; empty in a step, and before the first one is over."""
+    module: str = ""
+    """The module that it runs, or the unit that it gathers or reduces, by path."""
+    may_work: bool = False
+    """Whether it is at work that may take long, so that it does not stand still."""
+    hang_s: float = 0.0
+    """The seconds after which its run is ended if all ranks stand still; 0 if only the launcher knows."""
 
 
 def whereabouts_of(main_thread: int | None) -> Whereabouts:
     """Return the progress of this process, by its main thread; another thread may ask."""
     frame = sys._current_frames().get(main_thread) if main_thread else None
     task, step, median_s = _task_in(frame), watched_step(), median_step_s()
-    return Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s, task_outside_steps())
+    call, where = _waiting_at(frame)
+    if frame is not None and not call and frame.f_code.co_filename.startswith(str(PACKAGE / "runtime")):
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"  # it may wait for a collective that was begun before
+    at = (call, where, task, step, median_s, task_outside_steps(), _module_in(frame))
+    return Whereabouts(calls_made(), *at, _progress.may_work and not where, _progress.hang_s)
 
 
 def calls_made() -> dict[str, int]:
@@ -156,14 +183,18 @@ def calls_made() -> dict[str, int]:
 
 def _waiting_at(frame: FrameType | None) -> tuple[str, str]:
     """Return the function of torch.distributed that a thread is in, and the line that called it; two empty texts without."""
-    calls = [one for one in traceback.extract_stack(frame) if not one.filename.startswith(str(PACKAGE))]
-    inside = [index for index, one in enumerate(calls) if one.filename == dist.distributed_c10d.__file__]
+    calls = [frame_ for frame_ in traceback.extract_stack(frame) if not frame_.filename.startswith(str(PACKAGE))]
+    inside = [index for index, call in enumerate(calls) if call.filename == dist.distributed_c10d.__file__]
     if frame is None or not inside:
         return "", ""
     callers = [
-        one for one in calls[: inside[0]] if "/multiprocessing/" not in one.filename and "/torch/" not in one.filename
+        call
+        for call in calls[: inside[0]]
+        if "/multiprocessing/" not in call.filename
+        and "/torch/" not in call.filename
+        and call.filename != contextlib.__file__
     ]
-    name = next((one.name for one in calls[inside[0] :] if one.name != "wrapper"), calls[inside[0]].name)
+    name = next((call.name for call in calls[inside[0] :] if call.name != "wrapper"), calls[inside[0]].name)
     return name, f"{callers[-1].filename}:{callers[-1].lineno}" if callers else ""
 
 
@@ -176,6 +207,21 @@ def _task_in(frame: FrameType | None) -> str:
                 return f"{task.kind.name.lower()} of micro-batch {task.microbatch}"
         frame = frame.f_back
     return ""
+
+
+def _module_in(frame: FrameType | None) -> str:
+    """Return the path of the module that a thread runs, or the name of the unit that it gathers or reduces; empty without one."""
+    inner: nn.Module | None = None
+    path = ""
+    while frame is not None:
+        owner, issue = frame.f_locals.get("self"), frame.f_locals.get("issue")
+        if isinstance(issue, OwnedCollectives):
+            return issue.name or "(the model itself)"
+        if isinstance(owner, nn.Module) and "_modules" in vars(owner):  # else it is being made
+            inner = owner if inner is None else inner
+            path = next((name for name, module in owner.named_modules() if module is inner), path)
+        frame = frame.f_back
+    return path
 
 
 def lacks(calls: Mapping[str, int], others: Mapping[str, int]) -> bool:

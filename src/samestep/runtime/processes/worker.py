@@ -5,6 +5,7 @@ Its parent is `runtime/processes/workers.py`. A worker dies with its parent; sou
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import ctypes
 import faulthandler
@@ -26,6 +27,7 @@ import torch
 
 from samestep import errors
 from samestep.errors import SamestepError, WorkerError, first_line
+from samestep.output.durable_files import LastingStream
 from samestep.runtime.processes import whereabouts
 from samestep.runtime.processes.host_names import LOOPBACK
 from samestep.runtime.processes.join import become_worker, join, leave
@@ -90,6 +92,8 @@ class Failure:
     text: str = ""
     mistake: str = ""
     """Name of the class in samestep.errors, for an error of ours."""
+    code: str = ""
+    """Its code."""
     is_echo: bool = False
     """Whether it is a consequence, such as the error of a dead or hung worker's peers."""
 
@@ -111,6 +115,7 @@ def run_worker(
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal nevertheless
     if rank or options.quiet:
         _write_to_files(options.folder, rank)
+    sys.stdout, sys.stderr = map(LastingStream, (sys.stdout, sys.stderr))
     faulthandler.enable(file=2)
     torch.set_num_threads(options.threads)
     whereabouts.begin()
@@ -152,9 +157,11 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     text = str(error)
     kind = type(error).__name__
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of run_worker
-    mistake = ""
+    mistake, code = "", ""
+    if isinstance(error, bdb.BdbQuit):
+        text = "breakpoint() needs a terminal, and a worker has none. Start the script by itself, without launch, in layout dp=1"
     if isinstance(error, SamestepError):
-        mistake = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
+        mistake, code = errors.to_words(error)[0], error.code
     return Failure(
         rank,
         time.monotonic(),
@@ -162,6 +169,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         tuple("".join(traceback.format_exception(type(error), error, frames)).splitlines()),
         text,
         mistake,
+        code,
         is_echo=not mistake and isinstance(error, RuntimeError) and ECHO.search(text) is not None,
     )
 
@@ -182,7 +190,8 @@ def lost_peers() -> Iterator[None]:
             r"^\[[^]]*/[^]]*\] |\. This is typically caused.*", "", first_line(error)
         )  # lines of gloo's, and its advice
         raise WorkerError(
-            f"another rank is gone, or does not answer: {said}; --auto-resume goes on once all are started again"
+            "rank-lost",
+            f"another rank is gone, or does not answer: {said}; --auto-resume continues when all are started again",
         ) from None
 
 

@@ -8,13 +8,14 @@ run_workers ─┬─ fork ─> worker 0: ready, join, joined, main(place, ...),
 When one worker fails, its peers fail a moment later, with a closed connection. The parent therefore waits a moment and
 reports the first failure that is not such a consequence. A worker never outlives its parent.
 
-`runtime/processes/local_workers.py` holds the workers of this machine, `runtime/processes/distant_workers.py` those of other
-hosts; `runtime/processes/worker.py` is what a worker does, and `runtime/processes/join.py` its part in joining.
+`runtime/processes/local_workers.py` holds the workers of this machine; those of other hosts come through `OtherHosts`; `runtime/processes/worker.py` is what a worker does, and `runtime/processes/join.py` its part in joining.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
@@ -30,10 +31,8 @@ import torch
 
 from samestep import calls, errors
 from samestep.errors import JobError, SamestepError, WorkerError
-from samestep.runtime.processes import exit_status
-from samestep.runtime.processes.distant_workers import Away, DistantWorkers
 from samestep.runtime.processes.hang_watch import HangWatch
-from samestep.runtime.processes.host_share import HostShare, share_of
+from samestep.runtime.processes.host_share import share_of
 from samestep.runtime.processes.join import (
     REQUESTS,
     STOP_SIGNALS,
@@ -46,7 +45,7 @@ from samestep.runtime.processes.join import (
     restore_signals,
 )
 from samestep.runtime.processes.launch_info import LaunchInfo
-from samestep.runtime.processes.local_workers import LocalWorkers
+from samestep.runtime.processes.local_workers import HostWorkers, LocalWorkers, OtherHosts
 from samestep.runtime.processes.whereabouts import Whereabouts, lacks
 from samestep.runtime.processes.worker import Failure, LaunchOptions
 
@@ -97,8 +96,8 @@ def launch(
     Collective over the world under a launcher: every process calls it; if one does not, the others wait for
     `timeout_s`.
 
-    Where SIGINT or SIGTERM has ended the loops of the workers, this process ends with status 130 or 143 once its script is
-    through, as after a signal that nobody has handled; under torchrun, which would start it again at once, with 0.
+    Where SIGINT, SIGTERM or SIGHUP has ended the loops of the workers, this process ends with status 130, 143 or 129 once its script
+    is through, as after a signal that nobody has handled; under torchrun, which would start it again at once, with 0.
 
     Raises:
         SamestepError: a worker raised it; class and text are the same.
@@ -107,6 +106,8 @@ def launch(
     """
     try:
         info = launched_by()
+        if info.launcher == "samestep":  # a script that `samestep launch` runs, and that launches a function itself
+            return main(join(device), *args)
         if not info.is_engine:
             say_inside(info)
             share = share_of(info, ranks, timeout_s) if info.num_hosts > 1 else None
@@ -121,7 +122,7 @@ def launch(
                 leave()
             number = ended_by()
         if number:
-            exit_status.end_as_stopped(number)
+            end_as_stopped(number)
         return found
     except SamestepError:
         if sys.excepthook is sys.__excepthook__:
@@ -156,13 +157,13 @@ def run_workers(
     ranks_per_node: int | None = None,
     quiet: bool = False,
     isolated: bool = False,
-    away: Away | HostShare | None = None,
+    away: OtherHosts | None = None,
 ) -> T:
     """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
 
     A single rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack
     of memory still ends in one line. Rank 0 writes to the terminal (a notebook shows it below the cell), the others to files,
-    which are read only after a failure. The first SIGINT or SIGTERM asks all workers to stop (`stop_requested`), and a second one kills them; SIGUSR1
+    which are read only after a failure. The first SIGINT, SIGTERM or SIGHUP asks all workers to stop (`stop_requested`), and a second one kills them; SIGUSR1
     asks them to save (`save_requested`), and SIGUSR2 to record steps (`record_requested`).
 
     Args:
@@ -186,10 +187,11 @@ def run_workers(
     """
     if not isinstance(args, tuple | list):
         raise JobError(
-            f"args={args!r} is a {type(args).__name__}, not the arguments behind the rank: args=({args!r},) works"
+            "argument-type",
+            f"args={args!r} is a {type(args).__name__}, not a tuple of the arguments after the rank: args=({args!r},) works",
         )
     if ranks < 1:
-        raise JobError(f"ranks={ranks}: a run needs at least 1")
+        raise JobError("value-out-of-range", f"ranks={ranks}: a run needs at least 1")
     device_type = resolve_device(device)
     here = away.num_ranks[0] if away else ranks
     check_gpus(device_type, here)
@@ -200,9 +202,7 @@ def run_workers(
     return _watch_workers(options, main, args, away)
 
 
-def _watch_workers(
-    options: LaunchOptions, main: Callable[..., T], args: tuple[Any, ...], away: Away | HostShare | None
-) -> T:
+def _watch_workers(options: LaunchOptions, main: Callable[..., T], args: tuple[Any, ...], away: OtherHosts | None) -> T:
     """Start the workers of this machine and of other hosts, and return what the first one returns."""
     global _last_stop_signal
     with away.store() if away else contextlib.nullcontext() as store:
@@ -227,7 +227,10 @@ def check_gpus(device_type: str, ranks: int) -> None:
     """
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
-        raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
+        raise JobError(
+            "device-missing",
+            f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works",
+        )
 
 
 _last_stop_signal = 0
@@ -258,7 +261,7 @@ class _WorkerPool:
     Each is in one phase: starting -> ready (it handles signals) -> joined -> done, or failed from any of them.
     """
 
-    def __init__(self, options: LaunchOptions, hosts: Sequence[LocalWorkers | DistantWorkers]) -> None:
+    def __init__(self, options: LaunchOptions, hosts: Sequence[HostWorkers]) -> None:
         self.options = options
         self.hosts = hosts
         self.phases = {rank: "starting" for host in hosts for rank in host.ranks}
@@ -298,13 +301,15 @@ class _WorkerPool:
                 raise KeyboardInterrupt if self.killed_by == signal.SIGINT else SystemExit(128 + self.killed_by)
             if self.failures and self._has_settled():
                 raise self._cause()
-            if (self.calls_at_return or self.options.hang_s) and not self.failures:
+            if not self.failures:
                 self._ask()
-                self.hang_watch.check(self._ranks("joined"), time.monotonic())
+                self.hang_watch.check(self._ranks("joined"), time.monotonic(), hurries=bool(self.stop_signal))
                 self._check_waiting()
             late = self._ranks("starting") or self._ranks("ready")
             if late and not self.failures and time.monotonic() > deadline:
-                raise WorkerError(f"{self._named(late)} did not join within {self.options.timeout_s:g} s")
+                raise WorkerError(
+                    "ranks-not-met", f"{self._named(late)} did not join within {self.options.timeout_s:g} s"
+                )
         for rank in self.phases:
             self._host_of(rank).tell(rank, "leave")
         return self.value
@@ -313,7 +318,7 @@ class _WorkerPool:
         """Note a signal, which may interrupt a message to another host; the second one to stop kills the workers of
         this host."""
         self.signals.append(number)
-        if len([one for one in self.signals if one not in REQUESTS]) > 1:
+        if len([signal for signal in self.signals if signal not in REQUESTS]) > 1:
             for rank in self.hosts[0].ranks:
                 self.hosts[0].kill(rank)
 
@@ -323,7 +328,7 @@ class _WorkerPool:
             if number in REQUESTS:
                 self._request(number)
             else:
-                self._stop(number, is_again=any(one not in REQUESTS for one in self.signals[: self.num_obeyed]))
+                self._stop(number, is_again=any(signal not in REQUESTS for signal in self.signals[: self.num_obeyed]))
             self.num_obeyed += 1
 
     def end(self) -> None:
@@ -404,8 +409,9 @@ class _WorkerPool:
             where = f" ({at.where})" if at.where else ""
             gone = self._named(sorted(lacking))
             raise WorkerError(
+                "rank-returned-early",
                 f"{gone} returned from the function while rank{'s' * (len(still) > 1)} {', '.join(map(str, still))} "
-                f"wait{'s' * (len(still) == 1)} for it in {at.call}{where}: every rank must make the same calls"
+                f"wait{'s' * (len(still) == 1)} for it in {at.call}{where}: every rank must make the same calls",
             )
 
     def _fail(self, failure: Failure) -> None:
@@ -425,15 +431,20 @@ class _WorkerPool:
         causes = [failure for failure in self.failures if not failure.is_echo]
         first = min(causes or self.failures, key=lambda failure: failure.time_s)
         if first.mistake:
-            return errors.of_words(first.mistake, [first.text])
+            return errors.of_words(first.mistake, [first.code, first.text])
         lines = [f"{self._named([first.rank])} {first.what}"]
-        if first.is_echo and (silent := self._ranks("starting") or self._ranks("ready") or self._ranks("joined")):
+        silent = self._ranks("starting") or self._ranks("ready") or self._ranks("joined")
+        ranks = [*self.waiting]
+        if first.is_echo and "imed out" in first.what and ranks and {*silent} <= {*ranks}:
+            where = self.hang_watch.text(ranks, self.hang_watch.still_s(ranks, first.time_s), first.time_s)
+            return WorkerError("hang", f"{where}; the time limit of a collective has passed (run.timeout_s)")
+        if first.is_echo and silent:
             lines = [f"{self._named(silent)} did not answer; {lines[0]}"]
         elif first.is_echo and (gone := self._ranks("done")):
             lines = [f"{lines[0]}, after {self._named(gone)} had returned"]
-        return WorkerError("\n".join([*lines, *(f"  {line}" for line in first.lines)]))
+        return WorkerError("worker-error", "\n".join([*lines, *(f"  {line}" for line in first.lines)]))
 
-    def _host_of(self, rank: int) -> LocalWorkers | DistantWorkers:
+    def _host_of(self, rank: int) -> HostWorkers:
         return next(host for host in self.hosts if rank in host.ranks)
 
     def _ranks(self, phase: str) -> list[int]:
@@ -443,3 +454,38 @@ class _WorkerPool:
         hosts = {self._host_of(rank).host for rank in ranks} - {""}
         on = f" on {', '.join(sorted(hosts))}" if hosts else ""
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.options.ranks}{on}"
+
+
+_stopped_by = 0
+
+
+def end_as_stopped(number: int) -> None:
+    """Let this process end with the status of a signal once its script is through, and say so.
+
+    A notebook or an interactive session, whose user has ended one call of many, keeps its own status.
+
+    The loop ends after a step, so that the script can save what it has, and then continues to its end; whoever started it must not
+    take that for the end of the training. Python cannot change the status of a script that has ended. So the C library is told to end
+    the process by `_exit` with another status, after everything that Python does at its exit. An uncaught exception keeps its own status.
+    """
+    if hasattr(sys, "ps1"):
+        return
+    global _stopped_by
+    if not _stopped_by:
+        atexit.register(_set_status)
+    _stopped_by = number
+    print(
+        f"samestep: {signal.Signals(number).name} asked the run to stop; this script ends with status {128 + number}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _set_status() -> None:
+    """Register, with the C library, the end of this process, unless an uncaught exception has ended the script."""
+    if getattr(sys, "last_value", None) is not None:
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "__cxa_atexit"):
+        address = ctypes.cast(library._exit, ctypes.c_void_p)
+        library.__cxa_atexit(address, ctypes.c_void_p(128 + _stopped_by), None)

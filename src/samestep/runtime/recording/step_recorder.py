@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,20 +26,24 @@ from torch import nn
 
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
-from samestep.program import recorded, recorded_kernels
+from samestep.program import recorded
+from samestep.program import recorded as spans
 from samestep.program.ops import Task
 from samestep.program.program import Program
 from samestep.program.recorded import MemoryMark, RecordedStep
 from samestep.runtime.recording import marks
-from samestep.runtime.recording.device_clock import Stamp, clock_of
-from samestep.runtime.recording.kernel_profile import KernelProfile
-from samestep.runtime.recording.layer_marks import LayerEvent
-from samestep.runtime.recording.memory_marks import MemorySampler, Sample
-from samestep.runtime.recording.record_window import RecordWindow, head_of, sent_ops
+from samestep.runtime.recording.device_readings import (
+    MemorySampler,
+    ProcessorTime,
+    Sample,
+    Stamp,
+    clock_of,
+    queued_threads,
+)
+from samestep.runtime.recording.marks import LayerEvent
+from samestep.runtime.recording.record_window import KernelProfile, RecordWindow, head_of, sent_ops
 from samestep.runtime.recording.sums import StepSums, sums_of
-from samestep.runtime.recording.system_files import ProcessorTime, queued_threads
-from samestep.runtime.step_batch import Indices
-from samestep.runtime.step_observer import MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 
 _AROUND_LAYERS = {
     "F": "forward:between layers",
@@ -198,12 +203,12 @@ class StepRecorder(StepObserver):
 
         With `kernels` torch.profiler runs too, and its kernels are written into a file of their own.
         """
-        for one in [one for one in self._windows if one.overlaps(steps)]:
+        for one in [window for window in self._windows if window.overlaps(steps)]:
             self._leave(one)
         path = recorded.path_of(folder, steps, self.rank)
-        profile = KernelProfile(recorded_kernels.path_beside(path), self._device, self.rank) if kernels else None
+        profile = KernelProfile(recorded.kernel_path(path), self._device, self.rank) if kernels else None
         self._windows = sorted(
-            [*self._windows, RecordWindow(steps, path, self._job, profile)], key=lambda one: one.steps.start
+            [*self._windows, RecordWindow(steps, path, self._job, profile)], key=lambda window: window.steps.start
         )
 
     def asked_to_record(self, step: int) -> str:
@@ -212,7 +217,7 @@ class StepRecorder(StepObserver):
         A rank may learn of it while it begins the next step, so that all ranks can record the one after that.
         """
         steps = range(step + 2, step + 2 + ASKED_STEPS)
-        if any(one.overlaps(steps) for one in self._windows):
+        if any(window.overlaps(steps) for window in self._windows):
             return ""
         self.record(steps, self.folder, kernels=self._job.train.record_kernels)
         return f"steps {steps.start} to {steps.stop - 1} are recorded into {self.folder}, for samestep explain, as a signal has asked"
@@ -237,7 +242,7 @@ class StepRecorder(StepObserver):
         """Return for how long that thread of the process but this one which waited most was queued since `before`."""
         own = str(threading.get_native_id())
         now = queued_threads()
-        return max([now[one] - before.get(one, 0) for one in now if one != own], default=None)
+        return max([now[key] - before.get(key, 0) for key in now if key != own], default=None)
 
     def close(self) -> None:
         """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
@@ -245,8 +250,8 @@ class StepRecorder(StepObserver):
         if self._unread and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._read()
-        for one in [*self._windows]:
-            self._leave(one)
+        for window in [*self._windows]:
+            self._leave(window)
         if marks.listener() is self:
             marks.listen(None)
 
@@ -383,9 +388,9 @@ class StepRecorder(StepObserver):
 
     def _window_of(self, step: int) -> RecordWindow | None:
         """Return the window that a step is in, and leave those before it."""
-        for one in [one for one in self._windows if step >= one.steps.stop]:
+        for one in [window for window in self._windows if step >= window.steps.stop]:
             self._leave(one)
-        return next((one for one in self._windows if step in one.steps), None)
+        return next((window for window in self._windows if step in window.steps), None)
 
     def _finish_open(self) -> None:
         if self._open is None:
@@ -408,40 +413,40 @@ class StepRecorder(StepObserver):
             if self._left:
                 self._close_files()
 
-    def _closed(self, one: _OpenStep) -> RecordedStep:
+    def _closed(self, open_step: _OpenStep) -> RecordedStep:
         """Return a step with its times in nanoseconds."""
-        stamps = [one.base[1], one.end, one.until]
-        for event in one.events:
-            stamps += event[2], one.until if event[3] is None else event[3]
-        begin, end, until, *times = self._clock.ns(stamps, one.base)
+        stamps = [open_step.base[1], open_step.end, open_step.until]
+        for event in open_step.events:
+            stamps += event[2], open_step.until if event[3] is None else event[3]
+        begin, end, until, *times = self._clock.ns(stamps, open_step.base)
         events = []
-        for number, event in enumerate(one.events):
+        for number, event in enumerate(open_step.events):
             start, stop = times[2 * number] - begin, times[2 * number + 1] - begin
             events.append([*event[:2], start, stop, *event[4:]])
         return RecordedStep(
-            step=one.step,
+            step=open_step.step,
             begin_ns=begin,
             end_ns=end,
             until_ns=until,
-            cpu_ns=one.processor[0],
-            queued_ns=one.processor[1],
-            others_queued_ns=one.others_queued_ns,
-            ahead_ns=self._ahead_of(one) if one.begun else 0,
+            cpu_ns=open_step.processor[0],
+            queued_ns=open_step.processor[1],
+            others_queued_ns=open_step.others_queued_ns,
+            ahead_ns=self._ahead_of(open_step) if open_step.begun else 0,
             events=events,
-            memory=self._memory_of(one, begin) if one.memory else [],
-            held=one.held,
+            memory=self._memory_of(open_step, begin) if open_step.memory else [],
+            held=open_step.held,
         )
 
-    def _ahead_of(self, one: _OpenStep) -> int:
+    def _ahead_of(self, open_step: _OpenStep) -> int:
         """Return the most nanoseconds by which the host began a task before the device did."""
-        begun = self._clock.ns([stamp for _, stamp in one.begun], one.base)
-        return max([0, *(time - host for time, (host, _) in zip(begun, one.begun, strict=True))])
+        begun = self._clock.ns([stamp for _, stamp in open_step.begun], open_step.base)
+        return max([0, *(time - host for time, (host, _) in zip(begun, open_step.begun, strict=True))])
 
-    def _memory_of(self, one: _OpenStep, begin: int) -> list[MemoryMark]:
+    def _memory_of(self, open_step: _OpenStep, begin: int) -> list[MemoryMark]:
         """Return what was sampled of the memory, at times since the begin of a step."""
-        times = self._clock.ns([mark[0] for mark in one.memory], one.base)
-        used = self._memory.read([mark[1] for mark in one.memory])
-        marked = zip(times, used, one.memory, strict=True)
+        times = self._clock.ns([mark[0] for mark in open_step.memory], open_step.base)
+        used = self._memory.read([mark[1] for mark in open_step.memory])
+        marked = zip(times, used, open_step.memory, strict=True)
         return [MemoryMark(at - begin, *amounts, mark[2]) for at, amounts, mark in marked]
 
     def _leave(self, window: RecordWindow) -> None:
@@ -452,6 +457,30 @@ class StepRecorder(StepObserver):
         self._close_files()
 
     def _close_files(self) -> None:
-        for one in [one for one in self._left if all(step.window is not one for step in self._unread)]:
+        for one in [window for window in self._left if all(step.window is not window for step in self._unread)]:
             self._left.remove(one)
             one.close()
+
+
+class RecordedRun:
+    """The records of a run's steps."""
+
+    recorder: StepRecorder
+    """Where the time of its steps goes."""
+
+    @property
+    @abstractmethod
+    def steps_taken(self) -> int:
+        """The number of steps that were taken, in this process or before."""
+
+    def record(self, steps: int | str, folder: str | Path = spans.FOLDER, *, kernels: bool = False) -> Path:
+        """Record the time of some steps, operation by operation, for `samestep explain FOLDER`; return the folder.
+
+        `steps` is `FIRST:LAST`, counted from 1, or a number of steps; `kernels` adds the kernels of torch.profiler. Every rank calls
+        it, and writes files of its own, in a folder that all ranks share.
+
+        Raises:
+            InputError: the text names no steps.
+        """
+        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder), kernels=kernels)
+        return Path(folder)

@@ -13,16 +13,19 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.torch_version import TorchVersion
 
 from samestep.building.torch_seams import Replaced
 from samestep.errors import LayoutError
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.fsdp_units import ParamSlots, RunningUnit, keep_still, param_at
 from samestep.runtime.weights.unit_order import UnitOrder
@@ -102,7 +105,8 @@ def _refuse_integers(params: Collection[Tensor]) -> None:
     """
     if any(not param.is_floating_point() for param in params) and TorchVersion(torch.__version__) < "2.13":
         raise LayoutError(
-            f"FSDP2 of torch {torch.__version__} gathers no weights of 4 bits: torch 2.13 works, and so does zero=1 under this one"
+            "nf4-unsupported",
+            f"FSDP2 of torch {torch.__version__} gathers no weights of 4 bits: torch 2.13 works, or zero=1 under this one",
         )
 
 
@@ -152,9 +156,10 @@ def _keep_name(derived: type[nn.Module]) -> None:
 
 def _refuse_copy(self: nn.Module, _: dict[int, Any]) -> nn.Module:
     raise LayoutError(
+        "copy-of-model",
         f"a copy of run.model ({type(self).__name__}) was asked for, and under zero=2 and 3 a rank has rows of its weights: "
-        "within `with run.gathered() as model:` a copy of it works, and so does train.ema = 0.999 with run.averaged() in the place of "
-        "AveragedModel"
+        "within `with run.gathered() as model:` a copy of it works, or train.ema = 0.999 with run.averaged() in the place of "
+        "AveragedModel",
     )
 
 
@@ -186,3 +191,32 @@ def _mesh_of_shards(mesh: Mesh, axis: str, sums_over: Collection[str]) -> Device
         mesh=torch.tensor(positions),
         mesh_dim_names=tuple(axes),
     )
+
+
+class NamedAllGather(DefaultAllGather):
+    """The all_gather of FSDP2, under a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Issue it as FSDP2 does; collective over the unit's axis."""
+        with owned(self._name, "all_gather") as issue:
+            work: dist.Work | None = issue.sent(super().__call__(output_tensor, input_tensor, group, async_op))
+        return work
+
+
+class NamedReduceScatter(DefaultReduceScatter):
+    """The reduce_scatter of FSDP2, under a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Issue it as FSDP2 does; collective over the unit's axis."""
+        with owned(self._name, "reduce_scatter") as issue:
+            return issue.sent(super().__call__(output_tensor, input_tensor, group, op, async_op))

@@ -28,8 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
-from samestep.models.packing import packed_bytes
-from samestep.models.param_spec import ParamSpec
+from samestep.models.param_spec import ParamSpec, packed_bytes
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.program.units import Unit
@@ -339,6 +338,7 @@ class RunningUnit:
         self._microbatch, self._in_backward, self.is_waiting = microbatch, True, False
         self._counts, self._left_out = counts, left_out
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
+        self.fsdp.set_unshard_in_backward(self.unit.gather_in_backward or self.unit.keep_after_forward)
 
     def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
         if waiting == {key}:  # an input used late has its gradient before the weights have theirs
@@ -373,8 +373,9 @@ class RunningUnit:
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True) if self._reduces else ():
             if getattr(weight, "_unsharded_param", None) is not None and weight._unsharded_param.grad is not None:
                 raise LayoutError(
+                    "zero-call-order",
                     f"a gradient of {name} came after the backward of {self.path}, which the inputs of its calls had ended, so "
-                    "it was not summed over the ranks that share it (zero=2 and 3): zero=1 works"
+                    "it was not summed over the ranks that share it (zero=2 and 3): zero=1 works",
                 )
 
     def _fill(self, weights: Sequence[FSDPParam]) -> None:
@@ -409,6 +410,7 @@ class RunningUnit:
             _give_row(weight)
         self.group.post_backward()
         keep_still(self.fsdp)
+        self.fsdp.set_unshard_in_backward(False)  # also not ahead of need, by the gradient of a module's further output
 
 
 def _at(weight: FSDPParam) -> Iterator[nn.Parameter | None]:

@@ -31,8 +31,8 @@ from samestep.program.ops import UPDATE_BODY, Op, OpKind, Task, ends_step
 from samestep.program.program import Program
 from samestep.program.units import Unit, coded_parts, exchanged_parts, padded_rows
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.codecs.codec import Directions, Residual, residuals_of_weights
 from samestep.runtime.codecs.exchange import CodedExchange, Exchange, exchange_of
-from samestep.runtime.codecs.residuals import Directions, Residual, residuals_of_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import FlatBuffer

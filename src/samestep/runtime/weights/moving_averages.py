@@ -17,7 +17,7 @@ one that follows it, which is frozen,
 
 Both models have the same weights by name, and a layout cuts them alike, so that each rank averages the parts that it holds and sends
 nothing (Tarvainen and Valpola 2017, arXiv:1703.01780; He et al. 2020, arXiv:1911.05722). Of a pipeline, the stage that has w sends it
-to the stage that has m, where these are two (`program/followed_weights.py`).
+to the stage that has m, where these are two (`program/program.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from torch.distributed.tensor import DTensor
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.followed_weights import FollowedWeights
-from samestep.program.program import Program
+from samestep.program.program import FollowedWeights, Program
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.pieces import Piece
@@ -61,17 +60,20 @@ class ModelAverages:
             return
         if layout.pp > 1 and layout.ep > 1:
             raise LayoutError(
-                f"ema: {name} follows a model of which stages and ranks of experts have parts (pp={layout.pp} ep={layout.ep}): "
-                "pp=1 works, and so does ep=1"
+                "ema-layout",
+                f"ema: {name} follows a model that is split over stages or ranks of experts (pp={layout.pp} ep={layout.ep}): "
+                "pp=1 works, or ep=1",
             )
         if job.numerics.precision not in ("float32", "float64"):
             raise LayoutError(
-                f"ema: {name} is frozen, so it has no master weights, and {job.numerics.precision} would round away what a step moves "
-                'it by: numerics.precision = "float32" works'
+                "ema-follows",
+                f"ema: {name} is frozen, so it has no master weights, and {job.numerics.precision} would round its updates away: "
+                'numerics.precision = "float32" works',
             )
         if job.numerics.exchange_every > 1:
             raise LayoutError(
-                f"ema: {name} follows a model that replicas train apart: numerics.exchange_every = 1 works"
+                "diloco-unsupported",
+                f"ema: {name} follows a model that replicas train apart: numerics.exchange_every = 1 works",
             )
 
     @torch.no_grad()
@@ -108,7 +110,8 @@ class ModelAverages:
             if weight is None or average.shape != weight.shape:
                 held = [] if weight is None else list(weight.shape)
                 raise LayoutError(
-                    f"ema: a rank holds {list(average.shape)} of {name} and {held} of {source}: tp=1 works"
+                    "ema-layout",
+                    f"ema: a rank holds {list(average.shape)} of {name} and {held} of {source}: tp=1 works",
                 )
             average.lerp_(weight.to(average.device), moved[prefix])  # the average may be on the host
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
-from samestep.program.owners import Owned, Owners
+from samestep.program.holding import Owned, Owners
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned

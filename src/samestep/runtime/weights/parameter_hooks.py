@@ -1,18 +1,19 @@
 """Gradient hooks that a user's code has registered on parameters: tested, and moved to the parameters of a run.
 
-In plain torch a hook sees the gradient of a whole step; here it sees that of a micro-batch on one rank, times a factor,
-and under a tensor cut a part of it. Only a linear function gives the same step, and under a cut only an element-wise one.
-Both are tested on real values before the first step:
+In plain torch a hook sees the gradient of a whole step, and on one rank with one micro-batch it does here; elsewhere it sees that of
+a micro-batch on one rank, times a factor, and under a tensor cut a part of it. Only a linear function gives the same step there, and
+under a cut only an element-wise one. The first is read off the hook's operations (`independence/linear_hooks.py`), and the second is
+tested on real values before the first step:
 
     hook(a) + hook(b) == hook(a + b)          hook(part of a) == part of hook(a)
-
-The first is tried as that of a backward is (`independence/operation_trial.py`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,13 @@ from samestep.building.initial_values import Blueprint
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.building.torch_seams import DisableTorchFunction
 from samestep.errors import LayoutError, ModelError, first_line
-from samestep.independence.operation_trial import compare_sums_of
+from samestep.independence.kept_state import counters_of, jumps_of
+from samestep.independence.linear_hooks import is_linear
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import placement
+from samestep.state.snapshot import Snapshot, preserve_function
 
 GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
 """The function that the hooks of each parameter apply to its gradient, by the parameter's full name."""
@@ -49,67 +52,114 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
             continue
         if step.splits_backward:
             raise LayoutError(
+                "schedule-unsupported",
                 f"{spec.name} has hooks on its gradient, and schedule={step.layout.schedule} computes gradients of weights "
-                "apart from autograd: schedule=1f1b works"
+                "apart from autograd: schedule=1f1b works",
             )
         whole = plan.materialize(alike[0], mesh.device, torch.float64)
         valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
         function = gradient_function(valued, whole)
-        with FirstRead((name, weight) for name, held in plan.given.items() if (weight := held()) is not None) as read:
-            drawn = _check_linear(spec.name, function, whole)
+        with FirstRead(_unlike_a_loop(plan, program)) as read, _preserved(valued):
+            drawn = _check_linear(spec.name, valued, function, whole, program)
         if read.name:
             raise ModelError(
-                f"a hook on the gradient of {spec.name} reads {read.name} of the model instance that was given, and a run trains "
-                "parameters of its own: the hook would see the first values in every step; a build function that registers it, in "
-                "place of the instance, works"
+                "instance-read-elsewhere",
+                f"a hook on the gradient of {spec.name} reads {read.name}, and the run trains a copy of it, or a rank has a part. Use a hook "
+                "of the gradient alone, or a layout where ranks have whole weights (tp=1, zero=1) of an instance.",
             )
         part = placement.local_part(whole, spec, step.holding(spec), mesh)
         if part.shape != whole.shape:
             function = gradient_function(valued, part)
-            _check_part(spec.name, function, drawn, lambda t: placement.local_part(t, spec, step.holding(spec), mesh))  # noqa: B023
+            cut = functools.partial(placement.local_part, cut=spec, holding=step.holding(spec), mesh=mesh)
+            with _preserved(valued):
+                _check_part(spec.name, function, drawn, cut)
         found[spec.name] = function
     return found
 
 
-_ALLOWED, _SCALES = 1e-6, (1.0, 1e-4, 1e4)
-"""The largest relative difference of sums, which hooks may compute in float32, and the sizes of the gradients."""
+def _unlike_a_loop(plan: Blueprint, program: Program) -> list[tuple[str, Tensor]]:
+    """Return the weights that a hook would see otherwise than in a plain loop: of which the run trains copies, or ranks have parts."""
+    gathers, _, is_cut = _dividing_words(program)
+    whole = plan.is_taken and not gathers and not is_cut
+    given = [] if whole else [(name, weight) for name, held in plan.given.items() if (weight := held()) is not None]
+    return [*given, *(plan.module.named_parameters() if gathers or is_cut else ())]
 
 
-def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear.
+_ALLOWED = 1e-6
+"""The largest relative difference of what hooks may compute in float32."""
+
+
+def _check_linear(
+    name: str, marks: ParameterMarks, function: Callable[[Tensor], Tensor], value: Tensor, program: Program
+) -> tuple[Tensor, Tensor]:
+    """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear, unless the layout divides nothing.
 
     Raises:
         ModelError: they are not, change the weight, or fail.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.device)
-    before = value.clone()
+    before, is_plain = value.clone(), not may_refuse(program)
     state = torch.get_rng_state()
-
-    def changed(gradients: list[Tensor | None]) -> list[Tensor | None]:
-        return [None if one is None else function(one.clone()) for one in gradients]
-
     try:
         with torch.no_grad():
-            found = function(drawn)
-            outcome = compare_sums_of(changed, [drawn], [None], _ALLOWED, generator, _SCALES)
+            with _preserved(marks):
+                again = drawn if is_plain else function(drawn.clone())
+            found = function(drawn.clone())
+            keeps = is_plain or torch.equal(again, found)
     except Exception as error:
         raise _failing(name, error) from error
     if not torch.equal(before, value):
-        raise ModelError(f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so")
-    if outcome != "same" or not torch.equal(state, torch.get_rng_state()):
         raise ModelError(
+            "gradient-hook",
+            f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so",
+        )
+    if is_plain:
+        return drawn, found
+    if not keeps or not is_linear(function, [value]) or not torch.equal(state, torch.get_rng_state()):
+        raise ModelError(
+            "gradient-hook",
             f"a hook on the gradient of {name} is not linear, and gradients are added up over micro-batches and ranks after "
-            "it, where a plain loop gives it their sum: a factor or a mask works, and so does clip_norm in the job, or a change "
-            "of the gradient in the optimizer's step"
+            "it, where a plain loop gives it their sum: a factor or a mask works, or clip_norm in the job, or a change "
+            "of the gradient in the optimizer's step; on one rank with one micro-batch any hook works",
+        )
+    if program.step.num_microbatches > 1 and _act_by_calls(marks, lambda: function(drawn.clone()), found):
+        raise ModelError(
+            "hook-gradient-counts-calls",
+            f"a hook on the gradient of {name} acts by the number of its calls, and each micro-batch of a step calls it, "
+            "where a plain loop does once. Use one micro-batch per rank, or a number that the loop counts.",
         )
     return drawn, found
 
 
+def _act_by_calls(marks: ParameterMarks, call: Callable[[], Tensor], first: Tensor) -> bool:
+    """Return whether hooks make something else of a gradient after more calls than of the `first` one."""
+    for hook in (*marks.hooks, *marks.late_hooks):
+        states = [Snapshot(hook) for _ in range(3) if torch.equal(call(), first)]
+        counters = list(counters_of(*states)) if len(states) == 3 else []
+        for count in jumps_of(states[0], counters) if counters else ():
+            for counter in counters:
+                counter.put(count)
+            states = states if torch.equal(call(), first) else []
+        if len(states) < 3:
+            return True
+    return False
+
+
+@contextmanager
+def _preserved(marks: ParameterMarks) -> Iterator[None]:
+    """Restore what the hooks of a parameter hold after calls inside."""
+    with ExitStack() as kept, torch.no_grad():
+        for hook in (*marks.hooks, *marks.late_hooks):
+            kept.enter_context(preserve_function(hook))
+        yield
+
+
 def _failing(name: str, error: Exception) -> ModelError:
     return ModelError(
+        "gradient-hook",
         f"a hook on the gradient of {name} fails on a gradient of its shape ({type(error).__name__}: {first_line(error)}): "
-        "tensors that it needs can be buffers of the module"
+        "tensors that it needs can be buffers of the module",
     )
 
 
@@ -125,9 +175,26 @@ def _dividing_words(program: Program) -> tuple[str, str, bool]:
     return word, divides, any(degree > 1 for degree in layout.weight_axes.values())
 
 
+def of_whole_gradients(plan: Blueprint, program: Program) -> tuple[Callable[..., Any], ...]:
+    """Return the hooks of parameters if they see the gradients of a whole step, as in a plain loop."""
+    everywhere = (hook for marks in plan.marks.values() for hook in (*marks.hooks, *marks.late_hooks))
+    return () if may_refuse(program) else (*{id(hook): hook for hook in everywhere}.values(),)
+
+
 def may_refuse(program: Program) -> bool:
     """Return whether a hook that is registered later may be refused: not where one forward takes the batch and weights are whole."""
     return any(_dividing_words(program))
+
+
+def num_on(params: Iterable[tuple[str, nn.Parameter]]) -> int:
+    """Return the number of all hooks on the gradients of parameters, in few calls: it is asked in every step."""
+    return sum([len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for _, p in params])
+
+
+def are_on(params: Iterable[tuple[str, nn.Parameter]]) -> bool:
+    """Return whether the user's code has registered hooks on parameters."""
+    marks = (_own_hooks(param) for _, param in params if any(gradient_hooks_of(param)))
+    return any(one.hooks or one.late_hooks for one in marks)
 
 
 def later_refusal(params: Sequence[tuple[str, nn.Parameter]], program: Program, judged: dict[int, object]) -> str:
@@ -162,14 +229,15 @@ def _refusal_of(name: str, param: nn.Parameter, program: Program) -> str:
     if word:
         return (
             f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
-            "weight, which the hook does not see: a hook that the build function registers works, and so does zero=1"
+            "weight, which the hook does not see: a hook that the build function registers works, or zero=1"
         )
     value = param.detach()
     function = gradient_function(marks, value)
     try:
-        if divides:
-            _check_linear(name, function, value)
-        is_apart = not is_cut or _is_by_elements(function, value)
+        with _preserved(marks):
+            if divides:
+                _check_linear(name, marks, function, value, program)
+            is_apart = not is_cut or _is_by_elements(function, value)
     except ModelError as error:
         return str(error)
     except Exception as error:  # of the user's own code, which may raise anything
@@ -214,8 +282,9 @@ def _check_part(
         is_alike = False
     if not is_alike:
         raise LayoutError(
+            "gradient-hook",
             f"a hook on the gradient of {name} does not treat every element alike, and a tensor cut leaves it a part of the "
-            "gradient: tp=1 (and ep=1) works"
+            "gradient: tp=1 (and ep=1) works",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from samestep.building import nf4
+from samestep.building.model_changes import format_of
 from samestep.runtime.weights.split_masters import SplitMasters
 
 
@@ -39,15 +39,16 @@ class Piece:
     """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use."""
     is_uncut: bool = False
     """Whether it is a run of the whole weight, though `tp` or `ep` leaves this rank a part of it."""
-    is_packed: bool = False
-    """Whether `value` holds rows of a frozen weight in 4 bits."""
+    held_as: str = ""
+    """The format in which `value` holds rows of a frozen weight; empty for the dtype of the others."""
     split: tuple[SplitMasters, int] | None = None
     """The holder of a master of which `target` is the upper half, and the master's index in it; `value` then exists in updates only."""
 
     def master(self) -> Tensor:
         """Return the master values, of the shape of `value`; newly allocated where they are held in two halves or in 4 bits."""
-        if self.is_packed:
-            return nf4.unpack_values(self.value.detach())
+        if self.held_as:
+            values: Tensor = format_of(self.held_as).unpack_values(self.value.detach())
+            return values
         if self.split is None:
             return self.value.detach()
         masters, index = self.split
@@ -56,8 +57,8 @@ class Piece:
     @torch.no_grad()
     def set_master(self, values: Tensor) -> None:
         """Set the master values; those that are not split are published later."""
-        if self.is_packed:
-            self.value.detach().copy_(nf4.pack_values(values.view(len(self.value), -1)))
+        if self.held_as:
+            self.value.detach().copy_(format_of(self.held_as).pack_values(values.view(len(self.value), -1)))
         elif self.split is None:
             self.value.detach().copy_(values.view_as(self.value))
         else:

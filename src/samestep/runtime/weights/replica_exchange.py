@@ -1,4 +1,4 @@
-"""Exchanges between replicas that are trained independently: the moves of their weights, summed (`local_replicas.py`).
+"""Exchanges between replicas that are trained independently: the moves of their weights, summed (`wings/slow_links/local_replicas.py`).
 
 The gradients of a bucket are the buffer in which moves are written. Where steps go on while an exchange is under way they
 need it themselves, so the moves are copied to a second buffer, which exists from the start of the exchange to its end.

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building import nf4
+from samestep.building.model_changes import format_of
+from samestep.building.parameter_marks import filled_parameter
 from samestep.program.buckets import Member
 from samestep.program.ops import BodyKey, Op, OpKind, Ops, Task, ends_step, is_forward
 from samestep.program.program import Program
@@ -43,8 +44,7 @@ from samestep.runtime.weights.module_calls import ModuleCalls
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replica_exchange import ReplicaExchange
-from samestep.runtime.weights.weight_store import Materialize, WeightStore
-from samestep.runtime.weights.weight_watch import WholeWatch
+from samestep.runtime.weights.weight_store import Materialize, WeightStore, WeightWatch
 from samestep.schedules import TaskKind
 
 Place = tuple[FlatBuffer, Member]
@@ -117,19 +117,21 @@ class Replicated(WeightStore):
         for spec in self.program.step.model.params:
             value = materialize(spec.name, master)
             place = places.get(spec.name)
-            live = nf4.pack_values(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
+            live = (
+                format_of(spec.held_as).pack_values(value)
+                if spec.held_as
+                else value.to(DTYPES[self.program.step.working_dtype(spec)])
+            )
             if place is not None and (weights := place[0].weights) is not None:
                 window = weights[place[1].span].view(spec.shape)
                 # `.data` has a separate version: a forward may write into one weight of a bucket.
                 live = window.copy_(live).data
-            param = nn.Parameter(live, requires_grad=spec.trainable)
+            param = filled_parameter(model.get_parameter(spec.name), live, trains=spec.trainable)
             for name in (spec.name, *spec.aliases):
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
             if not spec.trainable:
-                self.frozen.append(
-                    Piece(spec.name, 0, spec.numel, param, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
-                )
+                self.frozen.append(Piece(spec.name, 0, spec.numel, param, lambda: torch.zeros(0), held_as=spec.held_as))
             else:
                 self.params[spec.name] = param
                 self._places[spec.name] = live
@@ -296,3 +298,20 @@ def _gradient_hook(store: weakref.ref[Replicated], slot: GradientSlot, param: Te
         flat.missing.discard(slot.name)
     if not flat.missing and held._now.starts_at_once and not held._waits:
         held._start_ready()
+
+
+class WholeWatch(WeightWatch):
+    """The `WeightWatch` of whole weights."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], places: Mapping[str, Tensor]) -> None:
+        self._params, self._places = params, places
+        self._held = [*params.values()]
+        self._addresses = [places[name].data_ptr() for name in params]
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
+        if [*map(Tensor.data_ptr, self._held)] == self._addresses:
+            return
+        for name, param in self._params.items():
+            if param.data_ptr() != self._places[name].data_ptr():
+                param.data = self._places[name].copy_(param.data)

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from samestep.building import nf4
+from samestep.building.model_changes import format_of
 from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
 from samestep.program.ops import BYTES_OF, UPDATE_BODY, Op, OpKind, Task, ends_step, is_forward
@@ -43,7 +43,7 @@ from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import whole_writes
-from samestep.runtime.weights.fsdp_groups import keep_order, make_groups
+from samestep.runtime.weights.fsdp_groups import NamedAllGather, NamedReduceScatter, keep_order, make_groups
 from samestep.runtime.weights.fsdp_units import (
     ParamSlots,
     RunningUnit,
@@ -56,12 +56,11 @@ from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
 from samestep.runtime.weights.gradient_norms import norm_of_pieces, summed_replicas
 from samestep.runtime.weights.local_gradients import ShardedGradients
 from samestep.runtime.weights.module_calls import ModuleCalls
-from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScatter
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replica_exchange import UnitExchange
 from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
-from samestep.runtime.weights.weight_store import Materialize, WeightStore
+from samestep.runtime.weights.weight_store import Materialize, WeightStore, WeightWatch
 from samestep.schedules import TaskKind
 
 
@@ -117,7 +116,7 @@ class Sharded(WeightStore):
         for spec in step.model.params:
             value = materialize(spec.name, DTYPES[step.master_dtype])
             if spec.held_as:
-                value = nf4.pack_values(value)
+                value = format_of(spec.held_as).pack_values(value)
             if not spec.numel:
                 put_param(slots[spec.name], nn.Parameter(value, requires_grad=spec.trainable))
                 continue
@@ -131,9 +130,7 @@ class Sharded(WeightStore):
             start = rows.start * spec.row_numel
             if not spec.trainable:
                 stop = start + len(local) * spec.row_numel
-                self.frozen.append(
-                    Piece(spec.name, start, stop, local, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
-                )
+                self.frozen.append(Piece(spec.name, start, stop, local, lambda: torch.zeros(0), held_as=spec.held_as))
                 continue
             self._trained[spec.name] = param
             if local.numel():
@@ -281,7 +278,7 @@ class UnitCalls(ModuleCalls):
             unit.reset()
 
 
-class GatheredWatch:
+class GatheredWatch(WeightWatch):
     """The `WeightWatch` of sharded weights: a gathered weight is freed, and what was written into it is lost."""
 
     def __init__(self, units: Sequence[RunningUnit], params: Mapping[str, DTensor], zero: int) -> None:
@@ -290,7 +287,7 @@ class GatheredWatch:
         """The storage in which torch holds each weight: another one once `param.data = ...` was assigned."""
 
     def compare_values(self, compares: bool) -> None:
-        """Compare the values of gathered weights too, from the next step on: `.data` lets code change them without a trace."""
+        """Compare the values of gathered weights too, from the next step on."""
         for unit in self._units:
             unit.compare_values(compares)
 
@@ -310,8 +307,9 @@ class GatheredWatch:
             if param.untyped_storage()._cdata != self._storages[name]:
                 zero = f"zero={self._zero}"
                 raise LayoutError(
+                    "write-into-part",
                     f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere: "
-                    "param.copy_(...) within torch.no_grad() works, and so does zero=1"
+                    "param.copy_(...) within torch.no_grad() works, or zero=1",
                 )
 
 

@@ -49,7 +49,7 @@ class CalledAgainError(LayoutError):
     """This rank's samples call a unit whose weights were gathered and freed before in the same forward."""
 
     def __init__(self, text: str, path: str) -> None:
-        super().__init__(text)
+        super().__init__("zero-call-order", text)
         self.path = path
 
 
@@ -160,9 +160,11 @@ class UnitOrder:
             running.keep_for_backward()
             text = (
                 f"{running.path} runs behind modules that it ran before when the model was traced, or once more, and "
-                f"zero={self._zero} gathers weights in that order on all ranks at once: zero=2 works, and so does zero=1"
+                f"zero={self._zero} gathers weights in that order on all ranks at once: zero=2 works, or zero=1"
             )
-            raise CalledAgainError(text, running.path) if self._may_give_up else LayoutError(text)
+            if self._may_give_up:
+                raise CalledAgainError(text, running.path)
+            raise LayoutError("zero-call-order", text)
         self._calls += 1
         running.note_call(self._calls)
 
@@ -189,8 +191,9 @@ class UnitOrder:
         done = self._places.get(_OrderEntry(running, False))
         if done is not None and done < self._next and not running.is_waiting:
             raise LayoutError(
-                f"the backward of {running.path} starts behind that of modules that ran after it when the model was traced, "
-                f"and zero={self._zero} reduces gradients in that order on all ranks at once: zero=1 works"
+                "zero-call-order",
+                f"the backward of {running.path} starts after the backward of modules that ran after it when the model was traced, "
+                f"and zero={self._zero} reduces gradients in that order on all ranks at once: zero=1 works",
             )
         used = (None, None) if running.is_kept else (running, ahead)
         this_one, next_one = (self._places.get(_OrderEntry(one, True), -1) if one is not None else -1 for one in used)

@@ -7,16 +7,19 @@ import itertools
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program.ops import Task, is_forward
+from samestep.program.ops import Op, Task, is_forward
 from samestep.program.program import Program
 from samestep.runtime.contexts import AtEnd
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.encoded_buckets import EncodedBuckets
+from samestep.runtime.weights.flat_buffers import FlatBuffer
+from samestep.runtime.weights.gradient_codes import BucketCodes
 from samestep.runtime.weights.gradient_norms import norm_of_pieces
 from samestep.runtime.weights.local_gradients import GradientsInPlace, gradient_or_zero
 from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.replica_exchange import BucketExchange
 from samestep.runtime.weights.replicated import Place, Replicated
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 
@@ -28,8 +31,6 @@ class Unsummed(Replicated):
         super().__init__(model, program, mesh, materialize)
         self.local = GradientsInPlace(program, mesh, [], self.params)
         self._held = [*self.params.values()]
-        self._own: dict[str, Tensor] = {}
-        """The gradients that have been copied out of the memory of CUDA graphs."""
 
     def _pieces_of(self, name: str, place: Place | None, param: nn.Parameter, value: Tensor) -> Iterator[Piece]:
         assert place is None, "a bucket where nothing is summed"
@@ -48,8 +49,6 @@ class Unsummed(Replicated):
         """Note which weights have a gradient after a backward."""
         if is_forward(task.body):
             return
-        if self.program.step.captures:
-            self._copy_gradients()
         without = [param.grad is None for param in self._held]
         unused = self._unused.intersection(itertools.compress(self.params, without)) if any(without) else set[str]()
         if self._counts:
@@ -57,16 +56,6 @@ class Unsummed(Replicated):
             return
         for name in self._unused - unused:
             self.params[name].grad = None
-
-    def _drop_gradients(self) -> None:
-        super()._drop_gradients()
-        self._own.clear()
-
-    def _copy_gradients(self) -> None:
-        """Copy gradients to new memory: autograd keeps the tensors that a CUDA graph has returned, and its next run writes them."""
-        for name, param in self.params.items():
-            if param.grad is not None and param.grad is not self._own.get(name):
-                self._own[name] = param.grad = param.grad.clone()
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return the squared norm of all gradients, or of those of some weights."""
@@ -77,3 +66,40 @@ def whole_weights(model: nn.Module, program: Program, mesh: Mesh, materialize: M
     """Return the store of weights that each rank holds whole."""
     kind = Unsummed if not program.buckets else Replicated if program.step.contributions is None else EncodedBuckets
     return kind(model, program, mesh, materialize)
+
+
+class EncodedBuckets(Replicated):
+    """Whole weights in a step of `Contributions`: their gradients, or moves between replicas, are summed encoded."""
+
+    codes: BucketCodes
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
+        super().__init__(model, program, mesh, materialize)
+        self.codes = BucketCodes(program, mesh)
+        self.exchange = BucketExchange(program, self.codes, [flat.gradients[flat.mine] for flat in self._flats])
+
+    def begin_step(self, *, waits: bool = False) -> None:
+        """Discard the gradients and the contributions of the previous step."""
+        super().begin_step(waits=waits)
+        self.codes.begin_step()
+
+    def end_task(self, task: Task, *, completes: bool) -> None:
+        """Take in the gradients of a task, and encode those of a contribution that it ends.
+
+        Collective over the axes of the program's buckets, see [Note: collective calls].
+        """
+        super().end_task(task, completes=completes)
+        if self.codes.take_contribution(task, self._flats):
+            self._drop_gradients()
+
+    def finish_gradients(self, *, delivers: bool = True, names: Set[str] | None = None) -> None:
+        """Finish the reductions, and set the gradients to the sums of all contributions.
+
+        Collective over the axes of the program's buckets, see [Note: collective calls].
+        """
+        super().finish_gradients(delivers=delivers, names=names)
+        for flat in self._flats:
+            self.codes.finish(flat.bucket.name, flat.remaining)
+
+    def _send(self, flat: FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
+        return self.codes.send(op, flat.remaining) if self.codes.sends(op) else super()._send(flat, op, whole)

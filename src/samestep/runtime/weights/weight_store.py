@@ -6,7 +6,7 @@ begin_step ─► running(task) of every forward, backward and weight-gradient t
 ```
 What only some runs need is in five parts of a store, which have nothing to do elsewhere:
 
-    store.exchange    moves of weights between replicas that are trained independently     `local_replicas.py` calls it
+    store.exchange    moves of weights between replicas that are trained independently     `wings/slow_links` calls it
     store.codes       residuals and directions of compressed gradients                      checkpoints save them
     store.watch       writes into weights that would be lost                                guards ask for them
     store.calls       weights that are gathered for each call of a module                   the interpreter, and guards
@@ -33,10 +33,23 @@ from samestep.runtime.weights.module_calls import ModuleCalls
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replica_exchange import ReplicaExchange
-from samestep.runtime.weights.weight_watch import WeightWatch
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""
+
+
+class WeightWatch:
+    """The writes into a store's weights that would be lost, of which guards ask: none, as all that code writes into whole weights is kept."""
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare values too, from the next step on, in `written`: `.data` lets code change them without a trace."""
+
+    def written(self) -> list[str]:
+        """Return the weights that a forward of this step has written where that is lost."""
+        return []
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
 
 
 class WeightStore(Protocol):

@@ -88,13 +88,15 @@ class PartFacts:
         """Return the error of an operation on the weight, on its gradient, or on a tensor that a loop has computed from one."""
         if is_gradient:
             return LayoutError(
-                f"{what} of the gradient of {self.name} was asked for, of which {self.divided or f'under {self.cut}'} a rank has a part: "
+                "weights-not-whole",
+                f"{what} of the gradient of {self.name} needs the whole gradient, and {self.divided or f'under {self.cut}'} a rank has a part: "
                 "report.grad_norm is the norm of all gradients, optimizer.clip_norm of the job clips by it, and run.gradients() between "
-                "run.backward and run.update returns whole ones"
+                "run.backward and run.update returns whole ones",
             )
         return LayoutError(
-            f"{what} of {self.name} {[*self.shape]} was asked for, of which under {self.cut} a rank has a part {[*shape]}, where a loop may "
-            "compute each element by itself: within `with run.gathered() as model:` all weights are whole, and run.state_dict() returns them"
+            "weights-not-whole",
+            f"{what} of {self.name} {[*self.shape]} needs the whole weight, and under {self.cut} a rank has a part {[*shape]}, where a loop may "
+            "compute each element by itself: within `with run.gathered() as model:` all weights are whole, and run.state_dict() returns them",
         )
 
 
@@ -232,8 +234,9 @@ def _is_asked_by_run(facts: PartFacts) -> bool:
     who, path = asker(facts.modules)
     if who is Asker.MODULE and facts.cut and not facts.may_call(path):
         raise LayoutError(
-            f"{path} was called by the loop itself, and under {facts.cut} it computes a part of what it returns: the forward of run.model "
-            "and run.outputs work, and so does a copy of it that is made within `with run.gathered() as model:`"
+            "weights-not-whole",
+            f"{path} was called by the loop itself, and under {facts.cut} it computes a part of its result: the forward of run.model "
+            "and run.outputs work, or a copy of it that is made within `with run.gathered() as model:`",
         )
     return who is not Asker.LOOP
 
@@ -365,8 +368,9 @@ def _refuse_whole(held: Mapping[str, _Lent], module: nn.Module, state: Mapping[s
         is_whole = isinstance(given, Tensor) and tuple(given.shape) == one.facts.shape
         if is_whole and module._parameters[leaf] is one.param:
             raise LayoutError(
-                f"run.model.load_state_dict was given the whole {one.facts.name} {[*one.facts.shape]}, of which under {one.facts.cut} a rank "
-                "has a part: run.load_state_dict(state) works, and so does the same call within `with run.gathered() as model:`"
+                "load-weights-whole",
+                f"run.model.load_state_dict was given the whole {one.facts.name} {[*one.facts.shape]}, and under {one.facts.cut} a rank "
+                "has a part: run.load_state_dict(state) works, or the same call within `with run.gathered() as model:`",
             )
 
 

@@ -13,8 +13,6 @@ into a whole tensor is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,16 +32,11 @@ _WRITES = (
 _WHOLE_WRITES = (
     _aten.fill_.Tensor, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.index_fill_.int_Scalar, _aten.index_copy_.default,
     _aten.index_add_.default, _aten.scatter_.value, _aten.scatter_.src, _aten.renorm_.default, _aten.cumsum_.default,
-    _aten.tril_.default, _aten.triu_.default,
+    _aten.tril_.default, _aten.triu_.default, _aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default,
+    _aten.log_normal_.default, _aten.cauchy_.default, _aten.geometric_.default, _aten.bernoulli_.float, _aten.eye.m_out,
 )  # fmt: skip
-"""Operations that write into their first argument as a whole, of which DTensor has no rule for rows."""
-
-
-_FILLS = (
-    _aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default, _aten.log_normal_.default, _aten.cauchy_.default,
-    _aten.geometric_.default, _aten.bernoulli_.float,
-)  # fmt: skip
-"""Operations that draw every element of their first argument."""
+"""Operations that write into their first argument as a whole, or into `out`, of which DTensor has no rule for rows; drawn numbers are those
+of one device."""
 _DRAWN_LIKE = (_aten.randn_like.default, _aten.rand_like.default)
 """Operations that draw a tensor of the shape of their first argument."""
 
@@ -52,10 +45,8 @@ def allow() -> None:
     """Let these operations take sharded weights and whole tensors in this process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_WHOLE_WRITES, _write_whole))
-    handlers.update(dict.fromkeys(_FILLS, _fill))
     handlers.update(dict.fromkeys(_DRAWN_LIKE, _drawn_like))
     handlers[_aten._local_scalar_dense.default] = _number
-    handlers[_aten.eye.m_out] = _identity
 
 
 def take_single_numbers(slots: dict[str, ParamSlots], names: set[str]) -> None:
@@ -72,30 +63,6 @@ def _with_row(leaf: str) -> Any:
             state[prefix + leaf] = value.view(1)
 
     return give_row
-
-
-@contextmanager
-def whole_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Let `state_dict` and `load_state_dict` of a model and of its parts act on what stands in them: the hooks by which FSDP2 puts
-    the rows of this rank back, and those for single numbers, do not run."""
-    kept = []
-    for module in model.modules():
-        for hooks in (
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
-            kept.append((hooks, dict(hooks)))
-            for key, hook in list(hooks.items()):
-                if getattr(hook, "__module__", "").startswith(("torch.distributed.fsdp.", __name__)):
-                    del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, all_of_them in kept:
-            added = dict(hooks)
-            hooks.clear()
-            hooks.update(all_of_them | added)
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,14 +91,14 @@ def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Collective over the ranks that share the weight, see [Note: collective calls].
     """
-    target, *others = map(_whole, args)
-    written = args[0]
-    if not isinstance(written, DTensor):
-        return op(target, *others, **kwargs)
-    _refuse_lost(written)
-    op(target, *others, **kwargs)
-    written._local_tensor.copy_(_rows_of(target, written))
-    return written
+    target = kwargs.get("out", args[0])
+    if isinstance(target, DTensor):
+        _refuse_lost(target)
+    result = op(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
+    if isinstance(target, DTensor):
+        target._local_tensor.copy_(_rows_of(result, target))
+        return target
+    return result
 
 
 def _whole(value: Any) -> Any:
@@ -155,29 +122,10 @@ def _refuse_lost(target: DTensor) -> None:
     rows, part = whole._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
     if rows.data_ptr() != part.data_ptr():
         raise LayoutError(
-            f"a write into a part {list(target.shape)} of a weight {list(whole.shape)}, whose rows the ranks share under zero=2|3, "
-            "would be lost: whole = weight.full_tensor(), a write into that, and weight.copy_(whole) within torch.no_grad() work"
+            "write-into-part",
+            f"a write into a part {list(target.shape)} of a weight {list(whole.shape)}, which ranks share by rows under zero=2|3, "
+            "would be lost: whole = weight.full_tensor(), a write into that, and weight.copy_(whole) within torch.no_grad() work",
         )
-
-
-def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the numbers of the whole tensor, as one device does from the same generator, and keep the rows of this rank."""
-    target, *others = args
-    if not isinstance(target, DTensor):
-        return op(*args, **kwargs)
-    _refuse_lost(target)
-    whole = op(torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device), *others, **kwargs)
-    target._local_tensor.copy_(_rows_of(whole, target))
-    return target
-
-
-def _identity(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write the rows of this rank of an identity matrix, as `nn.init.eye_` does."""
-    target = kwargs["out"]
-    _refuse_lost(target)
-    whole = op(*args, out=torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device))
-    target._local_tensor.copy_(_rows_of(whole, target))
-    return target
 
 
 def _drawn_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

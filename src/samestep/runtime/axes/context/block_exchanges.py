@@ -54,8 +54,8 @@ class BlockExchanges:
         self._ring_place = RingPlace(passed, of_ring, self.ring)
 
     def by_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return what an attention is given for this rank's heads and all tokens."""
         heads, degree = query.shape[1], len(self._of_heads)
         parts = [query, _repeat_heads(key, heads, degree), _repeat_heads(value, heads, degree)]
@@ -64,7 +64,7 @@ class BlockExchanges:
             mask = mask.unsqueeze(0)
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
             mask = mask.chunk(degree, dim=1)[self._mine]
-        return query, key, value, mask, None if sinks is None else sinks.chunk(degree)[self._mine]
+        return query, key, value, mask
 
     def attend_in_graph(
         self,
@@ -81,7 +81,7 @@ class BlockExchanges:
         if not _is_traced((query, key, value), attn_mask, is_causal, enable_gqa):
             return None
         if len(self._of_heads) > 1:
-            query, key, value, attn_mask, _ = self.by_heads(query, key, value, attn_mask, None)
+            query, key, value, attn_mask = self.by_heads(query, key, value, attn_mask)
         if len(self._of_ring) > 1:
             drop = drop_weights(query, dropout_p, num_keys=len(self._of_ring) * query.shape[2]) if dropout_p else None
             scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -26,8 +26,7 @@ from samestep.errors import LayoutError
 from samestep.independence.token_moves import Edge, TokenPlace, ViewSources, form_of, kind_of, operands_of
 from samestep.models.layer_parts import TokenMove
 from samestep.models.spec import ModelSpec
-from samestep.runtime.axes.context.shifts import shift
-from samestep.runtime.axes.context.state_chains import Hops, run_from_state_before
+from samestep.runtime.axes.context.state_chains import Hops, run_from_state_before, shift
 
 
 class _Slices(Protocol):
@@ -108,8 +107,9 @@ class NeighbourTokens:
         made = calls.made[_HANDLED]
         if self._slicing.length and not has_failed and made != len(calls.moves) + len(calls.states):
             raise LayoutError(
+                "cp-forward-differs",
                 f"{calls.path} has made {made} calls that need something of neighbours, and {len(calls.moves) + len(calls.states)} in the traced "
-                "forward: cp=1 works"
+                "forward: cp=1 works",
             )
 
     def intercept(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -142,8 +142,9 @@ class NeighbourTokens:
         form = next((one for one in forms if one is not None and (one.left, one.right) == needed), None)
         if form is None:
             raise LayoutError(
+                "cp-forward-differs",
                 f"{move.owner} calls {getattr(func, '__name__', func)} with other arguments than in the traced forward, where it needed "
-                f"{move.left} tokens before a rank's and {move.right} behind: cp=1 works"
+                f"{move.left} tokens before a rank's and {move.right} behind: cp=1 works",
             )
         return form.compute(self._extending(move))
 
@@ -163,8 +164,9 @@ class NeighbourTokens:
             return NotImplemented
         if not call.begins:
             raise LayoutError(
+                "cp-forward-differs",
                 f"{move.owner} calls {call.name} with other arguments than in the traced forward, where it began at no state and asked "
-                "for none: cp=1 works"
+                "for none: cp=1 works",
             )
         calls.made[_HANDLED] += 1
         before = slicing.suspend()
@@ -190,8 +192,8 @@ class NeighbourTokens:
                 _rows_at(x, dim, rows, edge) if is_edge and isinstance(edge, int | float) else edge
                 for rows, edge, is_edge in zip((left, right), (first, last), are_edges, strict=True)
             ]
-            found: Tensor = _Extended.apply(x, *edges, how)
-            return found
+            tensor: Tensor = _Extended.apply(x, *edges, how)
+            return tensor
 
         return extend
 
@@ -250,7 +252,7 @@ class _Extended(torch.autograd.Function):
         ]
         for passed in (before, behind):
             passed()
-        return torch.cat([one.to(x.dtype) for one in parts], dim)
+        return torch.cat([part.to(x.dtype) for part in parts], dim)
 
     @staticmethod
     @once_differentiable
@@ -281,11 +283,11 @@ def _passed(rows: Tensor, how: _How, by: int) -> Callable[[], Tensor]:
     if not rows.shape[how.dim]:
         return lambda: rows
     arriving = shift(rows.to(how.dtype).contiguous(), how.group, how.owner, by)
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def wait() -> Tensor:
-        if not found:
-            found.append(arriving().to(rows.dtype))
-        return found[0]
+        if not tensors:
+            tensors.append(arriving().to(rows.dtype))
+        return tensors[0]
 
     return wait

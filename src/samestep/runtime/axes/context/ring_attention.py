@@ -37,7 +37,6 @@ from samestep.building.attention.formula import (
     Pairs,
     Sum,
     add_gradients,
-    add_to_sinks,
     blocks,
     cut,
     dropped_of,
@@ -55,7 +54,7 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.kernels import flash_launches
 from samestep.kernels.flash_launches import FlashForm
 from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
-from samestep.runtime.axes.context.shifts import shift
+from samestep.runtime.axes.context.state_chains import shift
 from samestep.strategies.context import OF_GRADIENTS
 
 _Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -78,8 +77,8 @@ class Ring(NamedTuple):
         if key.shape[1] != value.shape[1]:
             heads = query.shape[1]
             key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
-        how = RingForm(self, spec.but(mask=None, sinks=None), scale_of(spec, query))
-        found: tuple[Tensor, Tensor] = _RingAttention.apply(query, key, value, spec.mask, spec.sinks, how)
+        how = RingForm(self, spec.but(mask=None), scale_of(spec, query))
+        found: tuple[Tensor, Tensor] = _RingAttention.apply(query, key, value, spec.mask, how)
         return found
 
     @property
@@ -127,32 +126,30 @@ class RingForm(NamedTuple):
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, how: RingForm
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: RingForm
     ) -> tuple[Tensor, Tensor]:
         ctx.how = how
         ctx.set_materialize_grads(False)
-        output, log_sum_exp = ring_forward(how, (query, key, value, mask), sinks)
-        ctx.save_for_backward(query, key, value, mask, sinks, output, log_sum_exp)
+        output, log_sum_exp = ring_forward(how, (query, key, value, mask))
+        ctx.save_for_backward(query, key, value, mask, output, log_sum_exp)
         ctx.mark_non_differentiable(log_sum_exp)
         return output, log_sum_exp
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask, sinks, *found = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2], *ctx.needs_input_grad[3:5]
-        return *ring_backward(
-            ctx.how, gradients[0], (query, key, value, mask), sinks, (found[0], found[1]), needs
-        ), None
+        query, key, value, mask, *found = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2], ctx.needs_input_grad[3]
+        return *ring_backward(ctx.how, gradients[0], (query, key, value, mask), (found[0], found[1]), needs), None
 
 
-def ring_forward(how: RingForm, given: _Given, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def ring_forward(how: RingForm, given: _Given) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exps of this rank's queries over the keys of all ranks.
 
     Collective over the group of the ring, see [Note: collective calls].
     """
     query, key, value, mask = given
-    sums = _Softmax.of(query, value, sinks)
+    sums = _Softmax.of(query, value)
     here = _packed(key, value)
     for hop, source, seen in how.visits():
         arriving = how.shift(here) if hop < how.ring.degree - 1 else None
@@ -170,18 +167,17 @@ def ring_backward(
     how: RingForm,
     gradient: Tensor,
     tensors: _Given,
-    sinks: Tensor | None,
     found: tuple[Tensor, Tensor],
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of queries, keys, values, mask and sinks, given that of the output and what the forward has `found`.
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of queries, keys, values and mask, given that of the output and what the forward has `found`.
 
-    `needs` says whether keys and values, the mask and the sinks take one. Collective over the group of the ring, see [Note: collective calls].
+    `needs` says whether keys and values, and the mask, take one. Collective over the group of the ring, see [Note: collective calls].
     """
-    (query, key, value, mask), (output, log_sum_exp), (returns, of_mask, of_sinks) = tensors, found, needs
+    (query, key, value, mask), (output, log_sum_exp), (returns, of_mask) = tensors, found, needs
     given = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
     products = (widen(given) * widen(output)).sum(-1)
-    into = Gradients(query, key, value, mask if of_mask else None, sinks if of_sinks else None)
+    into = Gradients(query, key, value, mask if of_mask else None)
     back = _Back(given, output, log_sum_exp, products.unsqueeze(-1), into)
     here = mine = _packed(key, value)
     sums = Sum(key), Sum(value)
@@ -214,11 +210,7 @@ def ring_backward(
         None if some is None else (some if part.is_empty else some.add_(part.value)).to(key.dtype)
         for some, part in zip(back_home, sums, strict=True)
     )
-    if of_sinks:
-        assert sinks is not None
-        add_to_sinks(into, sinks, log_sum_exp, products)
-    given_to_sinks = None if into.of_sinks is None or sinks is None else into.of_sinks.to(sinks.dtype)
-    return into.of_queries.like(query), of_keys, of_values, into.of_mask, given_to_sinks
+    return into.of_queries.like(query), of_keys, of_values, into.of_mask
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -245,12 +237,10 @@ class _Softmax(NamedTuple):
     log_sum_exp: Tensor
 
     @classmethod
-    def of(cls, query: Tensor, value: Tensor, sinks: Tensor | None) -> _Softmax:
-        """Return those of no keys, or of sinks alone."""
+    def of(cls, query: Tensor, value: Tensor) -> _Softmax:
+        """Return those of no keys."""
         shape, dtype = query.shape[:-1], wide(query)
         log_sum_exp = query.new_full(shape, -math.inf, dtype=dtype)
-        if sinks is not None:
-            log_sum_exp.copy_(sinks[:, None].expand(shape))
         return cls(query.new_zeros((*shape, value.shape[-1]), dtype=dtype), log_sum_exp)
 
     def add(self, rows: slice, output: Tensor, log_sum_exp: Tensor) -> None:
@@ -310,8 +300,8 @@ def _visit_forward(how: RingForm, source: int, seen: RingVisit, given: _Given, s
         return
     key, value = widen(key), widen(value)
     for spec, pairs, block in _blocks(how, source, seen, given):
-        scores, _ = scores_of(spec, how.scale, pairs, block, query, key)
-        weights, log_sum_exp = weights_of(spec, scores, needs_lse=True, sinks=None)
+        scores = scores_of(spec, how.scale, pairs, block, query, key)
+        weights, log_sum_exp = weights_of(spec, scores, needs_lse=True)
         assert log_sum_exp is not None
         output = output_of(spec, weights, dropped_of(spec, pairs, block), value[:, :, block.keys])
         sums.add(block.rows, output, log_sum_exp)
@@ -341,10 +331,10 @@ def _visit_backward(how: RingForm, source: int, seen: RingVisit, given: _Given, 
         return
     key, value = widen(key), widen(value)
     for spec, pairs, block in _blocks(how, source, seen, given):
-        scores, tanh = scores_of(spec, how.scale, pairs, block, query, key)
+        scores = scores_of(spec, how.scale, pairs, block, query, key)
         weights = weights_given(scores, back.log_sum_exp[:, :, block.rows])
         gradient, products = widen(back.given[:, :, block.rows]), back.products[:, :, block.rows]
-        computed = weights, dropped_of(spec, pairs, block), tanh
+        computed = weights, dropped_of(spec, pairs, block)
         add_gradients(spec, how.scale, pairs, block, (query, key, value), computed, gradient, products, into)
 
 

@@ -107,7 +107,7 @@ def _forward(
     if form is None:
         output, log_sum_exp = _shapes(query, key, value)
         return output.zero_(), log_sum_exp.zero_()
-    return ring_forward(form, (query, key, value, mask), None)
+    return ring_forward(form, (query, key, value, mask))
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -132,10 +132,10 @@ def _backward(
     form, given = _form(place, query, drop, *how), (query, key, value, mask)
     if form is None:
         return tuple(one.zero_() for one in _alike(given, needs_keys, needs_mask))
-    found = ring_backward(form, gradient, given, None, (output, log_sum_exp), (needs_keys, needs_mask, False))
+    found = ring_backward(form, gradient, given, (output, log_sum_exp), (needs_keys, needs_mask))
     # A graph knows their strides, and none of them may share memory with another.
     return tuple(
-        query.new_empty(0) if one is None else one.clone(memory_format=torch.contiguous_format) for one in found[:4]
+        query.new_empty(0) if one is None else one.clone(memory_format=torch.contiguous_format) for one in found
     )
 
 

@@ -8,8 +8,6 @@ are made before that, of the whole sequence. Within a block a function mode repl
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
     output              [B, A, T/N, D]  ◄── all_to_all  [B, A/N, T, D]
 
-Attentions that a block writes out are intercepted as the trace has found them (`building/attention/written_out.py`).
-
 Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 """
 
@@ -25,24 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.building.attention import AttentionCall, DocumentMask, DroppedWeights, multi_head_attention
-from samestep.building.attention.interception import Intercepting, KnownFormulas, without_values
-from samestep.building.attention.score_form import WrittenCall
-from samestep.building.attention.scores import has_scores
-from samestep.building.loss import target_of
+from samestep.building.attention import AttentionCall, DocumentMask, multi_head_attention
 from samestep.errors import LayoutError
-from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
+from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands, tokens_of
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import ModelSpec, is_below, with_attentions
-from samestep.models.written_attention import has_open
+from samestep.models.spec import ModelSpec, is_below
 from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.randomness.mask_source import dropped_of_written, dropped_weights
+from samestep.randomness.mask_source import dropped_weights
 from samestep.runtime.axes.context import whole_parts
 from samestep.runtime.axes.context.block_exchanges import BlockExchanges
 from samestep.runtime.axes.context.neighbour_tokens import NeighbourTokens
-from samestep.runtime.axes.context.own_rows import SharedRows, own_rows, rows_of
 from samestep.runtime.axes.context.ring_attention import Ring
+from samestep.runtime.axes.context.whole_parts import SharedRows, own_rows, rows_of
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.contexts import Anew
 from samestep.runtime.processes.mesh import Mesh
@@ -52,8 +45,6 @@ from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_u
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 Forward = Callable[..., Any]
-MakeDropped = Callable[[AttentionCall], DroppedWeights | None]
-"""Returns the weights that a call drops on a rank, whose queries and heads it has."""
 
 
 class WholeSequences:
@@ -97,13 +88,6 @@ class Slicing:
         """Ranks that exchange heads where others pass keys around a ring."""
         self._of_heads, self._of_ring = (mesh.groups[axis] for axis in (self._ranks.heads_axis, self._ranks.ring_axis))
         self._sliced_dims = dict(self._spec.slices)
-        self.formulas = RankFormulas(
-            [one for layer in self._spec.layers for one in layer.written], self._attend_written
-        )
-        self._made_in = next(
-            (path for layer in self._spec.layers for path, some in layer.written if has_open(some)), ""
-        )
-        """The first block that makes a mask whose rule is known for no more tokens than the traced sample has; empty if none does."""
         self._gathers = any(layer.gathered_parts for layer in self._spec.layers)
         self.degree, self.index = mesh.size("cp"), mesh.index("cp")
         self.group = mesh.groups["cp"]
@@ -143,41 +127,33 @@ class Slicing:
         until the time limit.
 
         Raises:
-            LayoutError: the degree does not divide the tokens of a sample, these are more than a mask is known for, or the forward
-            differs from the traced one.
+            LayoutError: the degree does not divide the tokens of a sample, or the forward differs from the traced one.
         """
-        num_samples, length = target_of(samples).shape[:2]
+        length = tokens_of(samples).shape[1]
         if length % self.degree:
-            raise LayoutError(f"cp={self.degree} does not divide the {length} tokens of a sample; cp=1 works")
-        if self._made_in and length > self._spec.length:
             raise LayoutError(
-                f"{self._made_in} makes a mask of the tokens that it sees, and the traced sample of {self._spec.length} tokens does not "
-                f"show which keys it hides in a sample of {length}: a first batch as long as the longest works, and so do "
-                "scaled_dot_product_attention(is_causal=True) and cp=1"
+                "cp-indivisible", f"cp={self.degree} does not divide the {length} tokens of a sample; cp=1 works"
             )
-        with self._slicing(length, "", ("", 0, num_samples)):
+        with self._slicing(length, ""):
             yield
 
     @contextmanager
-    def _slicing(self, length: int, block: str, written: tuple[str, int, int], moves: Any = None) -> Iterator[None]:
-        before, before_written = (self.length, self.block, self.exchanged, self._cut), self.formulas.place
+    def _slicing(self, length: int, block: str, moves: Any = None) -> Iterator[None]:
+        before = self.length, self.block, self.exchanged, self._cut
         self.length, self.block, self.exchanged, self._cut = length, block, 0, SharedRows()
-        self.formulas.place = written
         try:
             with Exchanging(self), self.moves.receiving(), self.moves.at(moves):
                 yield
         finally:
             self.length, self.block, self.exchanged, self._cut = before
-            self.formulas.place = before_written
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a block's forward, and of its recomputation with the slice that is active now."""
-        places = self.formulas.place, self.moves.place
-        return _NOTHING, Anew(functools.partial(self._slicing, self.length, self.block, *places))
+        return _NOTHING, Anew(functools.partial(self._slicing, self.length, self.block, self.moves.place))
 
     def part(self, samples: Any) -> Any:
         """Return this rank's tokens of a batch, for the loss."""
-        length = target_of(samples).shape[1]
+        length = tokens_of(samples).shape[1]
         return tree_map_only(
             Tensor, lambda t: self._rows(t, 1, length) if t.dim() > 1 and t.shape[1] == length else t, samples
         )
@@ -211,8 +187,8 @@ class Slicing:
     def _rows(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         return rows_of(tensor, self.placement(length).runs(self.index), dim)
 
-    def _shared(self, whole: Tensor, dim: int) -> Tensor:
-        return self._cut.of(whole, self.placement(self.length).runs(self.index), dim)
+    def _shared(self, tensor: Tensor, dim: int) -> Tensor:
+        return self._cut.of(tensor, self.placement(self.length).runs(self.index), dim)
 
     # -- around blocks -----------------------------------------------------------------------------
 
@@ -222,7 +198,6 @@ class Slicing:
                 return None
             if begins or self.block != layer.name:
                 self.block, self.exchanged = layer.name, 0
-            self.formulas.enter(path)
             leaves, tree = tree_flatten_with_path((args, kwargs))
             return tree_unflatten(
                 [
@@ -241,8 +216,9 @@ class Slicing:
         if dim is None:
             if sequence_dim(leaf.shape, self.length) is not None:
                 raise LayoutError(
+                    "cp-forward-differs",
                     f"{self.block} is given {argument} of shape {list(leaf.shape)}, which the traced forward did not give "
-                    "it: whether it has a row for each token is not known; cp=1 works"
+                    "it: whether it has a row for each token is not known; cp=1 works",
                 )
             return leaf
         if dim < 0 or leaf.shape[dim] != self.length:
@@ -258,27 +234,28 @@ class Slicing:
         def hook(*_: Any) -> None:
             if self.length and self.exchanged != expected:
                 raise LayoutError(
+                    "cp-forward-differs",
                     f"{layer.name} attends {self.exchanged} times by scaled_dot_product_attention, and {expected} times in "
-                    "the traced forward: cp=1 works"
+                    "the traced forward: cp=1 works",
                 )
 
         return hook
 
     # -- around attention --------------------------------------------------------------------------
 
-    def attend(self, call: AttentionCall, dropped: MakeDropped | None = None) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Compute attention for this rank's heads or queries over all tokens; query, key and value are [B, A, T/N, D].
 
         Collective over `cp`, see [Note: collective calls].
         """
         self.exchanged += 1
-        dropped = dropped or (lambda call: dropped_weights(call, None, self.length))
         exchanges, ranks = self._exchanges[self.block], self._ranks
         if ranks.heads > 1:
-            query, key, value, mask, sinks = exchanges.by_heads(*call[:4], call.sinks)
-            call = call._replace(query=query, key=key, value=value, attn_mask=mask, sinks=sinks)
+            query, key, value, mask = exchanges.by_heads(*call[:4])
+            call = call._replace(query=query, key=key, value=value, attn_mask=mask)
         output = call.attend(
-            dropped(call), across=exchanges.ring(self.length // ranks.ring) if ranks.ring > 1 else None
+            dropped_weights(call, None, self.length),
+            across=exchanges.ring(self.length // ranks.ring) if ranks.ring > 1 else None,
         )
         return output if ranks.heads == 1 else exchanges.output(output)
 
@@ -286,9 +263,6 @@ class Slicing:
         """Return this rank's place in a ring of which each rank has so many tokens."""
         placement = self.placement(tokens * self._ranks.ring).ring
         return Ring(placement, self.index // self._ranks.heads, self._of_ring, owner)
-
-    def _attend_written(self, call: AttentionCall, written: WrittenCall) -> Tensor:
-        return self.attend(call, functools.partial(dropped_of_written, written, self.length))
 
     # -- in graphs ---------------------------------------------------------------------------------
 
@@ -300,7 +274,7 @@ class Slicing:
         layer = next(
             layer.name
             for layer in self._spec.layers
-            if layer.is_block and any(is_below(path, one) for one in layer.modules)
+            if layer.is_block and any(is_below(path, module) for module in layer.modules)
         )
         mode = GraphAttentions(self, self._exchanges[layer])
 
@@ -323,10 +297,6 @@ class Slicing:
             return self.attend(AttentionCall(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             return multi_head_attention(mode, *args, **kwargs)
-        if self.formulas.are_here:
-            found = self.formulas.intercept(func, args, kwargs)
-            if found is not NotImplemented or has_scores(args):
-                return func(*args, **kwargs) if found is NotImplemented else found
         size = self.length // self.degree
         args = fit_reshape(func, args, self.length, size)
         args = slice_whole_operands(func, args, self.length, size, self.rows_of)
@@ -335,29 +305,6 @@ class Slicing:
             moves.sources.note(result, args, kwargs)
             return result
         return func(*args, **kwargs)
-
-
-class RankFormulas(KnownFormulas):
-    """The attentions that blocks write out, on a rank of `cp`."""
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """The block that runs, the products counted in it, and the number of samples."""
-        return self.path, self.count, self.num_samples
-
-    @place.setter
-    def place(self, place: tuple[str, int, int]) -> None:
-        self.path, self.count, self.num_samples = place
-
-    def reject(self, what: str) -> None:
-        """Refuse a forward that reads scores, of which a rank has a part.
-
-        Raises:
-            LayoutError: always.
-        """
-        raise LayoutError(
-            f"{self.path} gives the scores of an attention to {what}, which it did not do in the traced forward: cp=1 works"
-        )
 
 
 def slicing_of(model: nn.Module, program: Program, mesh: Mesh) -> Slicing | WholeSequences:
@@ -374,7 +321,7 @@ def on_meta(module: nn.Module, model: ModelSpec, samples: Any, degree: int) -> I
     if degree == 1:
         yield
         return
-    length = target_of(samples).shape[1]
+    length = tokens_of(samples).shape[1]
     size, dims, begun = length // degree, dict(model.slices), []
 
     def cut(argument: str, leaf: Any) -> Any:
@@ -387,18 +334,10 @@ def on_meta(module: nn.Module, model: ModelSpec, samples: Any, degree: int) -> I
         return tree_unflatten([cut(keystr(argument), leaf) for argument, leaf in leaves], tree)
 
     with ExitStack() as stack:
-        model = with_attentions(model)
-        formulas = KnownFormulas(
-            [one for layer in model.layers for one in layer.written], without_values, target_of(samples).shape[0]
-        )
         for path in (path for layer in model.layers if layer.is_block for path in layer.modules):
             block = module.get_submodule(path)
             stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
-            stack.enter_context(
-                block.register_forward_pre_hook(functools.partial(lambda path, *_: formulas.enter(path), path))
-            )
         stack.enter_context(Reshaping(length, size, lambda: bool(begun)))
-        stack.enter_context(Intercepting(formulas))
         yield
 
 
@@ -454,5 +393,5 @@ _ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 def _has_both(length: int, size: int, args: Sequence[Any]) -> bool:
     """Return whether an operation is given all tokens and those of a slice."""
     operands = args[0] if len(args) and isinstance(args[0], list | tuple) else args
-    rows = [one.shape[1] for one in operands if isinstance(one, Tensor) and one.dim() > 1]
+    rows = [operand.shape[1] for operand in operands if isinstance(operand, Tensor) and operand.dim() > 1]
     return length in rows and size in rows

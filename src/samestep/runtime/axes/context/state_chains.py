@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from samestep.building.recurrences import State, StateCall
 from samestep.building.torch_seams import disable_current_modes
-from samestep.runtime.axes.context.shifts import shift
+from samestep.runtime.ledger import owned
 from samestep.trees import operands, tree_map_only
 
 _MOST_UNDER_WAY = 64
@@ -71,9 +71,9 @@ def run_from_state_before(call: StateCall, hops: Hops) -> tuple[Tensor, State]:
     state: State | None = None
     if hops.rank:
         shapes = _shapes_of(call)
-        packed = _Arriving.apply(anchor, hops, sum(one.numel() for one in shapes))
-        parts = packed.split([one.numel() for one in shapes])
-        state = tuple(part.view(one.shape).to(one.dtype) for part, one in zip(parts, shapes, strict=True))
+        packed = _Arriving.apply(anchor, hops, sum(shape.numel() for shape in shapes))
+        parts = packed.split([shape.numel() for shape in shapes])
+        state = tuple(part.view(shape.shape).to(shape.dtype) for part, shape in zip(parts, shapes, strict=True))
     tokens, last = call.run(state)
     if hops.rank == hops.degree - 1:
         return tokens, last
@@ -130,3 +130,25 @@ class _Leaving(torch.autograd.Function):
         hops, _ = ctx.hops, ctx.saved_tensors
         numbers = range(hops.rank, hops.degree - 1)
         return gradients[0], hops.pass_on(numbers, None, ctx.numel, gradients[0].device, -1), None
+
+
+def shift(buffer: Tensor, group: dist.ProcessGroup, owner: str, by: int = 1) -> Callable[[], Tensor]:
+    """Begin to send a buffer to the rank `by` places after this one; return a function that waits for that of the rank as far before.
+
+    Collective over the group, see [Note: collective calls]: an all_to_all in which each rank sends to one rank alone.
+    """
+    degree, rank = dist.get_world_size(group), dist.get_rank(group)
+    received = torch.empty_like(buffer)
+    sends, receives = [0] * degree, [0] * degree
+    sends[(rank + by) % degree] = receives[(rank - by) % degree] = buffer.numel()
+    with owned(owner) as issue:
+        work = issue.sent(
+            dist.all_to_all_single(received.view(-1), buffer.view(-1), receives, sends, group=group, async_op=True)
+        )
+    assert work is not None
+
+    def wait() -> Tensor:
+        work.wait()
+        return received
+
+    return wait

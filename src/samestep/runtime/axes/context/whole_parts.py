@@ -12,20 +12,26 @@ Legend: B samples, T tokens, N ranks of `cp`, D features.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.errors import LayoutError
+from samestep.errors import JobError, LayoutError
+from samestep.independence.sliced_shapes import token_rows_of
 from samestep.models.layer_parts import GatheredPart
 from samestep.models.spec import ModelSpec
+from samestep.program.program import Program
 from samestep.program.ring_visits import SlicePlacement
-from samestep.runtime.axes.context.own_rows import rows_of
 from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import all_gather, reduce_scatter
-from samestep.trees import keystr, tree_flatten_with_path, tree_unflatten
+from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.state.writes import version_of
+from samestep.strategies.context import placement_of
+from samestep.trees import keystr, tensors_in, tree_flatten_with_path, tree_unflatten
 
 
 class _Slices(Protocol):
@@ -87,8 +93,9 @@ class _GatheredCalls:
         placement = self._slicing.placement(self._slicing.length)
         if leaf.dim() <= one.dim or leaf.shape[one.dim] != placement.size:
             raise LayoutError(
+                "cp-forward-differs",
                 f"{self._part.owner} is given {place} of shape {list(leaf.shape)}, and in the traced forward a row for each of a "
-                f"rank's {placement.size} tokens along dimension {one.dim}: cp=1 works"
+                f"rank's {placement.size} tokens along dimension {one.dim}: cp=1 works",
             )
         there = functools.partial(gather_tokens, placement=placement, dim=one.dim)
         back = functools.partial(_summed, placement=placement, dim=one.dim)
@@ -109,8 +116,9 @@ class _GatheredCalls:
             return leaf
         if leaf.dim() <= dim or leaf.shape[dim] != self._slicing.length:
             raise LayoutError(
+                "cp-forward-differs",
                 f"{self._part.owner} returns a tensor of shape {list(leaf.shape)}, and in the traced forward one with a row for each "
-                f"token along dimension {dim}: cp=1 works"
+                f"token along dimension {dim}: cp=1 works",
             )
         part = self._slicing.rows_along(leaf, dim)
         return part if leaf.requires_grad else with_whole(part, leaf)
@@ -156,3 +164,98 @@ def _places(placement: SlicePlacement) -> list[range]:
         found[run.start] = range(start, start + len(run))
         start += len(run)
     return [found[first] for first in sorted(found)]
+
+
+def rows_of(tensor: Tensor, runs: Sequence[range], dim: int) -> Tensor:
+    """Return the rows at some runs of places along a dimension; of a single run it is a view."""
+    parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def own_rows(tensor: Tensor, runs: Sequence[range], dim: int) -> Tensor:
+    """Return a copy of the rows at some runs of places along a dimension.
+
+    Autograd keeps a view with all of the tensor that it is a view of, and the rows of one run of tokens of a single sample are a view
+    that `contiguous` returns as it is.
+    """
+    rows = rows_of(tensor, runs, dim)
+    return rows.clone(memory_format=torch.contiguous_format) if len(runs) == 1 else rows
+
+
+class SharedRows:
+    """The rows that were cut out of whole tensors in a forward, each cut once as long as it is in use and nobody writes it."""
+
+    def __init__(self) -> None:
+        self._cut: dict[tuple[int, int, bool], tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int]] = {}
+
+    def of(self, whole: Tensor, runs: Sequence[range], dim: int) -> Tensor:
+        """Return the rows at some runs of places of a tensor along a dimension; of a weight, which is there anyway, a view."""
+        if isinstance(whole, nn.Parameter):
+            return rows_of(whole, runs, dim)
+        key = id(whole), dim, torch.is_grad_enabled()
+        if key in self._cut:
+            of, version, cut, cut_version = self._cut[key]
+            rows = cut()
+            if of() is whole and version == version_of(whole) and rows is not None and cut_version == version_of(rows):
+                return rows
+        rows = own_rows(whole, runs, dim)
+        self._cut[key] = weakref.ref(whole), version_of(whole), weakref.ref(rows), version_of(rows)
+        return rows
+
+
+DIM = 1
+"""The dimension of tokens in a prediction."""
+
+
+class TokenRanks:
+    """The ranks that have other tokens of the same samples: whole sequences of what a model predicts, for a loss over all samples.
+
+    Each rank of `cp` has the rows of its own tokens, and a loss over the whole batch is given those of all, in their order. It is
+    computed by every rank, which goes back through the rows of its own tokens; what a step does anyway, to sum the gradients of the
+    ranks of `cp`, gives the gradient of all. What has no rows of tokens is the same on all, and its gradient enters with the first.
+    """
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self._step, self._degree = program.step, program.step.layout.cp
+        self._group = mesh.groups.get("cp") if self._degree > 1 else None
+        self.index = mesh.index("cp") if self._degree > 1 else 0
+
+    @property
+    def send(self) -> bool:
+        """Whether there are several."""
+        return self._degree > 1
+
+    def sliced(self, outputs: Any) -> int | None:
+        """Return the index of the tensor of which this rank has the rows of its tokens; None where each rank has whole sequences."""
+        if not self.send:
+            return None
+        prediction = token_rows_of(outputs)
+        return next(index for index, tensor in enumerate(tensors_in(outputs)) if tensor is prediction)
+
+    def check(self, index: int, tensor: Tensor) -> None:
+        """Refuse a tensor with a row for each sample that is not the prediction: which of its tokens a rank has is not known.
+
+        Raises:
+            JobError: always; all ranks raise it.
+        """
+        raise JobError(
+            "loss-over-batch",
+            f"cp={self._degree} gathers the rows of tokens of the prediction, and the loss over the whole batch also reads output "
+            f"{index} {list(tensor.shape)}: cp=1 works",
+        )
+
+    def whole(self, mine: Tensor, owner: str) -> Tensor:
+        """Return the rows of all tokens [B, T, ...] from those of this rank's [B, T/N, ...].
+
+        Collective over `cp`, see [Note: collective calls].
+        """
+        assert self._group is not None
+        placement = self._placement(self._degree * mine.shape[DIM])
+        return gather_tokens(mine, self._group, owner, placement=placement, dim=DIM)
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the rows of this rank's tokens along a dimension."""
+        return rows_of(whole, self._placement(whole.shape[dim]).runs(self.index), dim)
+
+    def _placement(self, length: int) -> SlicePlacement:
+        return placement_of(self._step.model, self._step.layout, length, self._step.ranks_per_node)

@@ -6,7 +6,9 @@ weight towards another one, of another stage, would so leave it silently as it i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,21 +70,41 @@ def _gradient_of(weight: Any) -> Tensor:
 
 def _name_among(given: Iterable[Any]) -> str:
     """Return the name of the first weight of another stage from which one of some operands was computed."""
-    return next((one.weight_name for one in operands(*given) if isinstance(one, OtherStageWeight)), "")
+    return next((operand.weight_name for operand in operands(*given) if isinstance(operand, OtherStageWeight)), "")
 
 
 def _refusal(given: Iterable[Any]) -> LayoutError:
     """Return the error of an operation that needs the values of a weight among what it was given."""
     if (name := _name_among(given)).endswith(".grad"):
         return LayoutError(
+            "another-stage",
             f"{name} is in another stage of the pipeline: report.grad_norm is the norm of all gradients, optimizer.clip_norm of the job clips "
-            "by it, and run.gradients() between run.backward and run.update returns those of all stages"
+            "by it, and run.gradients() between run.backward and run.update returns the gradients of all stages",
+        )
+    if _is_in_forward():
+        return LayoutError(
+            "another-stage",
+            f"the forward of a stage uses {name or 'a weight'}, which is in another stage of the pipeline or took no part when the model "
+            "was traced, as a tower for pictures on samples without one. Use pp=1, or add 0 * weight.sum() to the output, so that the "
+            "weight always takes part.",
         )
     return LayoutError(
+        "another-stage",
         f"{name or 'a weight'} is in another stage of the pipeline, and on this rank it has no values: within "
         "`with run.gathered() as model:` all weights are there, and so they are in a layout without pp; "
-        "run.state_dict() returns them too, and run.outputs(samples) what the whole model does"
+        "run.state_dict() returns them too, and run.outputs(samples) returns the outputs of the whole model",
     )
+
+
+def _is_in_forward() -> bool:
+    """Return whether a forward of the run asks, and not its loop."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in _FORWARDS:
+        frame = frame.f_back
+    return frame is not None
+
+
+_FORWARDS = ("samestep.runtime.interpreter", "samestep.runtime.evaluation")
 
 
 def mark(model: nn.Module) -> None:

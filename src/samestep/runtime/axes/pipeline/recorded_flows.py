@@ -64,14 +64,14 @@ def with_flows(
     flows = Flows(traced, step, recorded)
     compute = DTYPES[step.compute_dtype]
     few = samples_traced(traced.module)
-    one = _flow_of(flows, example, few, step, loss)
-    if not spec.called_again and passes_one_tensor(spec.layers, one, traced.module, compute):
-        return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few), recorded), None
+    flow = _flow_of(flows, example, few, step, loss)
+    if not spec.called_again and passes_one_tensor(spec.layers, flow, traced.module, compute):
+        return _with_layers(traced, with_crossings(spec.layers, flow, traced.module, few), recorded), None
     more = _flow_of(flows, example, few + 1, step)
-    layers = with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)
+    layers = with_exact_crossings(spec.layers, (flow, few), (more, few + 1), compute)
     if layout.cp > 1 and not spec.slice_refusal:
         flows = Flows(traced, step, recorded, layout.cp)
-        layers = with_slices_of(layers, one, _flow_of(flows, example, few, step))
+        layers = with_slices_of(layers, flow, _flow_of(flows, example, few, step))
     for size in set(step.microbatch_sizes):  # now, once, where workers are forked
         _flow_of(flows, example, size, step)
     flows.hold()

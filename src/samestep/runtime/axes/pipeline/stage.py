@@ -44,7 +44,7 @@ from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
-from samestep.runtime.step_batch import StepBatch
+from samestep.runtime.step_observer import StepBatch
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.custom_functions import seen_by
@@ -76,7 +76,7 @@ class Stage(PartOfStep):
         self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
         holders = list(self._model.modules())
         self._places = {
-            path: [(one, leaf) for one in holders for leaf, part in one._modules.items() if part is real]
+            path: [(holder, leaf) for holder in holders for leaf, part in holder._modules.items() if part is real]
             for path, real in self._real.items()
         }
         """The modules that hold each of these, with its name in them: two models may share one."""
@@ -118,9 +118,10 @@ class Stage(PartOfStep):
                 outputs = self._run(action, samples)
         except (KeyError, AttributeError, TypeError, IndexError, UnboundLocalError) as error:  # of the model's own code
             raise ModelError(
+                "pp-forward-differs",
                 f"the forward, which runs on one device, fails on a stage of pp={self._mesh.size('pp')} ({type(error).__name__}: "
-                f"{error}): what its code keeps elsewhere than in results of modules is on another stage: pp=1 works, and so does a "
-                "module that returns it"
+                f"{error}): what its code keeps elsewhere than in results of modules is on another stage: pp=1 works, or a "
+                "module that returns it",
             ) from error
         return outputs if self.is_last(chunk) else None
 
@@ -150,7 +151,9 @@ class Stage(PartOfStep):
             del self._outputs[microbatch, chunk]
             taken = [index for index, output in enumerate(outputs) if output.requires_grad]
             if taken:
-                torch.autograd.backward([outputs[index] for index in taken], [gradients[index] for index in taken])
+                # Of views: torch runs no hook of several gradients on the root of a backward.
+                roots = [outputs[index].view_as(outputs[index]) for index in taken]
+                torch.autograd.backward(roots, [gradients[index] for index in taken])
         else:
             del self._outputs[microbatch, chunk]
         given = self._inputs.pop((microbatch, chunk), None)
@@ -209,7 +212,9 @@ class Stage(PartOfStep):
         with _or_refuse(self._layers[layers.start].name):
             events = StageEvents.of(self._layers, layers, flow)
         mode = StageForward(flow, events, self._mesh.device, receive, send)
-        reporting = self._replace_modules(lambda path, _: Reporting(self._stand_ins[path], path, mode))
+        reporting = self._replace_modules(
+            lambda path, _: Reporting(self._stand_ins[path], functools.partial(mode.call, path))
+        )
         with reporting, self._weights.placed(flow, mode), distributions_unchecked(), mode, seen_by(mode):
             outputs = call_model(self._model, samples)
         mode.finish()
@@ -228,8 +233,9 @@ class Stage(PartOfStep):
         crossings = self._crossings[boundary]
         if len(values) != len(crossings):
             raise LayoutError(
+                "pp-shapes-vary",
                 f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
-                f"{len(crossings)} for the traced one: pp=1 works"
+                f"{len(crossings)} for the traced one: pp=1 works",
             )
         return [
             Awaited(
@@ -251,11 +257,16 @@ class Stage(PartOfStep):
             # In front of all other hooks: those that cut, cast or gather for the block must see the received tensor.
             hook = self._receive(action)
             handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        ends: dict[str, nn.Module] = {}
         if not self.is_last(action.chunk):
-            last = self._real[self._layers[layers.stop - 1].modules[-1]]
-            handles.append(last.register_forward_hook(functools.partial(self._send_result, action)))
+            last = self._real[path := self._layers[layers.stop - 1].modules[-1]]
+            send = functools.partial(self._send_result, action)
+            if last._backward_hooks or last._backward_pre_hooks:  # which torch puts behind all other hooks
+                ends[path] = Reporting(self._stand_ins[path], functools.partial(_call_and_send, send))
+            else:
+                handles.append(last.register_forward_hook(send))
         try:
-            with self._replace_modules(lambda path, index: None if index in layers else self._stand_ins[path]):
+            with self._replace_modules(lambda path, at: ends.get(path) if at in layers else self._stand_ins[path]):
                 outputs = call_model(self._model, samples)
         finally:
             for handle in handles:
@@ -274,8 +285,9 @@ class Stage(PartOfStep):
         if lacks_input or (not self.is_last(action.chunk) and key not in self._outputs):
             missing = self._layers[layers.start if lacks_input else layers.stop - 1].name
             raise ModelError(
-                f"the forward has passed over {missing}, at which a stage of a pipeline receives or sends: pp=1 works, and so does a "
-                "forward that runs it in every step"
+                "pp-forward-differs",
+                f"the forward has passed over {missing}, at which a stage of a pipeline receives or sends: pp=1 works, or a "
+                "forward that runs it in every step",
             )
 
     def _send_result(self, action: Action, _: nn.Module, args: Any, output: Tensor) -> Any:
@@ -284,8 +296,9 @@ class Stage(PartOfStep):
         boundary = self._program.chunks[action.chunk].stop
         if args and isinstance(args[0], Tensor) and output.shape != args[0].shape:
             raise ModelError(
+                "pp-shapes-vary",
                 f"{self._layers[boundary - 1].name} is given a tensor of shape {tuple(args[0].shape)} and returns one of "
-                f"{tuple(output.shape)}, and the stages of a pipeline send tensors of one shape: pp=1 works"
+                f"{tuple(output.shape)}, and the stages of a pipeline send tensors of one shape: pp=1 works",
             )
         self._messages.send(action, [output.detach()], self._awaited(boundary, [output]))
         layout = self._program.step.layout
@@ -348,17 +361,18 @@ class Stage(PartOfStep):
     def _taking_gradient(self, boundary: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return those of the tensors that cross a boundary of which a gradient is sent back."""
         crossings = self._crossings[boundary]
-        return [tensor for tensor, one in zip(tensors, crossings, strict=True) if one.takes_gradient]
+        return [tensor for tensor, crossing in zip(tensors, crossings, strict=True) if crossing.takes_gradient]
 
     def _check_idle(self, boundary: int, tensors: Sequence[Tensor]) -> None:
         """Check that the loss has no gradient for tensors on which it did not depend in the trace."""
         crossings = self._crossings[boundary]
-        for tensor, one in zip(tensors, crossings, strict=True):
+        for tensor, crossing in zip(tensors, crossings, strict=True):
             # FSDP2 fills in gradients of zeros.
-            if not one.takes_gradient and tensor.grad is not None and bool(tensor.grad.any()):
+            if not crossing.takes_gradient and tensor.grad is not None and bool(tensor.grad.any()):
                 raise ModelError(
-                    f"{one.owner}, which passes from one stage of the pipeline to the next, took no part in the loss when the "
-                    "model was traced, and it does now: pp=1 works, and so does to add 0 * tensor.sum() to the output"
+                    "pp-forward-differs",
+                    f"{crossing.owner}, which passes from one stage of the pipeline to the next, took no part in the loss when the "
+                    "model was traced, and it does now: pp=1 works, or to add 0 * tensor.sum() to the output",
                 )
 
     def _awaited(self, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False) -> list[Awaited]:
@@ -382,6 +396,12 @@ class Stage(PartOfStep):
     def _put(self, path: str, module: nn.Module) -> None:
         for holder, leaf in self._places[path]:
             holder._modules[leaf] = module
+
+
+def _call_and_send(send: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    output = module(*args, **kwargs)
+    sent = send(module, args, output)
+    return output if sent is None else sent
 
 
 def stage_of(
@@ -418,4 +438,4 @@ def _or_refuse(name: str) -> Iterator[None]:
     try:
         yield
     except CannotPassError as reason:
-        raise LayoutError(f"no stage can begin with {name}: {reason}: pp=1 works") from None
+        raise LayoutError("pp-stage-begin", f"no stage can begin with {name}: {reason}: pp=1 works") from None

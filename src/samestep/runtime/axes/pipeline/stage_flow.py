@@ -36,7 +36,6 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.context import slicing as context
-from samestep.runtime.axes.later_values import LaterTensor
 from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.batch_norms import OfAnySize
@@ -166,14 +165,15 @@ class StageForward(TorchFunctionMode):
         torch pass on views of its inputs and outputs."""
         if is_of_hook:
             return ModelError(
+                "pp-hook",
                 "a full backward hook is on a module that several stages of the pipeline compute, and needs the gradients of its inputs and "
-                "outputs in one place: pp=1 works, and so do hooks on modules that one stage computes, such as blocks, and a hook on a "
-                "tensor (x.register_hook)"
+                "outputs in one place: pp=1 works, or hooks on modules that one stage computes, such as blocks, and a hook on a "
+                "tensor (x.register_hook)",
             )
         expected = self._flow.events[self._next].name if self._next < len(self._flow.events) else "its end"
         return ModelError(
-            f"the forward came to {name} where the traced one came to {expected}, so what the stages of a pipeline pass "
-            "on is not known: pp=1 works, and so does a forward that takes the same way for all samples of one shape, and in its later calls the way of the first one"
+            "pp-forward-differs",
+            f"the forward came to {name} where the traced one came to {expected}, so the tensors between the stages of a pipeline are not known: pp=1 works, or a forward that takes the same way for all samples of one shape, and in its later calls the way of the first one",
         )
 
     def _follow(
@@ -195,11 +195,6 @@ class StageForward(TorchFunctionMode):
         number, event = self._next, self._flow.events[self._next]
         if number == self._stop:
             crossing = [[self._tensor(value) for value in values] for values in self._events.outgoing]
-            if any(isinstance(tensor, LaterTensor) for tensors in crossing for tensor in tensors):
-                raise ModelError(
-                    f"the model's own code passes a value of all micro-batches (samestep.batch_sum) across the begin of {name}, where a stage "
-                    "begins: samestep.after_step next to the call of batch_sum works, and so does one micro-batch"
-                )
             self._send([one if not more else flat([one, *more]) for one, *more in crossing])
         if number == self._start and self._events.incoming:
             self._fill()
@@ -405,21 +400,21 @@ class Flows:
                 raised = precision.PreciseForwards(self._program).of_forward()
                 with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
                     outputs = watch_forward(self._module, samples, 1, self._name, self._opened, tracer, self._value_of)
-                    if loss is not None and not (tracer.varies or tracer.has_looked):
-                        tracer.flow = tracer.flow_recorder.with_idle(nodes_of_loss(outputs, samples, loss))
+                    if loss is not None and not (tracer.looks.varies or tracer.looks.has_looked):
+                        tracer.flow_recorder.take_idle(nodes_of_loss(outputs, samples, loss))
             except NeedsValuesError:
                 raise ModelError(
-                    f"{self._name} looks at the values of a tensor at {tracer.reached}, so what the stages of a pipeline "
-                    "pass on is not known: pp=1 works"
+                    "pp-forward-differs",
+                    f"{self._name} looks at the values of a tensor at {tracer.reached}, so the tensors between the stages of a pipeline are not known: pp=1 works",
                 ) from None
             except ModelError as error:
                 raise ModelError(
-                    f"what the stages of a pipeline pass on cannot be recorded on a copy of the model: {error}; pp=1 works, "
-                    "and so does a forward that passes tensors by arguments and results, and none by what a hook or another "
-                    "object keeps"
+                    "pp-forward-differs",
+                    f"the tensors between the stages of a pipeline cannot be recorded on a copy of the model: {error}; pp=1 works, "
+                    "or a forward that passes tensors by arguments and results, and none through a hook or another object",
                 ) from error
-            assert tracer.flow is not None
-            self._recorded[key] = tracer.flow
+            assert tracer.flow_recorder.flow is not None
+            self._recorded[key] = tracer.flow_recorder.flow
         return self._recorded[key]
 
 

@@ -81,8 +81,9 @@ class Messages:
         for index, (tensor, one) in enumerate(zip(tensors, awaited, strict=True)):
             if tuple(tensor.shape) != one.shape or tensor.dtype != one.dtype:
                 raise LayoutError(
+                    "pp-shapes-vary",
                     f"{one.owner} is {_describe_tensor(tensor.shape, tensor.dtype)}, and in the trace was "
-                    f"{_describe_tensor(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it: pp=1 works"
+                    f"{_describe_tensor(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it: pp=1 works",
                 )
             kept = tensor.contiguous()
             with owned(one.owner, "send") as issue:
@@ -189,7 +190,7 @@ def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
     orders = [schedules.order(layout.schedule, s, layout.pp, count, chunks) for s in range(layout.pp)]
     schedules.check(orders, chunks)
     known: dict[int, int] = {}  # by sender: how far it must have come in its order
-    found: dict[Action, list[Action]] = {}
+    arrivals: dict[Action, list[Action]] = {}
     for action in orders[stage]:
         for sender, needed in schedules.needs(action, stage, layout.pp, chunks):
             if sender != stage:
@@ -201,5 +202,5 @@ def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
                     for owner, sent in schedules.needs(theirs, sender, layout.pp, chunks)
                     if owner == stage
                 ]
-                found[action] = passed
-    return found
+                arrivals[action] = passed
+    return arrivals

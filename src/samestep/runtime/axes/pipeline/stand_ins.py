@@ -10,7 +10,7 @@ every stage that reads it holds. While a forward of one chunk runs, the modules 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,10 @@ class LayerStandIn(nn.Module):
     So are its modules: code that sets a flag of each adapter in `model.modules()`, and sets it back behind a part of the forward, finds
     those of this stage.
     """
+
+    def __new__(cls, real: nn.Module, *_: Any, **__: Any) -> LayerStandIn:
+        """Return one with the special methods of the layer's class: Python looks for these in classes alone."""
+        return super().__new__(_with_special_methods(cls, real.__class__))  # type: ignore[arg-type]
 
     def __init__(
         self, real: nn.Module, facts: FamilyFacts, placeholders: Placeholders, *, is_part: bool = False
@@ -115,7 +119,10 @@ class LayerStandIn(nn.Module):
             yield from child.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(object.__getattribute__(self, "_real"), name)
+        return self._standing_for(getattr(object.__getattribute__(self, "_real"), name))
+
+    def _standing_for(self, found: Any) -> Any:
+        """Return what the layer holds, or what stands for it where it has weights of another stage."""
         if isinstance(found, Tensor):
             return self._placeholders.of_weight(found)
         if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
@@ -123,7 +130,9 @@ class LayerStandIn(nn.Module):
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the input; an embedding returns zeros that take no memory."""
+        """Return a view of the input, so that a hook on its gradient is on nothing that this stage computes; an embedding returns zeros
+        that take no memory.
+        """
         own = self.__dict__
         real = own["_real"]
         given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
@@ -132,22 +141,43 @@ class LayerStandIn(nn.Module):
         if not own["_makes_event"]:
             return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
         if isinstance(real, nn.Embedding) and isinstance(given, Tensor):
-            dtype = self._placeholders.of_weight(real.weight).dtype
-            return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape, real.embedding_dim)
+            zero = torch.zeros((), dtype=self._placeholders.of_weight(real.weight).dtype, device=given.device)
+            zero.requires_grad_(real.weight.requires_grad and torch.is_grad_enabled())  # code may put a hook on it
+            return zero.expand(*given.shape, real.embedding_dim)
         if isinstance(given, Tensor):
-            return given
+            return given.view_as(given)
         on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))  # it is given a shape, say
         with torch.no_grad():
             return tree_map_only(Tensor, self._placeholders.of_weight, real(*on_meta[0], **on_meta[1]))
 
 
-class Reporting(LayerStandIn):
-    """Replaces a layer of any stage in a forward that follows a recorded flow, and reports its calls."""
+_SPECIAL = ("__len__", "__getitem__", "__iter__", "__reversed__", "__contains__", "__bool__")
+"""The special methods of containers, which blocks may be."""
 
-    def __init__(self, stand_in: LayerStandIn, path: str, mode: StageForward) -> None:
+
+@functools.cache
+def _with_special_methods(base: type, kind: type) -> type:
+    """Return the class of what stands for a module of a class."""
+
+    def method(name: str) -> Callable[..., Any]:
+        def call(self: LayerStandIn, *args: Any) -> Any:
+            found = getattr(kind, name)(self.__dict__["_real"], *args)
+            is_iterator = name in ("__iter__", "__reversed__")
+            return map(self._standing_for, found) if is_iterator else self._standing_for(found)
+
+        return call
+
+    methods = {name: method(name) for name in _SPECIAL if hasattr(kind, name)}
+    return type(base.__name__, (base,), methods) if methods else base
+
+
+class Reporting(LayerStandIn):
+    """Replaces a layer of any stage in a forward, and reports its calls, as to one that follows a recorded flow."""
+
+    def __init__(self, stand_in: LayerStandIn, call: Callable[[nn.Module, Any, Any], Any]) -> None:
         real = object.__getattribute__(stand_in, "_real")
         super().__init__(real, stand_in._facts, stand_in._placeholders)
-        self.__dict__.update(_call=functools.partial(mode.call, path, real), _makes_event=makes_event(real))
+        self.__dict__.update(_call=functools.partial(call, real), _makes_event=makes_event(real))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer returns if it is this stage's, or what stands in for that."""

@@ -1,0 +1,100 @@
+"""The table of evidence in README.md: every number is read from the rows that a command of this repository has written."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROWS = ROOT / "benchmarks" / "rows"
+LAYOUTS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4")
+"""The layouts of the table of scripts that are counted."""
+
+
+def table() -> str:
+    """Each claim, its measured value, and the page that shows how it was measured."""
+    rows = (
+        ("Losses and weights of a plain loop, by kind of script", _scripts(), "list", "docs/reference/scripts.md"),
+        ("Hugging Face causal architectures equal to one device", _architectures(), "list", "docs/families.md"),
+        ("Deliberate faults that `verify` catches and names", _faults(), "verify", "docs/verify.md"),
+        (
+            "Collectives sent are those predicted",
+            "byte for byte, in every parity test",
+            "architecture",
+            "docs/architecture.md",
+        ),
+        ("Crashes and corruptions injected", _crashes(), "checkpoints", "docs/checkpoints.md"),
+        ("Step time on 2 CPU ranks", _step_time(), "benchmarks", "benchmarks/README.md"),
+        ("Step time predicted, published GPU runs", _predictions(), "accuracy", "docs/foresight.md"),
+    )
+    lines = ["| claim | measured | how |", "| --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {claim} | {value} | [{name}]({page}) |" for claim, value, name, page in rows)])
+
+
+def _scripts() -> str:
+    """How many kinds of single-device scripts give equal results, from `benchmarks/scripts.py`."""
+    kinds = json.loads((ROWS / "scripts.json").read_text(encoding="utf-8"))
+    tried = {layout: [row[layout][0] for row in kinds.values() if layout in row] for layout in LAYOUTS}
+    shares = [f"{words.count('equal')} of {len(words)} with `{layout}`" for layout, words in tried.items()]
+    assert {word for words in tried.values() for word in words} <= {"equal", "refused"}
+    return f"equal: {', '.join(shares)}; the others are rejected"
+
+
+def _architectures() -> str:
+    """How many architectures are equal, from `make families`."""
+    families = json.loads((ROWS / "families.json").read_text(encoding="utf-8"))
+    built = [row for row in families.values() if row["dp=2"][0] != "unbuilt"]
+    everywhere = [row for row in built if {row[name][0] for name in row if name != "folder"} <= {"proven", "absent"}]
+    equal = Counter(row["dp=2"][0] for row in built)["proven"]
+    return f"{equal} of {len(built)} with `dp=2`, {len(everywhere)} in every layout that applies"
+
+
+def _faults() -> str:
+    sys.path.insert(0, str(ROOT))
+    from tests.proof.faults import FAULTS  # noqa: PLC0415 - the tests are no package of the documents
+
+    return f"{len(FAULTS)} of {len(FAULTS)}"
+
+
+def _crashes() -> str:
+    """The sums of `make crashes`."""
+    kinds = json.loads((ROWS / "crashes.json").read_text(encoding="utf-8")).values()
+    injected, recovered, wrong = (sum(kind[key] for kind in kinds) for key in ("injected", "recovered", "wrong"))
+    return f"{injected:,}: {recovered:,} recovered, {wrong} wrong results"
+
+
+def _step_time() -> str:
+    """The ratios that `make bench` printed last."""
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    ratios = re.findall(r"\| two ranks \| step time, samestep / ([^|]+?) \| ([\d.]+) ", text)
+    assert len(ratios) == 3, ratios
+    return ", ".join(f"{float(ratio):.2f}x {peer}" for peer, ratio in ratios)
+
+
+def _predictions() -> str:
+    """The intervals of the record of predictions, of runs on several nodes and on fewer devices."""
+    record = tomllib.loads((ROOT / "src" / "samestep" / "record.toml").read_text(encoding="utf-8"))
+    nodes, cards = record["nodes"]["time"], record["cards"]["time"]
+    return (
+        f"8 in 10 of {nodes['rows']:,} rows of whole nodes took {nodes['low']:.2f} to {nodes['high']:.2f} times the prediction; "
+        f"on single cards {cards['low']:.2f} to {cards['high']:.2f}"
+    )
+
+
+def intervals() -> str:
+    """Return the table of docs/foresight.md: measured over predicted by class of machines, from the record of predictions."""
+    record = tomllib.loads((ROOT / "src" / "samestep" / "record.toml").read_text(encoding="utf-8"))
+    names = {"all": "all", "cards": "cards on PCIe", "few": "part of a node", "nodes": "whole nodes"}
+    lines = [
+        "| machines | measured time / predicted | rows | measured memory / predicted | rows |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for key, name in names.items():
+        time, memory = record[key]["time"], record[key]["memory"]
+        cells = [f"{one['low']:.2f} to {one['high']:.2f} | {one['rows']:,}" for one in (time, memory)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)

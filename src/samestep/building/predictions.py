@@ -1,0 +1,66 @@
+"""The prediction among the outputs of a model, and the target in a batch, as the losses with a name read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import JobError
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a half-precision tensor in float32, others unchanged."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def prediction_of(outputs: Any) -> Tensor:
+    """Return the model's prediction: a tensor itself, its `logits`, or the first of a tuple.
+
+    Raises:
+        JobError: the outputs have another form.
+    """
+    found = getattr(outputs, "logits", outputs)
+    if isinstance(found, Mapping):
+        found = found.get("logits")
+    elif isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if isinstance(found, Tensor):
+        return found
+    raise JobError(
+        "loss-outputs-missing",
+        f"the model gives a {type(outputs).__name__} without logits; train.loss = 'module:function' can read it",
+    )
+
+
+def with_prediction(outputs: Any, prediction: Tensor) -> Any:
+    """Return outputs with another prediction in the place of `prediction_of(outputs)`."""
+    if isinstance(outputs, Tensor):
+        return prediction
+    if isinstance(getattr(outputs, "logits", None), Tensor):
+        outputs.logits = prediction
+        return outputs
+    inner = getattr(outputs, "logits", outputs)
+    if isinstance(inner, Mapping):
+        return {**inner, "logits": prediction}
+    return prediction, *inner[1:]
+
+
+def target_of(batch: Any) -> Tensor:
+    """Return the target of a batch: `labels` of a dict, the second of a tuple.
+
+    Raises:
+        JobError: the batch has none.
+    """
+    found = None
+    if isinstance(batch, Mapping):
+        found = batch.get("labels")
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        found = batch[1]
+    if isinstance(found, Tensor):
+        return found
+    raise JobError(
+        "batch-labels-missing", "the batch has no labels: a dict with `labels`, or a tuple (inputs, labels), works"
+    )

@@ -1,0 +1,1 @@
+"""The legal layouts of a number of devices, and why others are not."""

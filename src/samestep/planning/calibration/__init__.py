@@ -1,1 +1,0 @@
-"""A hardware profile refitted to measured steps, of any framework."""

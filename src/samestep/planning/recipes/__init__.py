@@ -1,1 +1,0 @@
-"""Layouts in the words of other frameworks: one file for each framework, and what it lacks."""

@@ -1,0 +1,284 @@
+"""Samples that were run as one and as two halves, and the halves once more as rows of the outputs of the whole.
+
+```
+             samples 0 1 2 3         [8, T, V]       [8 * T, V]        two views, one after the other     [C]
+halves       0 1  |  2 3             4 + 4 = 8       4T + 4T = 8T      nearer to a half that ran alone    C, C, C
+the samples  add up to the whole     dimension 0     dimension 0       stacked                            belongs to all
+```
+So no rounding of a forward stands between a loss of the whole and that of the halves. What no rows of the whole are, such as a
+statistic of the batch, numbers that begin anew in each batch, names, or lists with an item for each sample, a half has by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.building.loss import IGNORED_LABEL
+from samestep.building.named_tensors import cast_floating
+from samestep.independence.roundings import is_let_go, limit_of_values, relative_deviation
+from samestep.tracing import pending_logits
+from samestep.trees import map_tensors
+
+_FAR, _BESIDE = 1000.0, 0.01
+"""Other values are so many times the mean size, or differ by this part from a number."""
+_LARGE, _LARGEST_WHOLE = 2**18, 10_000
+"""In more elements fewer other values are tried; and no larger whole numbers, which may be sizes."""
+WHOLE = 0
+PARTS = (WHOLE, 1, 2)
+"""The samples together, and each half."""
+
+
+class Samples(NamedTuple):
+    """Samples that were run: the outputs of their forward, their batch, and their number."""
+
+    outputs: Any
+    batch: Any
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlace:
+    """The place of the samples in one tensor."""
+
+    dim: int | None = None
+    """The dimension of the samples; None for a tensor that belongs to all of them."""
+    of_half: int = 0
+    """Number of rows of the first half."""
+    is_stacked: bool = False
+    """Whether the rows of one sample stand apart, as in two views of a batch one after the other."""
+
+    def take(self, tensor: Tensor, half: int, sizes: tuple[int, int]) -> Tensor:
+        """Return the rows of the first half, or of the second one, of two of these numbers of samples."""
+        if self.dim is None:
+            return tensor
+        if self.is_stacked:
+            rows = tensor.unflatten(self.dim, (-1, sum(sizes)))
+            return rows.narrow(self.dim + 1, (half - 1) * sizes[0], sizes[half - 1]).flatten(self.dim, self.dim + 1)
+        counts = self.of_half, tensor.shape[self.dim] - self.of_half
+        return tensor.narrow(self.dim, (half - 1) * self.of_half, counts[half - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class DividedSamples:
+    """Samples and their halves, and where the tensors of the whole hold the samples; outputs stand before the batch."""
+
+    trees: tuple[Any, ...]
+    """Outputs and batch of the whole and of the halves."""
+    tensors: tuple[list[Tensor], ...]
+    """Their detached tensors."""
+    places: list[SamplePlace | None]
+    """The place of the samples in each tensor of the whole, as far as the halves have one like it; None where a half has its own."""
+    num_outputs: int
+    sizes: tuple[int, int]
+    """Number of samples of each half, or of tokens."""
+    graded: tuple[int, ...] = ()
+    """The numbers of the tensors through which a backward goes."""
+
+    def part(self, tensors: Sequence[Tensor], part: int, *, raised: bool) -> tuple[Any, Any]:
+        """Return outputs and batch of one of `PARTS`, with the values of `tensors` of the whole; a loss may write into them."""
+        of_part = cast_floating(self.tensors[part], torch.float64) if raised else self.tensors[part]
+        leaves = list(tensors) if part == WHOLE else list(of_part)
+        for index, place in enumerate(self.places if part != WHOLE else ()):
+            if place is not None:
+                leaves[index] = place.take(tensors[index], part, self.sizes)
+        shared = {index for index, place in enumerate(self.places) if place == SamplePlace()}  # as a table of classes
+        shared |= {index for index, leaf in enumerate(leaves) if is_let_go(leaf)}
+        shown = [
+            leaf if index in shared and not leaf.requires_grad else leaf.clone() for index, leaf in enumerate(leaves)
+        ]
+        outputs, batch = with_tensors(self.trees[part], shown)
+        return outputs, batch
+
+    def moved(self, by: float) -> DividedSamples:
+        """Return the samples with outputs changed by so much of their mean size, each element by another amount."""
+        whole = [
+            _moved(leaf, by) if i < self.num_outputs and self.places[i] is not None else leaf
+            for i, leaf in enumerate(self.tensors[WHOLE])
+        ]
+        return replace(self, tensors=(whole, *self.tensors[1:]))
+
+    def with_other_half(self, numbers: Collection[float]) -> Iterator[DividedSamples]:
+        """Yield the samples with other values in a tensor of the first half: with which a label or mask does not count, or does; and values
+        around `numbers`, those of the code of the loss, and far from all others, by which a loss may choose a factor.
+        """
+        is_large = sum(leaf.numel() for leaf in self.tensors[WHOLE]) > _LARGE
+        for index, place in enumerate(self.places):
+            leaf = self.tensors[WHOLE][index]
+            is_output = index < self.num_outputs
+            if place is None or place.dim is None or place.is_stacked or leaf.is_complex() or (is_output and is_large):
+                continue
+            first, second = (place.take(leaf, half, self.sizes) for half in PARTS[1:])
+            numbers_here = () if is_large else numbers
+            values = _other_values(first, second, numbers_here, is_output=is_output)
+            far = [_moved(first, by) for by in (_FAR, -_FAR)] if first.is_floating_point() else []
+            for other in (*map(leaf.new_tensor, values), *far):
+                changed = [*self.tensors[WHOLE]]
+                changed[index] = leaf.clone()
+                place.take(changed[index], 1, self.sizes).copy_(other)
+                yield replace(self, tensors=(changed, *self.tensors[1:]))
+
+
+def _other_values(first: Tensor, second: Tensor, numbers: Collection[float], *, is_output: bool) -> list[float]:
+    """Return values with which a tensor of the first half is tried: no whole numbers of the second one if the halves share none, as ids of
+    groups do; and on an accelerator only those that it holds, since an index beyond a table ends its context.
+    """
+    if first.dtype is torch.bool:
+        return [0, 1]
+    if first.is_floating_point():
+        far = _FAR * (float(first.abs().nan_to_num(posinf=0.0).mean()) or 1.0)
+        around = [number + sign * _BESIDE * (abs(number) or 1.0) for number in numbers for sign in (1, -1)]
+        return [*(() if is_output else (0, 1)), *around, far, -far]
+    wholes = [int(number) + step for number in numbers if number == int(number) for step in (0, 1, -1)]
+    values = dict.fromkeys((0, IGNORED_LABEL, *(value for value in wholes if abs(value) < _LARGEST_WHOLE)))
+    both, info = torch.cat([first.flatten(), second.flatten()]), torch.iinfo(first.dtype)
+    is_on_host = first.device.type == "cpu" or not both.numel()
+    least, most = (info.min, info.max) if is_on_host else (int(both.min()), int(both.max()))
+    others = set() if bool(torch.isin(first.flatten(), second.flatten()).any()) else set(second.flatten().tolist())
+    return [value for value in values if least <= value <= most and value not in others]
+
+
+def _moved(tensor: Tensor, by: float) -> Tensor:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return tensor
+    wide = tensor.to(torch.float64)
+    wave = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device).mul_(1.7).sin_()
+    size = wide.abs().nan_to_num(posinf=0.0).mean()
+    return wide.add(wave.view(tensor.shape), alpha=by * (float(size) or 1.0)).to(tensor.dtype)
+
+
+# -- where the samples are -------------------------------------------------------------------------
+
+
+def divisions(
+    whole: Samples, halves: tuple[Samples, Samples], graded: Sequence[bool] | None = None
+) -> list[DividedSamples]:
+    """Return how samples may be divided, as their halves show it: one way, unless outputs of equal rows fit two; none if the outputs of a
+    half have other tensors, or no dimension holds the samples.
+
+    `graded` says through which tensors of the outputs a backward goes; by default through all but weights.
+    """
+    runs, sizes = (whole, *halves), (halves[0].size, halves[1].size)
+    outputs, batches = [tensors_in(run.outputs) for run in runs], [tensors_in(run.batch) for run in runs]
+    has_lists = len({*map(len, batches)}) > 1  # with tensors of each sample
+    if len({*map(len, outputs)}) > 1:
+        return []
+    leaves = [[*of_outputs, *of_batch] for of_outputs, of_batch in zip(outputs, batches, strict=True)]
+    num_outputs = len(outputs[WHOLE])
+    places = [
+        _places(*(of_run[index] for of_run in leaves), sizes=sizes, is_output=index < num_outputs)
+        for index in range(num_outputs if has_lists else len(leaves[WHOLE]))
+    ]
+    if not all(places):
+        return []
+    if graded is None or len(graded) != num_outputs:
+        graded = [not isinstance(leaf, nn.Parameter) for leaf in outputs[WHOLE]]
+    takes = [
+        i for i, leaf in enumerate(outputs[WHOLE]) if graded[i] and leaf.is_floating_point() and places[i] != [None]
+    ]
+    trees = tuple((run.outputs, run.batch) for run in runs)
+    tensors = tuple([leaf.detach() for leaf in of_run] for of_run in leaves)
+    ways = [[ways_of[0] for ways_of in places], [ways_of[-1] for ways_of in places]]
+    return [
+        DividedSamples(trees, tensors, way, num_outputs, sizes, tuple(takes))
+        for way in (ways if ways[0] != ways[1] else ways[:1])
+    ]
+
+
+def along_tokens(samples: Samples, length: int) -> DividedSamples:
+    """Return samples whose parts are halves of the tokens, of which so many are along dimension 1."""
+    tree, of_outputs = (samples.outputs, samples.batch), tensors_in(samples.outputs)
+    tensors, sizes = [leaf.detach() for leaf in tensors_in(tree)], (length // 2, length - length // 2)
+    cut, uncut = SamplePlace(1, sizes[0]), SamplePlace()
+    places: list[SamplePlace | None] = [
+        cut if leaf.dim() > 1 and leaf.shape[1] == length else uncut for leaf in tensors
+    ]
+    graded = tuple(i for i, leaf in enumerate(of_outputs) if leaf.requires_grad and leaf.is_floating_point())
+    return DividedSamples((tree,) * 3, (tensors,) * 3, places, len(of_outputs), sizes, graded)
+
+
+def deviation_of_halves(whole: Samples, halves: tuple[Samples, Samples]) -> float | None:
+    """Return the largest relative deviation of outputs of halves, which ran by themselves, from their rows of the whole; None if they cannot be
+    divided. Statistics of the batch are left out.
+    """
+    ways = divisions(whole, halves)
+    return min(map(_off, ways)) if ways else None
+
+
+def _off(some: DividedSamples) -> float:
+    distances = [0.0]
+    for index, place in enumerate(some.places[: some.num_outputs]):
+        leaf = some.tensors[WHOLE][index]
+        if place is not None and leaf.is_floating_point():
+            rows = ((place.take(leaf, half, some.sizes), some.tensors[half][index]) for half in PARTS[1:])
+            distances += [_distance(part, alone) for part, alone in rows]
+    return max(distances)
+
+
+def _places(
+    whole: Tensor, first: Tensor, second: Tensor, *, sizes: tuple[int, int], is_output: bool
+) -> list[SamplePlace | None]:
+    """Return where a tensor may hold the samples, the likeliest first; None where a half has its own, and nothing if it cannot be divided."""
+    if whole.shape == first.shape == second.shape:
+        far = max(_distance(whole, half) for half in (first, second))
+        return [SamplePlace() if far <= (limit_of_values(whole.dtype) if is_output else 0.0) else None]
+    rows = [*zip(whole.shape, first.shape, second.shape, strict=False)]
+    dims = [dim for dim, (total, of_first, of_second) in enumerate(rows) if total and of_first + of_second == total]
+    are_padded = [
+        total in (of_first, of_second) for dim, (total, of_first, of_second) in enumerate(rows) if dim not in dims
+    ]
+    if not whole.dim() == first.dim() == second.dim() or len(dims) != 1 or not all(are_padded):
+        return [] if is_output else [None]
+    total, of_half, size = whole.shape[dims[0]], first.shape[dims[0]], sum(sizes)
+    ways = [SamplePlace(dims[0], of_half)]
+    if total > size and total % size == 0 and of_half == sizes[0] * (total // size):
+        ways.append(SamplePlace(dims[0], of_half, is_stacked=True))
+    far_of = [max(_distance(way.take(whole, i, sizes), half) for i, half in ((1, first), (2, second))) for way in ways]
+    if not is_output and min(far_of):
+        return [None]
+    return [way for way, far in zip(ways, far_of, strict=True) if far == min(far_of)]
+
+
+def _distance(tensor: Tensor, expected: Tensor) -> float:
+    """Return by how much two tensors of one shape differ; 0 where padding gives them different ones."""
+    if tensor.is_complex():
+        tensor, expected = torch.view_as_real(tensor), torch.view_as_real(expected)
+    return relative_deviation(expected, tensor) if tensor.shape == expected.shape else 0.0
+
+
+# -- nested tensors --------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of outputs and batches: in tuples, mappings, dataclasses and plain objects."""
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _map_tensors(value, note)
+    return tensors
+
+
+def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a copy of outputs and batches with other tensors, in the order of `tensors_in`."""
+    rest = iter(tensors)
+    return _map_tensors(value, lambda _: next(rest))
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    def leaf(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, pending_logits.PendingLogits):
+            return pending_logits.detach_logits(tensor).with_hidden(change(tensor.made.hidden))
+        twin = change(tensor)
+        for name, item in vars(tensor).items():  # of the user: `logits.aux = ...`
+            if isinstance(item, Tensor):
+                setattr(twin, name, leaf(item))
+        return twin
+
+    return map_tensors(value, leaf)

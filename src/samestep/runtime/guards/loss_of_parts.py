@@ -1,0 +1,445 @@
+"""Whether a loss is a sum over samples: the loss of a few real samples against that of their halves.
+
+A step adds the sums and counts of all micro-batches and ranks, so a loss must be a sum over samples. Samples AB are run as one and as two
+halves A and B (`repeat.py`). Both losses are then computed in float64, in every precision of the run, on the outputs of AB and on slices of
+them, so that no rounding of a forward matters:
+
+    loss(AB) = loss(A) + loss(B)        sums and counts of each term, and the gradients of each sum by the outputs, to 1e-9
+
+Where an output or a tensor of the batch has its samples is not guessed: it is the dimension in which A and B add up to AB. A tensor that
+is the same in all three, such as a table of classes, belongs to all samples (`divided_samples.py`).
+
+| what is changed | what it shows |
+| --- | --- |
+| nothing, twice | a loss that keeps something between its calls |
+| outputs moved a little, and far | what couples samples where outputs are equal, as behind a head of zeros; limits of sums |
+| the labels, masks or values of one half | a count or sum that is guarded: a part in which nothing counts; a factor that a value selects |
+| other outputs before | a loss with a running mean |
+
+A count that is guarded against zero counts what it was before (`loss_watch.py`). Outputs or batches that cannot be divided so are no
+reason to reject: then each half's loss is that of its own forward (`Repeat.excess_of_halves`). Under cp each rank has a slice of the
+tokens, and the parts are halves along the tokens too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samestep.building.loss_result import UNNAMED, VALUES, Loss, LossResult, is_same_count, loss_result
+from samestep.building.named_tensors import cast_floating
+from samestep.building.over_samples import Keeping, within
+from samestep.building.torch_seams import disable_current_modes
+from samestep.independence.roundings import EXACT, LEAST_MEAN, LIMITS_OF_SUMS
+from samestep.runtime.axes.precision import RaiseIslands
+from samestep.runtime.guards.divided_samples import PARTS, WHOLE, DividedSamples, Samples, along_tokens, divisions
+from samestep.state.snapshot import preserve_function, preserve_generators
+
+_MOVED, _FAR, _FURTHEST = 0.01, 3.0, 1000.0
+"""By so much of their mean size outputs are moved."""
+_NUMBERS = 16
+"""Around so many numbers of the loss's code values are tried."""
+_OTHERS = 8
+"""So many times a loss is called on other outputs before it is called again on the first ones: a running mean of it has moved by half."""
+_KEEPS = (
+    "its {} is {:.9g} at first and {:.9g} when it is called again on the same{}, so it keeps something between calls"
+)
+_KEEPS_OF_PART = (
+    "samestep.after_step gives a buffer a value that a part of the samples decides, and each rank and micro-batch has others: "
+    "one of samestep.batch_mean or batch_sum works, or samestep.whole_batch(loss)"
+)
+_GOES_BACK = "it calls backward() by itself, and so adds a gradient of its own for each part of a batch"
+
+
+@dataclass(frozen=True, slots=True)
+class LossTrial:
+    """The outcome of a trial."""
+
+    reason: str = ""
+    """Why the loss is not a sum over what was cut; empty if it is."""
+    judged: bool = True
+    """Whether there was something to judge: a finite sum that counts something."""
+    is_zero: bool = False
+    """Whether the sums of the whole and of the halves are all zero."""
+    is_indivisible: bool = False
+    """Whether outputs, batch or loss cannot be divided, so that only forwards of the halves show what the loss is."""
+    of_tokens: bool = False
+    """Whether the parts were those of the tokens."""
+    moving: str = ""
+    """The name of a term whose count is another on outputs that are moved; empty if there is none."""
+    counts: dict[str, float] = field(default_factory=dict, compare=False)
+    """The count of each term of the whole."""
+
+
+def judge(
+    loss: Loss,
+    whole: Samples,
+    halves: tuple[Samples, Samples],
+    graded: Sequence[bool] | None = None,
+    keeping: Loss | None = None,
+    *,
+    is_new: bool = True,
+) -> LossTrial:
+    """Return whether a loss is a sum over samples, of some that were run as one and as two halves.
+
+    `graded` says through which tensors of the outputs a backward goes; by default through all but weights. What the loss keeps
+    between calls, or the function `keeping` of the user's that it calls, is as before afterwards. Every rank of a tensor cut calls it
+    alike, since the loss may communicate over the cut. Values around the numbers in the code of a loss are tried if it `is_new`.
+    """
+    ways = divisions(whole, halves, graded)
+    if not ways:
+        return LossTrial("no dimension of its outputs holds the samples", is_indivisible=True)
+    outcome = _first_that_passes(loss, ways, keeping or loss, _NUMBERS if is_new else 0)
+    has_own = None in ways[0].places[: ways[0].num_outputs]  # which differs by roundings
+    return replace(outcome, is_indivisible=True) if outcome.reason and has_own else outcome
+
+
+def judge_tokens(loss: Loss, samples: Samples, length: int, keeping: Loss | None = None) -> LossTrial:
+    """Return whether a loss is a sum over tokens, of samples with so many on this rank."""
+    outcome = _first_that_passes(loss, [along_tokens(samples, length)], keeping or loss, None)
+    return replace(outcome, of_tokens=True)
+
+
+def _first_that_passes(loss: Loss, ways: Sequence[DividedSamples], keeping: Loss, num_numbers: int | None) -> LossTrial:
+    """Return the first outcome without a reason; `num_numbers` is None if the parts are those of tokens."""
+    outcomes = []
+    try:
+        for some in ways:
+            outcomes.append(_judge_division(loss, some, keeping, num_numbers))
+            if not outcomes[-1].reason:
+                return outcomes[-1]
+    except torch.OutOfMemoryError:
+        return LossTrial(judged=False)
+    return outcomes[0]
+
+
+def _judge_division(loss: Loss, some: DividedSamples, keeping: Loss, num_numbers: int | None) -> LossTrial:
+    with preserve_function(keeping) as before:
+        outcome = _compare_sums(loss, some)
+        if outcome.judged and not outcome.reason:
+            outcome = _try_moved(loss, some, outcome)
+        if outcome.judged and not outcome.reason and num_numbers is not None:
+            numbers = sorted(before.numbers, key=abs)[:num_numbers]
+            outcome = replace(outcome, reason=_try_other_half(loss, some, numbers))
+    if outcome.judged and not outcome.reason:
+        outcome = replace(outcome, reason=_memory_of_others(loss, some, keeping))
+    return outcome
+
+
+# -- sums, counts and gradients --------------------------------------------------------------------
+
+
+def _compare_sums(loss: Loss, some: DividedSamples) -> LossTrial:
+    """Evaluate the loss on all samples, twice, and on the halves, in float64 if it can be, and compare."""
+    error: Exception | None = None
+    for way in _WAYS:
+        values = _ValuesOfWhole()
+        try:
+            with within(values), Keeping(values):
+                whole, again, *halves = [values.evaluate(loss, some, part, way) for part in (WHOLE, *PARTS)]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as caught:  # of the user's own code, which may raise anything
+            error = error or caught
+            continue
+        return _outcome(whole, again, halves, values, way)
+    cause = error.__cause__ if error is not None and error.__cause__ is not None else error
+    words = str(cause).strip().partition("\n")[0]
+    text = (
+        f"it cannot be evaluated on a part of a micro-batch ({type(cause).__name__}: {words}), where a tensor of all samples, as a table of "
+        "classes, works as one that the loss or the model holds"
+    )
+    return LossTrial(text, is_indivisible=True)
+
+
+def _outcome(
+    whole: _LossValue, again: _LossValue, halves: list[_LossValue], values: _ValuesOfWhole, way: _Way
+) -> LossTrial:
+    if whole.went_back:
+        return LossTrial(_GOES_BACK)
+    for name, (total, _) in whole.amounts.items():
+        if math.isfinite(total) and abs(again.amounts[name][0] - total) > EXACT * abs(total):
+            return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0], ""))
+    if values.parts_differ():
+        return LossTrial(_KEEPS_OF_PART)
+    outcome = _compare_halves(whole, halves, raised=way.raised)
+    if outcome.judged and not outcome.reason:  # what the whole has found over all samples is a constant the second time
+        outcome = replace(outcome, reason=_compare_gradients(again, halves, raised=way.raised))
+    return replace(
+        outcome, counts={name: count for name, (_, count) in whole.amounts.items() if not name.startswith(VALUES)}
+    )
+
+
+def _compare_halves(whole: _LossValue, halves: list[_LossValue], *, raised: bool) -> LossTrial:
+    tolerance = LIMITS_OF_SUMS[torch.float64 if raised and whole.is_float64 else torch.float32]
+    judged = {name: whole.amounts[name] for name in whole.amounts if whole.counts(name)}
+    of_parts = {name: amount for name, amount in judged.items() if not _is_of_no_sample(name, amount, halves)}
+    if not judged or (len(judged) < len(whole.amounts) and not of_parts):
+        return LossTrial(judged=False)
+    for index, word in ((1, "count"), (0, "sum")):
+        for name, amount in (of_parts or judged).items():
+            all_of, both = amount[index], [half.amounts.get(name, (0.0, 0.0))[index] for half in halves]
+            least = 0.0 if index else LEAST_MEAN * abs(amount[1])
+            if not abs(all_of - sum(both)) <= tolerance * max(least, abs(all_of), *map(abs, both)):
+                text = f"its {word}{_of(name)} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
+                rounds = f", and it is rounded to {whole.rounded_to}: a loss that computes it in float32 works"
+                return LossTrial(text + rounds if whole.rounded_to and not index else text)
+    return LossTrial(is_zero=not any(total for value in (whole, *halves) for total, _ in value.amounts.values()))
+
+
+def _compare_gradients(whole: _LossValue, halves: list[_LossValue], *, raised: bool) -> str:
+    """Return the reason against a loss whose gradients by the outputs are not those of the halves added up."""
+    limit = LIMITS_OF_SUMS[torch.float64 if raised and whole.is_float64 else torch.float32]
+    for name, of_whole in whole.gradients.items():
+        if _is_of_no_sample(name, whole.amounts[name], halves):
+            continue
+        none: list[Tensor | None] = [None] * len(of_whole)
+        for all_of, *both in zip(of_whole, *(half.gradients.get(name, none) for half in halves), strict=True):
+            if all_of is None:
+                continue
+            parts = [part for part in both if part is not None]
+            total = sum(parts, torch.zeros_like(all_of))
+            size = max([LEAST_MEAN, *(float(part.abs().max()) for part in (all_of, *parts) if part.numel())])
+            off = float((all_of - total).abs().max()) if all_of.numel() else 0.0
+            if math.isfinite(size) and off > limit * size:
+                return (
+                    f"its gradient{_of(name)} by the outputs of a half is off by {off / size:.1e} when the half is alone, though its values add "
+                    "up, as with a statistic of the batch behind detach(), or a hook on a gradient"
+                )
+    return ""
+
+
+def _is_of_no_sample(name: str, whole: tuple[float, float], halves: Sequence[_LossValue]) -> bool:
+    """Return whether a named term is the same for any samples, as a penalty on weights is: its mean is then right for any parts."""
+    of_halves = [half.amounts.get(name) for half in halves]
+    return (
+        name != UNNAMED
+        and all(amount is not None and amount[1] == whole[1] for amount in of_halves)
+        and all(amount is not None and abs(amount[0] - whole[0]) <= EXACT * abs(whole[0]) for amount in of_halves)
+    )
+
+
+def _of(name: str) -> str:
+    return f" of {name}" if name != UNNAMED else ""
+
+
+# -- what is changed -------------------------------------------------------------------------------
+
+
+def _try_moved(loss: Loss, some: DividedSamples, outcome: LossTrial) -> LossTrial:
+    """Try outputs that are moved a little, and far; a loss that is not defined for them was tried on the real ones.
+
+    A loss that is zero everywhere, as one with a margin may be, has shown nothing yet.
+    """
+    is_zero, counts, moving = outcome.is_zero, outcome.counts, ""
+    for by in (_MOVED, _FAR, _FURTHEST):
+        outcome = _compare_sums(loss, some.moved(by))
+        if outcome.reason.startswith("its "):
+            return outcome
+        is_zero &= not outcome.judged or outcome.is_zero
+        moved_counts = outcome.counts if by < _FURTHEST else {}
+        moving = moving or next(
+            (name for name in moved_counts if not is_same_count(counts.get(name, 0.0), moved_counts[name])), ""
+        )
+    return LossTrial(judged=not is_zero, moving=moving)
+
+
+def _try_other_half(loss: Loss, some: DividedSamples, numbers: Sequence[float]) -> str:
+    """Return the reason against a loss that does not add up where a half has other labels or values."""
+    for changed in some.with_other_half(numbers):
+        try:
+            with within(values := _ValuesOfWhole()), Keeping(values):
+                whole, *halves = [values.evaluate(loss, changed, part, _WAYS[0]) for part in PARTS]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of the user's own code, which need not be defined for such values
+            continue
+        if reason := _compare_halves(whole, halves, raised=True).reason:
+            return (
+                f"{reason}, one with other labels or values, so a part in which little or nothing counts would count otherwise, or a value of "
+                "all samples selects a number: a plain sum and count work, also behind n.clamp(min=1), which is the count of the whole "
+                "step then, or samestep.whole_batch(loss)"
+            )
+    return ""
+
+
+def _memory_of_others(loss: Loss, some: DividedSamples, keeping: Loss) -> str:
+    """Return the reason against a loss whose sum is another once it was called on other outputs; empty if it is the same.
+
+    Of the other outputs those count first on which it is defined.
+    """
+    for moved, way in itertools.product(map(some.moved, (_FURTHEST, _FAR)), _WAYS):
+        try:
+            with preserve_function(keeping):
+                first = _evaluate_alone(loss, some, way)
+            with preserve_function(keeping):
+                for _ in range(_OTHERS):
+                    _evaluate_alone(loss, moved, way)
+                again = _evaluate_alone(loss, some, way)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of the user's own code, which may not be defined for other outputs
+            continue
+        for name, (total, _) in first.amounts.items():
+            last = again.amounts.get(name, (math.nan, 0.0))[0]
+            if math.isfinite(total) and not abs(last - total) <= EXACT * abs(total):
+                return _KEEPS.format(f"sum{_of(name)}", total, last, " after others")
+        return ""
+    return ""
+
+
+# -- evaluating ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to evaluate a loss."""
+
+    raised: bool
+    """In float64, or as it is."""
+    graph: bool
+    """With a graph, for its gradients or a loss that differentiates its outputs."""
+
+
+_WAYS = tuple(_Way(raised, graph) for graph in (True, False) for raised in (True, False))
+"""The best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LossValue:
+    amounts: dict[str, tuple[float, float]]
+    """The sum and the count of each term, and of each value."""
+    is_float64: bool
+    went_back: bool
+    """Whether the loss has computed gradients by `backward`."""
+    gradients: dict[str, list[Tensor | None]]
+    """Those of the sum of each term, by the tensors through which a backward goes."""
+    rounded_to: str = ""
+    """The half precision in which it returned a sum; empty if there is none."""
+
+    def counts(self, name: str) -> bool:
+        """Return whether a term or value is finite and counts something."""
+        total, count = self.amounts[name]
+        return math.isfinite(total) and math.isfinite(count) and count != 0.0
+
+
+def _evaluate_alone(loss: Loss, some: DividedSamples, way: _Way) -> _LossValue:
+    """Evaluate a loss on all samples, with the random numbers that every such call draws."""
+    with preserve_generators(), within(values := _ValuesOfWhole()):
+        return values.evaluate(loss, some, WHOLE, way)
+
+
+def _evaluate(loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossValue:
+    """Evaluate a loss on one of `PARTS`."""
+    leaves = cast_floating(some.tensors[WHOLE], torch.float64) if way.raised else some.tensors[WHOLE]
+    if way.graph:
+        leaves = [leaf.detach().requires_grad_() if i in some.graded else leaf for i, leaf in enumerate(leaves)]
+    with disable_current_modes(), torch.set_grad_enabled(way.graph), _in_float64() if way.raised else nullcontext():
+        result = loss_result(loss(*some.part(leaves, part, raised=way.raised)))
+        gradients = _gradients_of(result, [leaves[i] for i in some.graded]) if way.graph and some.graded else {}
+    is_float64 = all(total.dtype is torch.float64 for total, _ in result.terms.values())
+    went_back = way.graph and any(leaf.grad is not None for leaf in leaves)
+    amounts = {name: (float(total.detach()), float(count)) for name, (total, count) in result.amounts.items()}
+    halves = (str(total.dtype).removeprefix("torch.") for total, _ in result.terms.values() if total.dtype.itemsize < 4)
+    return _LossValue(amounts, is_float64, went_back, gradients, next(halves, ""))
+
+
+def _gradients_of(result: LossResult, leaves: list[Tensor]) -> dict[str, list[Tensor | None]]:
+    sums = {name: total for name, (total, _) in result.terms.items() if total.requires_grad}
+    return {
+        name: [*torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)]
+        for name, total in sums.items()
+    }
+
+
+class _ValuesOfWhole:
+    """The scope of `samestep.batch_sum` and its like in a trial: halves are given what the first evaluation, of the whole, has found.
+
+    It is the keeper of `samestep.after_step` too: what a buffer gets then must follow from these alone.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[dict[int, Tensor]] = []
+        """Next values of buffers in each evaluation, by the identities of the buffers."""
+        self._found: list[Any] = []
+        self._next: Iterator[Any] | None = None
+
+    def evaluate(self, loss: Loss, some: DividedSamples, part: int, way: _Way) -> _LossValue:
+        """Evaluate a loss on one of `PARTS`, the first time on all samples."""
+        self._kept.append({})
+        value = _evaluate(loss, some, part, way)
+        self._next = iter(self._found)
+        return value
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Note what a buffer gets after the step."""
+        self._kept[-1][id(buffer)] = value.detach().clone()
+
+    def parts_differ(self) -> bool:
+        """Return whether a buffer gets another value from a part of the samples than from all of them."""
+        whole, *others = self._kept
+        return any(
+            other.keys() != whole.keys()
+            or not all(torch.allclose(other[key], value, rtol=EXACT, equal_nan=True) for key, value in whole.items())
+            for other in others
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the rows of the whole."""
+        return cast("Tensor", self._of_whole(x.sum(0)))
+
+    def cat(self, x: Tensor) -> Tensor:
+        """Return the rows of the whole."""
+        return cast("Tensor", self._of_whole(x))
+
+    def num_rows(self, x: Tensor) -> int:
+        """Return the number of rows of the whole."""
+        return cast("int", self._of_whole(len(x)))
+
+    def _of_whole(self, found: Any) -> Any:
+        if self._next is not None:
+            return next(self._next, found)
+        self._found.append(found.detach() if isinstance(found, Tensor) else found)
+        return found
+
+
+class _InFloat64(TorchFunctionMode):
+    """A function mode in which every floating tensor is float64: those that the loss holds itself are raised."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":
+            return func(*args, **kwargs)
+        raised = cast_floating(args, torch.float64)
+        result = func(*raised, **cast_floating(kwargs, torch.float64))
+        if not _writes(name) or raised[0] is args[0]:
+            return result
+        args[0].copy_(raised[0])  # a tensor of the loss's own, in its own precision
+        return args[0] if result is raised[0] else result
+
+
+def _writes(name: str) -> bool:
+    """Return whether a function of this name writes into its first argument."""
+    in_place = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
+    return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64(), RaiseIslands():
+            yield
+    finally:
+        torch.set_default_dtype(default)

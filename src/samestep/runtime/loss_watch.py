@@ -1,0 +1,232 @@
+"""What a loss does in a call: the operations that it runs, and the counts that it guards against zero.
+
+A count such as `n.clamp(min=1)` or `max(1, int(n))` has one right meaning: the count n of the whole step, guarded once. So of a
+guarded count what travels through a step is n, and the least that it may be; the sum over all ranks and micro-batches is guarded
+at its end.
+
+    torch's functions    clamp, maximum, where and their like: which tensor they were given
+    numbers of Python    the loss is called once more with another number in the place of one that it reads: if its count is that, it is guarded
+
+A loss that runs other operations than before, as one that a flag or its values let take another branch, is tried again in that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samestep.building.loss_result import LEAST, NUMBER, UNNAMED, VALUES, Loss, LossResult, loss_result
+from samestep.building.over_samples import IGNORING, within
+from samestep.models.spec import LossNames
+from samestep.state.snapshot import preserve_function, preserve_generators
+
+_IN_PLACE = frozenset(("clamp_", "clip_", "clamp_min_"))
+_CLAMPS = frozenset(("clamp", "clip", "clamp_min")) | _IN_PLACE
+_LARGER = frozenset(("maximum", "max", "where", "masked_fill", "fmax"))
+_ONES = frozenset(("ones", "ones_like", "new_ones"))
+_FILLED = frozenset(("tensor", "as_tensor", "scalar_tensor", "new_tensor", "full", "full_like", "new_full"))
+_READS = frozenset(("item", "__int__", "__float__", "__index__", "__len__", "numel", "__bool__", "size", "__get__"))
+_SAME = frozenset(
+    ("to", "float", "double", "long", "int", "type", "type_as", "cpu", "detach", "clone", "reshape", "view", "squeeze")
+)
+_NOTED = _CLAMPS | _LARGER | _ONES | _FILLED | _READS | _SAME
+_NUMBERS = (int, float)
+_LARGEST_GUARD = 1.0
+"""Counts of more are not asked for a guard of Python's, since each question is a call of the loss; the trial rejects such a guard."""
+_MOST = 4
+"""So many of the numbers that a loss reads may stand for its count."""
+
+
+class LossWatch(TorchFunctionMode):
+    """Sees the functions of torch that a loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.least: dict[str, float] = {}
+        """The least that a guarded count of a step may be, by the name of its term or value, as this rank has seen it."""
+        self.agreed: dict[str, float] = {}
+        """The same, as all ranks have exchanged it."""
+        self.pairs: set[Any] = set()
+        """The functions that were called, each with the one before it and with whether it was given a zero."""
+        self.tried: set[Any] = set()
+        """Those of them that were called when the loss was tried."""
+        self._last: Any = None
+        self._read: set[float] = set()
+        self._last_read: float | None = None
+        """The number that was read last by int() or item()."""
+        self._other: tuple[float, float] | None = None
+        """A number, and what stands for it in a call that only shows what follows from it."""
+        self._unsteady: set[str] = set()
+        """The counts that are no such guard after all."""
+
+    def marked(self, outputs: Any) -> Any:
+        """Return the outputs of a forward that has run in this context: a count of Python behind its loss knows how it is guarded."""
+        if type(outputs) is not tuple or len(outputs) != 2 or not _is_number(outputs[1]) or self._last_read is None:
+            return outputs
+        total, count = outputs
+        if count != max(self._last_read, 1.0):
+            return outputs
+        marked = torch.full((), count, device=total.device)
+        vars(marked)[LEAST] = torch.full_like(marked, int(self._last_read)), 1.0
+        return total, marked
+
+    def agree(self, everyone: Iterable[Mapping[str, float]]) -> None:
+        """Note what all ranks have found."""
+        for least in everyone:
+            self.least |= {name: max(number, self.least.get(name, 0.0)) for name, number in least.items()}
+        self.agreed = dict(self.least)
+
+    def least_count(self, names: LossNames) -> float:
+        """Return the least that the count of a whole step may be, as all ranks know it; several terms are guarded one by one."""
+        terms = names.terms or (UNNAMED,)
+        return self.agreed.get(terms[0], 0.0) if len(terms) == 1 else 0.0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the loss has run what it had not when it was tried."""
+        return not self.pairs <= self.tried
+
+    def result(self, loss: Loss, call: Callable[[], Any], what: str = "the loss") -> LossResult:
+        """Return the result of a call of a loss, whose counts are those before they are guarded."""
+        self._last = None
+        self._read.clear()
+        with self:
+            returned = call()
+        found = loss_result(returned, what)
+        marks = {name: vars(count) for name, (_, count) in found.amounts.items()}
+        guarded = {name: mark[LEAST] for name, mark in marks.items() if LEAST in mark}
+        if self._read and self._other is None:  # else a call within that question
+            counts = {name: mark[NUMBER] for name, mark in marks.items() if NUMBER in mark}
+            guarded |= self._of_numbers(counts, loss, call)
+        for name, (before, least) in guarded.items():
+            if self.least.get(name, least) != least or (self.is_new and not _is_guard(found, name, before, least)):
+                self._unsteady.add(name)
+        guarded = {name: both for name, both in guarded.items() if name not in self._unsteady}
+        self.least |= {name: least for name, (_, least) in guarded.items()}
+        if not guarded:
+            return found
+        terms = {name: (pair[0], _before(guarded, name, pair[1])) for name, pair in found.terms.items()}
+        values = {name: (pair[0], _before(guarded, f"{VALUES}{name}", pair[1])) for name, pair in found.values.items()}
+        return replace(found, terms=terms, values=values, least={name: least for name, (_, least) in guarded.items()})
+
+    def _of_numbers(
+        self, counts: dict[str, float], loss: Loss, call: Callable[[], Any]
+    ) -> dict[str, tuple[Any, float]]:
+        """Return the numbers of Python behind counts that are guarded, each with the least that it may be."""
+        guarded: dict[str, tuple[Any, float]] = {}
+        known, read, names = {*self.least.values()}, sorted(self._read), set(self.pairs)
+        for name, number in counts.items():
+            for less in [
+                one for one in read if one < number and (number in known or (self.is_new and number <= _LARGEST_GUARD))
+            ][:_MOST]:
+                self._other = less, number + 1.0
+                try:
+                    with torch.no_grad(), preserve_function(loss), preserve_generators(), within(None), IGNORING, self:
+                        returned = call()
+                    again = loss_result(returned)
+                    if float(again.amounts[name][1]) == number + 1.0:
+                        guarded[name] = less, number
+                except Exception:  # of the user's own code, which may not be defined for it
+                    continue
+                finally:
+                    self._other = None
+        self.pairs = names
+        return guarded
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call a function, and note it."""
+        has_zero = False
+        for one in args:  # a loop, since each step comes by here
+            has_zero |= one.__class__ in _NUMBERS and not one
+        self.pairs.add((self._last, func, has_zero))
+        self._last, name = func, getattr(func, "__name__", "")
+        if name in _NOTED:
+            before = args[0].clone() if name in _IN_PLACE else args[0] if args else None
+            found = func(*args, **(kwargs or {}))
+            self._note(name, before, args, kwargs or {}, found)
+        else:
+            found = func(*args, **kwargs) if kwargs else func(*args)
+        return found if self._other is None else _in_place_of(*self._other, found)
+
+    def _note(self, name: str, before: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        if name in _READS:
+            self._read.update((0.0,) if name == "__bool__" else _numbers_in(found))
+            self._last_read = float(found) if name in ("item", "__int__") and _is_number(found) else self._last_read
+            if isinstance(before, Tensor) and LEAST in vars(before):
+                self._read.add(vars(before)[LEAST][0].item())
+            return
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            return
+        if name in _SAME:
+            vars(found).update({key: value for key, value in vars(before).items() if key in (LEAST, NUMBER)})
+        elif name in _CLAMPS:
+            low, *high = *args[1:], *(kwargs[word] for word in ("min", "max") if kwargs.get(word) is not None), None
+            if (least := _number(low)) is not None and high in ([None], [None, None]):
+                vars(found)[LEAST] = before, least
+        elif name in _LARGER:
+            given = [one for one in (*args, *kwargs.values()) if not _is_condition(one)]
+            numbers = [number for one in given if (number := _number(one)) is not None]
+            others = [one for one in given if isinstance(one, Tensor) and _number(one) is None]
+            if len(numbers) == len(others) == 1 and others[0].numel() == 1:
+                vars(found)[LEAST] = others[0], numbers[0]
+        else:
+            numbers = [1.0] if name in _ONES else [one for one in (*args[::-1], *kwargs.values()) if _is_number(one)]
+            if numbers:
+                vars(found)[NUMBER] = float(numbers[0])
+
+
+def _before(guarded: dict[str, tuple[Any, float]], name: str, count: Tensor) -> Tensor:
+    """Return a count before it is guarded."""
+    if name not in guarded:
+        return count
+    before = guarded[name][0]
+    return before.detach().reshape(()) if isinstance(before, Tensor) else torch.full_like(count, before)
+
+
+def _is_guard(found: LossResult, name: str, before: Any, least: float) -> bool:
+    return float(found.amounts[name][1]) == max(before.item() if isinstance(before, Tensor) else before, least)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_condition(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or that of which a loss has made a tensor; None for other tensors."""
+    if isinstance(value, Tensor):
+        return vars(value).get(NUMBER)
+    return float(value) if _is_number(value) else None
+
+
+def _numbers_in(found: Any) -> list[float]:
+    return [float(one) for one in (found if isinstance(found, torch.Size) else (found,)) if _is_number(one)]
+
+
+def _in_place_of(number: float, other: float, found: Any) -> Any:
+    """Return what a function has found, with another number in the place of one."""
+    if (
+        isinstance(found, Tensor) and type(found) is not Tensor
+    ):  # of logits that are made in chunks, each question is a computation
+        return found
+    if isinstance(found, torch.Size):
+        return torch.Size(int(other) if size == number else size for size in found)
+    if _is_number(found):
+        return type(found)(other) if found == number else found
+    if (
+        not isinstance(found, Tensor)
+        or found.dim()
+        or _is_condition(found)
+        or found.is_complex()
+        or NUMBER in vars(found)
+    ):
+        return found
+    return torch.full_like(found, other) if float(found) == number else found

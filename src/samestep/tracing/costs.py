@@ -1,0 +1,238 @@
+"""The costs of a traced forward, a pure function of its events: what each region computes, passes on and keeps.
+
+The operations from one call of a top-most module with weights to the next are a region. One region makes a storage, and others read
+it, return it or keep it for the backward.
+
+Operations that are no matrix products read and write elements one by one, and in fused groups.
+
+A compiler joins operations that pass on each element, or reduce rows, into one kernel, which reads what the group is given and
+writes what others read; what is made and read within it stays in registers. Matrix products, attention, and what moves rows by values
+or draws random numbers stand alone. A group is the operations of one layer that
+
+    make and read each other's results, directly or by others of the group
+    come after equally many products on the longest way from the inputs, so that no way leaves the group and comes back
+
+as a compiler whose cost of a kernel is the memory that it moves would choose them (inductor: Ansel et al. 2024, doi:10.1145/3620665.3640366, section 4).
+What others read is written once; what the backward alone reads is not, because a graph computes it again from what the group is given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from samestep.models.layer_parts import OtherWork, Product
+from samestep.tracing.operations import Elements, SavedTensor, Work, WorkKind
+
+_COPIES = frozenset(
+    ("_to_copy", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "full_like", "ones_like", "zeros_like")
+)
+_OF_DIMS = frozenset(("amax", "amin", "linalg_vector_norm", "logsumexp", "mean", "std", "sum", "var", "var_mean"))
+"""Reductions whose second argument, or third, says over which dimensions."""
+_OF_ROWS = frozenset(("_fused_rms_norm", "_log_softmax", "_softmax", "native_layer_norm"))
+
+
+@dataclass(slots=True)
+class Region:
+    """The operations between the entry of one top-most module with weights and the next such entry."""
+
+    path: str
+    """Path of the module; empty before the first."""
+    flops: int = 0
+    products: list[Product] = field(default_factory=list)
+    repeated: int = 0
+    """Number of its products behind which autograd keeps something."""
+    read: set[int] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
+    """Storages written by matrix products, convolutions and attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The costs of a forward: its regions by name, and the regions that make, read and keep each storage."""
+
+    regions: dict[str, Region]
+    makers: dict[int, str] = field(default_factory=dict)
+    readers: dict[int, list[str]] = field(default_factory=dict)
+    savers: dict[int, str] = field(default_factory=dict)
+    norm_savers: dict[int, str] = field(default_factory=dict)
+    """Storages that norms keep, which compute in master precision, with their regions."""
+    owners: dict[int, str] = field(default_factory=dict)
+    """Path of the module whose code ran when autograd kept a storage first."""
+    saves: Counter[int] = field(default_factory=Counter)
+    """Number of times that each storage is kept."""
+    moved: MovedElements = field(default_factory=lambda: MovedElements())
+
+    @property
+    def saved(self) -> dict[int, str]:
+        """All storages that autograd keeps, with the regions that keep them first."""
+        return self.norm_savers | self.savers
+
+
+def costs_of(
+    events: Iterable[Work | SavedTensor], regions: Mapping[str, str], weights: Collection[int], norms: Collection[str]
+) -> Costs:
+    """Return the costs of a forward.
+
+    `regions` are the paths of its regions by name, `weights` the storages of weights and buffers, and `norms` the paths of norms.
+    """
+    costs = Costs({name: Region(path) for name, path in regions.items()})
+    for event in events:
+        if isinstance(event, SavedTensor):
+            _add_saved(costs, event, norms)
+        else:
+            _add_work(costs, event, weights)
+    return costs
+
+
+def _add_saved(costs: Costs, event: SavedTensor, norms: Collection[str]) -> None:
+    region, key = costs.regions[event.region], event.storage
+    if event.is_inside:
+        region.repeated = len(region.products)
+    if key is not None:
+        savers = costs.norm_savers if event.owner in norms else costs.savers
+        savers.setdefault(key, event.region)
+        costs.owners.setdefault(key, event.owner)
+        costs.saves[key] += 1
+
+
+def _add_work(costs: Costs, work: Work, weights: Collection[int]) -> None:
+    region = costs.regions[work.region]
+    read, written = ({key for key, _ in elements} for elements in (work.reads, work.writes))
+    for key in read.difference(weights, region.read):
+        costs.readers.setdefault(key, []).append(work.region)
+    region.read |= read
+    for key in written - read:  # a view, or a tensor written in place, was made earlier
+        costs.makers.setdefault(key, work.region)
+    if work.flops is not None:
+        region.flops += work.flops
+        region.results |= written
+    if work.product is not None:
+        region.products.append(work.product)
+    if not work.is_view:
+        costs.moved.ran(work.region, work.reads, work.writes, work.kind, is_cut=work.is_cut)
+
+
+class _Operation(NamedTuple):
+    """An operation that makes or changes a tensor."""
+
+    region: str
+    given: Elements
+    written: Elements
+    is_cut: bool
+    is_product: bool
+    depth: int
+    """Products on the longest way to it; -1 if it joins no group."""
+
+
+class MovedElements:
+    """The operations of a traced forward in their order, but for views."""
+
+    def __init__(self) -> None:
+        self._operations = list[_Operation]()
+        self._depths = dict[int, int]()
+        """Products on the longest way to each storage."""
+        self._readers = dict[int, list[int]]()
+        """The numbers of the operations that read each storage."""
+
+    def ran(self, region: str, given: Elements, written: Elements, kind: WorkKind, *, is_cut: bool) -> None:
+        """Add an operation of a region."""
+        depth = max((self._depths.get(key, 0) for key, _ in given), default=0)
+        for key, _ in given:
+            self._readers.setdefault(key, []).append(len(self._operations))
+        for key, _ in written:
+            self._depths[key] = depth + (kind != "fusible")
+        self._operations.append(
+            _Operation(region, given, written, is_cut, kind == "product", depth if kind == "fusible" else -1)
+        )
+
+    def of(
+        self, regions: Collection[str], sizes: Mapping[int, int], returned: Collection[int]
+    ) -> tuple[OtherWork, OtherWork]:
+        """Return the work of the regions of a layer, matrix products among its kernels, and the part of it that fused groups spare.
+
+        `sizes` are the elements of each storage, and `returned` those that the model returns.
+        """
+        mine = {number: one for number, one in enumerate(self._operations) if one.region in regions}
+        others = [one for one in mine.values() if not one.is_product]
+        groups: dict[int, list[int]] = {}
+        for number, group in _groups_of(mine).items():
+            groups.setdefault(group, []).append(number)
+        fusible = fusible_cut = 0
+        for numbers in groups.values():
+            apart, apart_cut = _moved([mine[number] for number in numbers])
+            fused, fused_cut = self._fused(numbers, sizes, returned)
+            fusible, fusible_cut = fusible + apart - fused, fusible_cut + apart_cut - fused_cut
+        spared = sum(len(numbers) - 1 for numbers in groups.values())
+        return OtherWork(*_moved(others), len(mine)), OtherWork(fusible, fusible_cut, spared)
+
+    def _fused(self, numbers: list[int], sizes: Mapping[int, int], returned: Collection[int]) -> tuple[int, int]:
+        """Return the elements that a group reads and writes as one kernel, and those of them that a tensor cut divides."""
+        inside, made = set(numbers), set[int]()
+        reads, writes, cut = Counter[int](), Counter[int](), dict[int, bool]()
+        for number in numbers:
+            one = self._operations[number]
+            read = {key for key, _ in one.given}
+            for key, elements in one.given:
+                if key not in made:
+                    reads[key] += elements
+                    cut.setdefault(key, one.is_cut)
+            for key, elements in one.written:
+                is_changed = key in read and key not in made  # in place, and it is there after the group
+                if is_changed or key in returned or not inside.issuperset(self._readers.get(key, ())):
+                    writes[key] = max(writes[key], elements)
+                    cut.setdefault(key, one.is_cut)
+                made.add(key)
+        parts = [
+            (key, min(sizes.get(key, elements), elements)) for some in (reads, writes) for key, elements in some.items()
+        ]
+        return sum(elements for _, elements in parts), sum(elements for key, elements in parts if cut[key])
+
+
+def _moved(operations: Collection[_Operation]) -> tuple[int, int]:
+    """Return the elements that operations read and write one by one, and those of them that a tensor cut divides."""
+    each = [(sum(count for _, count in (*one.given, *one.written)), one.is_cut) for one in operations]
+    return sum(count for count, _ in each), sum(count for count, is_cut in each if is_cut)
+
+
+def _groups_of(operations: Mapping[int, _Operation]) -> dict[int, int]:
+    """Return for each operation that joins a group, by number, the least number of its group."""
+    group: dict[int, int] = {}
+
+    def first(number: int) -> int:
+        while group[number] != number:
+            number = group[number]
+        return number
+
+    makers: dict[int, int] = {}
+    for number, one in operations.items():
+        if one.depth >= 0:
+            group[number] = number
+            for key, _ in one.given:
+                maker = makers.get(key)
+                if maker is not None and operations[maker].depth == one.depth:
+                    joined = sorted((first(maker), first(number)))
+                    group[joined[1]] = joined[0]
+        for key, _ in one.written:
+            makers[key] = number
+    return {number: first(number) for number in group}
+
+
+def is_fusible(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a compiler joins an operation of torch with others: it works on each element, or reduces along rows."""
+    name = func.overloadpacket.__name__
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if torch.Tag.pointwise in func.tags or name in _COPIES or name in _OF_ROWS:
+        return True
+    if name not in _OF_DIMS or not args:
+        return False
+    dims = kwargs.get(
+        "dim", args[2] if name == "linalg_vector_norm" and len(args) > 2 else args[1] if len(args) > 1 else None
+    )
+    dims = (dims,) if isinstance(dims, int) else dims
+    return bool(dims) and isinstance(dims, list | tuple) and any(dim in (-1, args[0].dim() - 1) for dim in dims)

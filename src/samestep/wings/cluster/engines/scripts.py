@@ -1,0 +1,352 @@
+"""The script for each engine: written, shown, kept in a file, and handed over only on request.
+
+Of torchrun, mpirun, ssh and Ray it is a command with the words of `samestep train`, and stands here; that of Kubernetes has a
+file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import InputError, RunError, did_you_mean
+from samestep.job import Job
+from samestep.output.durable_files import write
+from samestep.runtime.processes.rank_variables import ON_HOSTS
+from samestep.training import run_folder
+from samestep.wings.cluster.engines import kubernetes
+from samestep.wings.cluster.engines.launch_request import LaunchRequest, read_site, shell, wanted_of
+
+_FIRST_PORT = 20000
+
+
+def script(wanted: LaunchRequest) -> str:
+    """Return the batch script."""
+    by_torchrun = wanted.site.slurm.by == "torchrun"
+    tasks = 1 if by_torchrun else wanted.ranks_per_node
+    lines = ["#!/bin/bash", *wanted.head("slurm", *_NOTES), *_options(wanted, tasks, "B:" if by_torchrun else ""), ""]
+    lines += [*wanted.setup(), *_REQUEUE, *(_ADDRESS if wanted.nodes > 1 or by_torchrun else [])]
+    return "\n".join([*lines, *(_torchrun_lines(wanted) if by_torchrun else _srun_lines(wanted))]) + "\n"
+
+
+# Slurm: srun starts one task for each rank, or one torchrun on each node. A run that nears its time limit, or is preempted, gets SIGTERM,
+# saves, writes its summary and ends with status 143; the script then puts the job back into the queue, where it goes on by
+# `--auto-resume`. Who gets the signal differs:
+#
+#     srun        --signal=TERM@120      the ranks themselves
+#     torchrun    --signal=B:TERM@120    the script alone, which passes it on to the agents: an agent ends its ranks after a while
+#                                        (30 s by default), and with a status that does not tell a saved run from a failed one
+#
+# A rank that fails ends the others, and so does one whose node is lost, where they notice before Slurm does. srun then ends with a
+# status that does not tell these from each other: it is the highest of all tasks, and those that it ended itself have 143 or 137. So
+# 143 is a stop only where there is a new summary, and every failure but 2, a mistake in what was given, puts the job back at most
+# `restarts` times. A stop is not counted. Sources: sbatch(1), scancel(1), scontrol(1); torch.distributed.run.
+_NOTES = (
+    "sbatch THIS_FILE starts the run, and again where it stopped. A run that nears its time limit or is preempted",
+    "saves, and goes back into the queue.",
+)
+_REQUEUE = [
+    "requeue() {  # unless it is cancelled",
+    '    scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"',
+    "}",
+]
+_ADDRESS = [
+    "# Rank 0 is on the first node of the job; its address is the one that Slurm itself uses.",
+    'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    "MASTER_ADDR=$(scontrol show node \"$first\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')",
+    "export MASTER_ADDR",
+]
+
+
+def _options(wanted: LaunchRequest, tasks: int, to: str) -> list[str]:
+    """Return the options of sbatch, one a line."""
+    slurm = wanted.site.slurm
+    named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
+    named |= {"time": slurm.time, "mem": slurm.memory}
+    counts = {"gpus-per-node": slurm.gpus_per_node, "cpus-per-task": slurm.cpus_per_task}
+    options = [f"--job-name={wanted.name}", f"--nodes={wanted.nodes}", f"--ntasks-per-node={tasks}"]
+    options += [f"--{name}={value}" for name, value in (named | counts).items() if value]
+    options += ["--output=%x-%j.log", "--open-mode=append", "--requeue", f"--signal={to}TERM@{slurm.signal_s}"]
+    return [f"#SBATCH {option}" for option in (*options, *slurm.options)]
+
+
+def _srun_lines(wanted: LaunchRequest) -> list[str]:
+    return [
+        f"summary() {{ cat {shell([f'{wanted.out}/{run_folder.SUMMARY}'])} 2> /dev/null; }}",
+        "",
+        "before=$(summary)",
+        f"srun --kill-on-bad-exit=1 {shell(wanted.train_words())}",
+        "status=$?",
+        'if [ $status -eq 143 ] && [ "$(summary)" != "$before" ]; then  # stopped, with a checkpoint',
+        "    requeue",
+        *_failed(wanted),
+        "fi",
+        "exit $status",
+    ]
+
+
+def _failed(wanted: LaunchRequest) -> list[str]:
+    """Return the branch of a run that has failed, which goes on a few times; each time adds a line to a file of the job."""
+    most = wanted.site.slurm.restarts
+    return [
+        "elif [ $status -ne 0 ] && [ $status -ne 2 ]; then  # a rank or a node is lost, or the run fails; 2 is a mistake",
+        '    failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"',
+        '    echo "$(date): status $status on $SLURM_JOB_NODELIST" >> "$failures"',
+        f'    [ "$(wc -l < "$failures")" -le {most} ] && requeue',
+    ]
+
+
+def _torchrun_lines(wanted: LaunchRequest) -> list[str]:
+    torchrun = wanted.site.torchrun
+    words = ["torchrun", f"--nnodes={wanted.nodes}", f"--nproc-per-node={wanted.ranks_per_node}", "--rdzv-backend=c10d"]
+    words += [f"--max-restarts={torchrun.restarts}", *torchrun.options]
+    wait_s = max(30, wanted.site.slurm.signal_s - 20)
+    return [
+        f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % 10000))",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wait_s}  # seconds that the agents leave the ranks to save",
+        "",
+        "stopped=0",
+        "trap 'stopped=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' TERM  # to the tasks, not to this script",
+        f'srun {shell(words)} --rdzv-endpoint="$MASTER_ADDR:$port" --rdzv-id="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\',
+        f"    --no-python {shell(wanted.train_words())} &",
+        "wait $!",
+        "status=$?",
+        "if [ $stopped -eq 1 ]; then",
+        "    wait $!  # the trap has ended the first wait",
+        "    requeue",
+        *_failed(wanted),
+        "fi",
+        "exit $status",
+    ]
+
+
+def _torchrun(wanted: LaunchRequest) -> str:
+    """Return the command of torchrun, to be run on every host.
+
+    Raises:
+        InputError: the agents of several hosts have no address at which they meet.
+    """
+    torchrun = wanted.site.torchrun
+    words = ["torchrun", f"--nnodes={wanted.nodes}", f"--nproc-per-node={wanted.ranks_per_node}"]
+    words += [f"--max-restarts={torchrun.restarts}", *torchrun.options]
+    if wanted.nodes == 1:
+        words += ["--standalone"]
+    else:
+        endpoint = torchrun.endpoint or (f"{wanted.hosts[0]}:29400" if wanted.hosts else "")
+        if not endpoint:
+            raise InputError(
+                "launch-nodes",
+                '--on torchrun with several nodes needs an address: --nodes H1,H2, or endpoint = "HOST:PORT" in [torchrun] of --site',
+            )
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={wanted.name}"]
+    notes = ("Run it on every node; torchrun starts the ranks again where one fails, and they resume.",)
+    lines = ["#!/bin/bash", *wanted.head("torchrun", *notes), *wanted.setup()]
+    return "\n".join([*lines, f"exec {shell(words)} \\", f"    --no-python {shell(wanted.train_words())}"]) + "\n"
+
+
+def _mpi(wanted: LaunchRequest) -> str:
+    """Return the line of Open MPI or MPICH: it starts the ranks, and is asked which host has rank 0, since it gives them no address."""
+    mpi = wanted.site.mpi
+    hosts = mpi.hosts or wanted.hosts
+    each = str(wanted.ranks_per_node)
+    if mpi.by == "openmpi":
+        base = ["mpirun", *(["--host", ",".join(f"{host}:{each}" for host in hosts)] if hosts else []), *mpi.options]
+        ranks = ["--map-by", f"ppr:{each}:node", "--bind-to", "none", "-x", "MASTER_ADDR", "-x", "MASTER_PORT"]
+        ranks += [word for name in wanted.site.run.environment for word in ("-x", name)]
+    else:
+        base = ["mpiexec.hydra", *(["-hosts", ",".join(hosts)] if hosts else []), "-ppn", each, *mpi.options]
+        ranks = ["-genvlist", ",".join(["PATH", "MASTER_ADDR", "MASTER_PORT", *wanted.site.run.environment])]
+    lines = [
+        "#!/bin/bash",
+        *wanted.head("mpi", "A run that gets SIGTERM saves and ends with status 143; the same script resumes it."),
+    ]
+    lines += [*wanted.setup()]
+    if wanted.nodes > 1:
+        lines += [
+            "# Rank 0 is on the first host of mpirun's list.",
+            f"MASTER_ADDR=$({shell([*base, '-n', '1', 'hostname'])})",
+        ]
+    else:
+        lines += ["MASTER_ADDR=127.0.0.1"]
+    lines += [f"MASTER_PORT={mpi.port}", "export MASTER_ADDR MASTER_PORT", ""]
+    lines += [
+        "# Asked to end, mpirun asks the ranks, which save; Open MPI kills those that take longer than a second.",
+        "stopped=0",
+        "trap 'stopped=1; kill -TERM $!' TERM",
+        f"{shell([*base, '-n', str(wanted.ranks), *ranks])} \\",
+        f"    {shell(wanted.train_words())} &",
+        "wait $!",
+        "status=$?",
+        "if [ $stopped -eq 1 ]; then",
+        "    wait $!  # the trap has ended the first wait",
+        "    exit 143",
+        "fi",
+        "exit $status",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ssh(wanted: LaunchRequest) -> str:
+    """Return the command that starts the agent of samestep on hosts, to be run where ssh reaches them.
+
+    Raises:
+        InputError: no hosts are named.
+    """
+    hosts = wanted.hosts or wanted.site.ssh.hosts
+    if len(hosts) < 2:
+        raise InputError(
+            "launch-nodes",
+            "--on ssh needs the names of two hosts or more: --nodes H1,H2, or hosts in [ssh] of --site, works",
+        )
+    if len(hosts) != wanted.nodes:
+        raise InputError(
+            "launch-nodes",
+            f"--nodes {wanted.nodes}: [ssh] of --site names {len(hosts)} hosts; --nodes {len(hosts)} works",
+        )
+    notes = ("The folder it is run in, and its Python, must be there on every host.",)
+    words = [*wanted.train_words(), "--nodes", ",".join(hosts)]
+    lines = wanted.setup()
+    on_hosts = [f"export {ON_HOSTS}={shlex.quote(chr(10).join(lines))}"] if lines else []  # ssh passes no variables on
+    return "\n".join(["#!/bin/bash", *wanted.head("ssh", *notes), *lines, *on_hosts, f"exec {shell(words)}"]) + "\n"
+
+
+def _ray(wanted: LaunchRequest) -> str:
+    """Return the command that hands a run to Ray Train, to be run where the cluster is reached."""
+    ray = wanted.site.ray
+    words = ["ray", "job", "submit", "--working-dir", ".", *(["--address", ray.address] if ray.address else [])]
+    if wanted.site.run.environment:  # what is exported here does not reach the cluster
+        words += ["--runtime-env-json", json.dumps({"env_vars": wanted.site.run.environment})]
+    line = f'{shell(words)} --submission-id "{wanted.name}-$(date +%s)"'
+    driver = ["python", "-m", "samestep.wings.cluster.engines.ray_job", *([wanted.job] if wanted.job else [])]
+    driver += [word for setting in wanted.settings for word in ("--set", setting)]
+    driver += ["--layout", wanted.layout] if wanted.layout else []
+    driver += ["--ranks", str(wanted.ranks), "--out", wanted.out, "--failures", str(ray.failures)]
+    driver += ["--cpus-per-rank", f"{ray.cpus_per_rank:g}", "--gpus-per-rank", f"{ray.gpus_per_rank:g}"]
+    driver += ["--storage", ray.storage] if ray.storage else []
+    notes = ("The job file is sent with the folder it is run in; the run folder must be one that all nodes see.",)
+    lines = ["#!/bin/bash", *wanted.head("ray", *notes), *wanted.setup()]
+    return "\n".join([*lines, f"exec {line} -- \\", f"    {shell(driver)}"]) + "\n"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to start ranks on several machines: its script, and the command that takes it."""
+
+    script: Callable[[LaunchRequest], str]
+    suffix: str
+    """The end of the script's name."""
+    submit: tuple[str, ...]
+    """The words that hand the script over, without its name."""
+
+
+ENGINES: Mapping[str, Engine] = {
+    "slurm": Engine(script, ".sbatch", ("sbatch",)),
+    "kubernetes": Engine(kubernetes.script, ".yaml", ("kubectl", "apply", "-f")),
+    "ray": Engine(_ray, ".sh", ("bash",)),
+    "mpi": Engine(_mpi, ".sh", ("bash",)),
+    "ssh": Engine(_ssh, ".sh", ("bash",)),
+    "torchrun": Engine(_torchrun, ".sh", ("bash",)),
+}
+
+
+def engine_of(name: str) -> Engine:
+    """Return the engine of a name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in ENGINES:
+        raise InputError("engine-unknown", f"--on {name}{did_you_mean(name, ENGINES)}: {', '.join(ENGINES)} work")
+    return ENGINES[name]
+
+
+def emit_script(wanted: LaunchRequest, on: str, path: str | Path | None) -> tuple[str, Path]:
+    """Return the script of an engine and its file, which is written if a path is given.
+
+    Raises:
+        InputError: the engine needs more than is given, or the file cannot be written.
+    """
+    engine = engine_of(on)
+    text = engine.script(wanted)
+    file = Path(path) if path is not None else Path(f"{wanted.name}{engine.suffix}")
+    if path is not None:
+        write(file, text)
+    return text, file
+
+
+def submit_script(on: str, file: Path, run: Callable[[Sequence[str]], int] | None = None) -> None:
+    """Hand a script over to its engine.
+
+    Raises:
+        InputError: the engine's command is not here.
+        RunError: it failed.
+    """
+    words = [*engine_of(on).submit, str(file)]
+    try:
+        status = run(words) if run else subprocess.run(words, check=False).returncode
+    except FileNotFoundError:
+        raise InputError(
+            "submit-failed",
+            f"submit runs {words[0]}, which is not on this machine: copy {file} to one that has it",
+        ) from None
+    if status:
+        raise RunError("submit-failed", f"{' '.join(words)} ended with status {status}")
+
+
+def write_script(
+    job: Job | str | os.PathLike[str] | None,
+    on: str,
+    emit: str | Path | None,
+    submit: bool,
+    *,
+    site: str | Path | None,
+    show: Callable[[str], None] = lambda text: None,
+    **settings: Any,
+) -> tuple[str, Path | None]:
+    """Write the script with which an engine trains a job, and hand it over if `submit`.
+
+    Args:
+        job: a job, or the path of its file; None for the default job.
+        on: the name of the engine.
+        emit: the file to write the script to; with `submit` alone it is named after the job.
+        submit: hand the script over to the engine, for which it is written to a file.
+        site: a TOML file with the settings of the site (`launch_request.py`).
+        show: takes the script before it is handed over.
+        settings: the further arguments of `wanted_of`.
+
+    Returns:
+        The script, and its file, None if none was written.
+
+    Raises:
+        InputError: the job, the engine or the settings do not fit each other.
+        RunError: the command of the engine failed.
+    """
+    path = _as_file(job, emit, submit) if isinstance(job, Job) else Path(job) if job else None
+    wanted = wanted_of(path, **settings, site=read_site(site))
+    text, file = emit_script(wanted, on, emit or (f"{wanted.name}{engine_of(on).suffix}" if submit else None))
+    show(text)
+    if submit:
+        submit_script(on, file)
+    return text, file if emit or submit else None
+
+
+def _as_file(job: Job, emit: str | Path | None, submit: bool) -> Path:
+    """Write a job into the folder of the script that runs it, and return its path.
+
+    Raises:
+        InputError: no script is kept, so that the job has no place.
+    """
+    if emit is None and not submit:
+        raise InputError(
+            "command-options",
+            'a job in memory is written beside its script: path="run.sbatch" works, or the path of a job file',
+        )
+    path = Path(emit or "job").with_suffix(".toml")
+    write(path, job.to_toml(with_folder=True))
+    return path

@@ -1,0 +1,114 @@
+"""The page of another program's steps: the verdict, one step on a timeline, and where the time of each rank goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html import escape
+
+from samestep.output.text import Quantity, duration, share
+from samestep.wings.explain.foreign_traces import ForeignSteps
+from samestep.wings.pages.charts import Bar, TimelineFigure, bars, some_of, stacked
+from samestep.wings.pages.page import Answer, Page, Section, table
+from samestep.wings.pages.prediction_page import lanes_of, most_drawn, row_kind
+from samestep.wings.plan.simulation.partition import TRANSFER, WAIT, row_label, seconds_of
+
+MOST_BARS = 64
+"""Number of ranks above which only some have a bar."""
+_MOST_LETTERS = 13
+"""Letters of the name of a lane."""
+
+
+def page_of(found: ForeignSteps, *, small: bool = False) -> Page:
+    """Return the page of a folder of traces; a small one has neither boxes to zoom into nor a record."""
+    ranks, steps = len(found.ranks), found.steps
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return Page(
+        verb="explain",
+        title=f"{duration(found.step_s).text} a step on {ranks:,} rank{'s' * (ranks > 1)}",
+        subject=f"{found.folder.resolve().name} · {which}",
+        answers=_answers(found),
+        verdict=found.verdict,
+        sections=[_timeline(found, small=small), _busiest(found), _each_rank(found)],
+        notes=[f"missing: {text}" for text in found.missing]
+        + ["The axis of a collective is a guess: the ranks of its group. Nothing is predicted."],
+        record=None if small else found.to_record(),
+    )
+
+
+def _answers(foreign_steps: ForeignSteps) -> list[Answer]:
+    """Return the step, and the parts of it in which the busiest rank computes, sends and waits."""
+    rank = foreign_steps.busiest
+    answers = [
+        Answer("step", duration(foreign_steps.step_s), None, f"mean of {len(foreign_steps.steps)}, on the slowest rank")
+    ]
+    for label, names in (("compute", ("compute",)), ("exposed communication", (TRANSFER, WAIT)), ("host", ("host",))):
+        seconds = seconds_of(foreign_steps.rows, *names, stage=rank)
+        answers.append(
+            Answer(label, share(seconds / (foreign_steps.step_s or 1.0)), None, f"of rank {rank}, the slowest rank")
+        )
+    return answers
+
+
+def _timeline(foreign_steps: ForeignSteps, *, small: bool) -> Section:
+    ranks = some_of(foreign_steps.ranks, [foreign_steps.busiest], most_drawn(foreign_steps.last))
+    some = (
+        ""
+        if len(ranks) == len(foreign_steps.ranks)
+        else f" {len(ranks)} of {len(foreign_steps.ranks)} ranks are drawn."
+    )
+    lanes = [replace(lane, name=_short(lane.name)) for lane in lanes_of(foreign_steps.last, ranks, {})]
+    figure = TimelineFigure(lanes, foreign_steps.last.step_s)
+    caption = f"Step {foreign_steps.steps[-1]}, one lane for each rank and stream.{some}"
+    return Section("The step", figure.to_html(small=small), caption)
+
+
+def _short(lane: str) -> str:
+    """Return the name of a lane without what a note of the page says, and short enough for a phone."""
+    name = lane.removesuffix(" (guessed)")
+    return name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 1]}…"
+
+
+def _busiest(foreign_steps: ForeignSteps) -> Section:
+    rows = [
+        Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), row.seconds, None)
+        for row in foreign_steps.rows
+        if row.stage == foreign_steps.busiest and row.seconds
+    ]
+    caption = f"Rank {foreign_steps.busiest}, the slowest rank. The parts add up to its step."
+    return Section("Where the time goes", bars(rows, foreign_steps.step_s), caption)
+
+
+def _each_rank(foreign_steps: ForeignSteps) -> Section:
+    """Return one bar a rank, and its rows as a table."""
+    shown = some_of(foreign_steps.ranks, [foreign_steps.busiest], MOST_BARS)
+    lines, names = [], dict[str, str]()
+    for rank in shown:
+        rows = [row for row in foreign_steps.rows if row.stage == rank]
+        parts = [(row_label(row.name, row.axis), row_kind(row.name, row.axis), row.seconds) for row in rows]
+        names |= {label: kind for label, kind, seconds in parts if seconds > 0.002 * foreign_steps.step_s}
+        total = sum(row.seconds for row in rows)
+        lines.append(stacked(f"rank {rank}", parts, foreign_steps.step_s, duration(total)))
+    legend = "".join(f'<span><i class="{kind}"></i>{escape(label)}</span>' for label, kind in names.items())
+    body = f'<ul class="bars">{"".join(lines)}</ul><p class="legend">{legend}</p>'
+    return Section(
+        "Each rank", body + _table(foreign_steps, shown[:8]), "The others wait for the rank that waits least."
+    )
+
+
+def _table(foreign_steps: ForeignSteps, ranks: list[int]) -> str:
+    labels = dict.fromkeys((row.name, row.axis) for row in foreign_steps.rows)
+    seconds = {(row.name, row.axis, row.stage): row.seconds for row in foreign_steps.rows}
+    rows = [
+        (
+            escape(row_label(name, axis)),
+            *(
+                duration(seconds[name, axis, rank]).to_html() if (name, axis, rank) in seconds else _NOTHING
+                for rank in ranks
+            ),
+        )
+        for name, axis in labels
+    ]
+    return table(("part", *(f"rank {rank}" for rank in ranks)), rows)
+
+
+_NOTHING = Quantity(0.0, "0 s").to_html()

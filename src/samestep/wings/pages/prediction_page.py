@@ -1,0 +1,251 @@
+"""The page of a prediction: whether it fits, how fast it is, its step on a timeline, its parts and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.memory import memory_use
+from samestep.memory.memory_use import MemoryUse
+from samestep.output.text import count, duration, share, size
+from samestep.program.ops import OpKind
+from samestep.wings.pages.charts import Bar, Box, Lane, MemoryCurve, TimelineFigure, bars, most_groups, some_of
+from samestep.wings.pages.charts import memory as memory_chart
+from samestep.wings.pages.page import Answer, Page, Section, words
+from samestep.wings.plan.ranking import SAFE
+from samestep.wings.plan.simulation import simulate
+from samestep.wings.plan.simulation.partition import COMPUTE, TRANSFER, WAIT, row_label, row_name
+from samestep.wings.plan.simulation.simulate import Prediction, intervals
+from samestep.wings.plan.simulation.timeline import Timeline
+
+MOST_CHARTS = 8
+"""Number of stages whose memory is drawn."""
+_PASSES = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT)
+"""Kinds of ops on the compute stream that have a colour each; all others have that of their row."""
+
+
+def page_of(found: Prediction, *, small: bool = False) -> Page:
+    """Return the page of a prediction; a small one has neither boxes to zoom into nor a record."""
+    return Page(
+        verb="simulate",
+        title=title_of(found),
+        subject=subject_of(found),
+        answers=answers_of(found),
+        verdict=f"Bound by {simulate.binds(found)}",
+        reasons=simulate.reasons(found),
+        sections=[*figures_of(found, small=small), described(found.job, found.layout, found.hardware)],
+        notes=notes_of(found.labels),
+        record=None if small else found.to_record(),
+    )
+
+
+def title_of(found: Prediction) -> str:
+    """Return the answer in one sentence."""
+    likely = "Fits" if found.chance_to_fit >= SAFE else f"{found.chance_to_fit:.0%} likely to fit"
+    fits = likely if found.fits else "Does not fit"
+    return f"{fits}: {duration(found.step_s).text} per step on {found.devices:,} device{'s' * (found.devices > 1)}"
+
+
+def subject_of(found: Prediction) -> str:
+    """Return model, layout and machine in one line."""
+    return f'{found.job.model.source} · "{found.layout}" · {found.hardware.name}'
+
+
+def answers_of(found: Prediction) -> list[Answer]:
+    """Return whether a layout fits, and its step, its speed and its MFU, each with the interval of the record of predictions."""
+    low_s, high_s = intervals()["time"].of(found.step_s)
+    least, most = intervals()["memory"].of(found.peak.total)
+    per_s = found.tokens / found.step_s
+    room = f"{found.chance_to_fit:.0%} likely to fit in {size(found.hardware.memory_bytes).text}"
+    tone = "good" if found.fits and found.chance_to_fit >= SAFE else "unsure" if found.fits else "bad"
+    return [
+        Answer("fits" if found.fits else "does not fit", size(found.peak.total), (size(least), size(most)), room, tone),
+        Answer("step", duration(found.step_s), (duration(low_s), duration(high_s))),
+        Answer(
+            f"{found.unit}/s",
+            count(per_s),
+            (count(found.tokens / high_s), count(found.tokens / low_s)),
+            f"{count(found.tokens_per_s_per_device).text} per device",
+        ),
+        Answer(
+            "MFU", share(found.mfu), (share(found.mfu * found.step_s / high_s), share(found.mfu * found.step_s / low_s))
+        ),
+    ]
+
+
+def figures_of(found: Prediction, *, small: bool = False) -> Iterator[Section]:
+    """Yield the figures of a prediction: the step, its parts, its memory."""
+    stages, peak = found.timeline.stages, found.memory.index(found.peak)
+    drawn = some_of(stages, [peak], most_drawn(found.timeline))
+    some = "" if len(drawn) == len(stages) else f" {len(drawn)} of {len(stages)} stages are drawn."
+    figure = TimelineFigure([*lanes_of(found.timeline, drawn, amounts_of(found))], found.timeline.step_s)
+    yield Section(
+        "The step",
+        figure.to_html(small=small),
+        f"One lane for each pipeline stage and stream; all ranks of a stage are equal.{some}",
+    )
+    parts = [Bar(row_label(row.name, row.axis), row_kind(row.name, row.axis), None, row.seconds) for row in found.parts]
+    if found.exchange_s:
+        parts.append(Bar("exchange of replicas", "dp", None, found.step_s - found.timeline.step_s))
+    caption = f"Stage {found.parts[0].stage if found.parts else 0}, the slowest stage. The parts add up to the step."
+    yield Section("Where the time goes", bars(parts, found.step_s), caption)
+    charts = [
+        memory_chart(predicted_memory(found, stage), found.timeline.step_s)
+        for stage in some_of(stages, [peak], MOST_CHARTS)
+    ]
+    keys = dict.fromkeys(name for use in found.memory for name, held in use.parts().items() if held)
+    legend = "".join(f'<span><i class="{name.replace(" ", "-")}"></i>{name}</span>' for name in keys)
+    caption = "One rank of each stage over the step, and the capacity of its device (dashed)."
+    kept = memory_use.allocator_summary(found.peak, found.reserved_bytes, found.hardware)
+    caption = " ".join([caption, *(f"{line[0].upper()}{line[1:]}." for line in kept)])
+    yield Section("Memory", f'<div class="grid">{"".join(charts)}</div><p class="legend">{legend}</p>', caption)
+
+
+def most_drawn(timeline: Timeline) -> int:
+    """Return the number of stages or ranks of a timeline that a page draws."""
+    groups = max(1, len(timeline.stages))
+    streams = sum(len(timeline.streams(stage)) for stage in timeline.stages)
+    return most_groups(streams / groups)
+
+
+def amounts_of(found: Prediction) -> dict[int, dict[str, int]]:
+    """Return the FLOPs or bytes of each op by its name, for each stage."""
+    return {
+        stage: {f"{op.kind}:{op.owner}": op.size_bytes or op.flops for _, op in program.ops()}
+        for stage, program in enumerate(found.programs)
+    }
+
+
+def lanes_of(
+    timeline: Timeline, drawn: list[int], amounts: Mapping[int, Mapping[str, int]], *, predicted: bool = False
+) -> Iterator[Lane]:
+    """Yield a lane for each stream of some stages or ranks; `amounts` are the FLOPs or bytes of their ops by name."""
+    for stage in drawn:
+        boxes: dict[str, list[Box]] = {stream: [] for stream in timeline.streams(stage)}
+        known = amounts.get(stage, {})
+        for span in timeline.spans_of(stage):
+            if span.end_s > span.start_s:
+                kind, amount = _kind(span.stream, span.name), known.get(span.name, 0)
+                boxes[span.stream].append(Box(span.start_s, span.end_s, kind, span.name, span.task, amount))
+        for stream, found in boxes.items():
+            found.sort(key=lambda box: box.start_s)
+            yield Lane(f"{timeline.lane} {stage}", stream, found, predicted)
+
+
+def _kind(stream: str, name: str) -> str:
+    if stream != COMPUTE:
+        return axis_kind(stream)
+    kind = name.partition(":")[0]
+    return kind if kind in _PASSES else row_name(kind)
+
+
+def axis_kind(axis: str) -> str:
+    """Return the colour of an axis."""
+    first = axis.partition("_")[0]
+    return first if first in ("dp", *Layout().inner_degrees) else "world"
+
+
+def row_kind(name: str, axis: str | None) -> str:
+    """Return the colour of a part of a step."""
+    if axis is not None and name in (TRANSFER, WAIT):
+        return axis_kind(axis) + " waiting" * (name == WAIT)
+    return name
+
+
+def predicted_memory(found: Prediction, stage: int, label: str = "") -> MemoryCurve:
+    """Return the predicted memory of a rank of one stage over the step."""
+    moments, use = memory_over_step(found, stage), found.memory[stage]
+    held = [moment.held.parts() for moment in moments]
+    parts = {name: [one[name] for one in held] for name in use.parts()}
+    return MemoryCurve(
+        label or f"stage {stage}",
+        parts,
+        [moment.time_s for moment in moments],
+        found.hardware.memory_bytes,
+        size(use.total),
+        use.peak_at,
+    )
+
+
+def described(job: Job, layout: Layout, hardware: Hardware | None) -> Section:
+    """Return the job, the layout and the machine as a table: the keys that differ from their defaults."""
+    machine: dict[str, object] = {}
+    if hardware is not None:
+        machine = {
+            "hardware": hardware.name,
+            "devices per node": hardware.devices_per_node,
+            "memory of a device": size(hardware.memory_bytes).text,
+        }
+    named = {f"layout.{key}": value for key, value in _changed(_words(Layout()), _words(layout)).items()}
+    return Section(
+        "Job and layout",
+        words({**keys_of(job), **named, **machine}),
+        "Keys that differ from their defaults.",
+        is_folded=True,
+    )
+
+
+def keys_of(job: Job) -> dict[str, object]:
+    """Return the keys of a job that differ from their defaults."""
+    usual, mine = (
+        Job().model_dump(mode="json"),
+        job.model_dump(mode="json", exclude={"layout": True, "run": {"folder"}}),
+    )
+    changed = {table: _changed(usual[table], row) for table, row in mine.items()}
+    return {key: value for key, value in _flat("", changed) if value not in (None, [], "")}
+
+
+def _flat(path: str, tables: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{path}{key}.", value)
+        else:
+            yield f"{path}{key}", value
+
+
+def _words(layout: Layout) -> dict[str, object]:
+    return {field.name: getattr(layout, field.name) for field in fields(Layout)}
+
+
+def _changed(usual: Mapping[str, object], mine: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in mine.items() if usual.get(key) != value}
+
+
+def notes_of(labels: Mapping[str, str]) -> list[str]:
+    """Return notes on how the numbers of a prediction were computed."""
+    time, held = intervals()["time"], intervals()["memory"]
+    return [
+        *(f"{subject}: {origin}." for subject, origin in labels.items()),
+        f"Intervals hold 8 in 10 of {time.rows:,} published steps and of {held.rows:,} published peaks of memory.",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """The bytes that a rank holds from one time of a step on, by part."""
+
+    time_s: float
+    task: str
+    held: MemoryUse
+
+
+def memory_over_step(found: Prediction, stage: int) -> list[MemoryMoment]:
+    """Return what a rank of one stage holds at each op of a step, in the order of time."""
+    times: dict[tuple[str, str], float] = {}
+    for span in found.timeline.spans_of(stage):
+        times.setdefault((span.task, span.name), span.start_s)
+    last_s = max((span.start_s for span in found.timeline.spans_of(stage) if span.stream == COMPUTE), default=0.0)
+    moments: list[MemoryMoment] = []
+    now_s = 0.0
+    for task, held in memory_use.over_step(found.programs[stage], found.states_per_param):
+        label = f"{task.kind}{task.microbatch}"
+        at_s = times.get((label, held.peak_at), last_s if held.peak_at == "update:optimizer" else now_s)
+        now_s = max(now_s, at_s)
+        held = replace(held, overhead=found.hardware.reserved_bytes)
+        if moments and moments[-1].time_s == now_s and moments[-1].held.total >= held.total:
+            continue
+        moments.append(MemoryMoment(now_s, label, held))
+    return moments

@@ -1,0 +1,505 @@
+"""Lower bounds of the step time of layouts, in seconds and in closed form, without building their programs.
+
+A search by such bounds is branch and bound (Land and Doig 1960): a layout whose bound is above the best step time found, or whose least
+memory is too large (`wings/plan/bounds/least_memory.py`), is never played. So a bound must never exceed what the clock finds, and the
+closer it is, the fewer layouts are played. Layers of one kind cost the same, so one of each kind is priced
+(`wings/plan/bounds/layer_costs.py`).
+
+Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before the first forwards of the stages before it:
+
+    T >= n c / p, c the least seconds of a sample        for all layouts with these degrees, of n samples a rank
+    T >= m c_i + c_1 + ... + c_(i-1), c_i = f_i + b_i    for all layouts with these degrees and this micro-batch, first with the least
+                                                         seconds of a sample; with several runs a stage, c_1 ... are their first ones
+
+Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
+
+The communication of a stage over a data axis is a stream: the step takes as long as all of it, and longer than compute by what precedes the
+first forward and what follows the last backward. The gradients of a stage's last run are complete first, and their reductions come first.
+The step's scalars and the update follow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from samestep.layout import Layout
+from samestep.program.buckets import bucket_bytes
+from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
+from samestep.program.step import StepSpec
+from samestep.schedules import DEFAULT, SCHEDULES
+from samestep.wings.plan.bounds import body_seconds
+from samestep.wings.plan.bounds.body_seconds import (
+    BodyBounds,
+    BodySeconds,
+    Reductions,
+    RunSeconds,
+    after_last_backward,
+    larger_twin,
+    last_reduced_s,
+    least_reduced_bytes,
+    order_of,
+    smallest,
+)
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.layer_kinds import Seconds, Sizes, least_updated, unlike_in_chunks
+from samestep.wings.plan.simulation.collectives import collective_s, group_of
+from samestep.wings.plan.simulation.cost import UPDATE_PASSES
+
+
+class _Times(NamedTuple):
+    """Lower bounds of times in a pipeline, in seconds from the start of the step."""
+
+    last_s: tuple[float, ...]
+    """Start of the body that completes a run's gradients, for each run."""
+    ends_s: tuple[float, ...]
+    """End of compute, for each stage."""
+
+
+class _DataTraffic(NamedTuple):
+    """Seconds of communication of a stage over the data axes."""
+
+    first_s: float = 0.0
+    """Gather before the first forward."""
+    reduced_s: float = 0.0
+    """Reductions, which cannot begin before the first gradients are complete."""
+    after_s: float = 0.0
+    """Reductions that follow the last backward."""
+    all_s: float = 0.0
+    """All communication over one axis, or compute with all communication that it must wait for."""
+    update_s: float = 0.0
+    """The optimizer's update, and the gathers that follow it."""
+    left_s: float = 0.0
+    """Compute that remains when the first gradients are complete."""
+    exposed_s: float = 0.0
+    """The part of `left_s` that is communication in compute's own queue."""
+    of_runs: tuple[Reductions, ...] = ()
+    overlapped_s: float = 0.0
+    """The part of `reduced_s` that is issued between the last backwards, and so slows those that follow."""
+
+
+class Bounds:
+    """Lower bounds of the step times of layouts of one model, job and machine; shared parts are computed once."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices, self.hardware = prices, prices.hardware
+        self.bodies = BodyBounds(prices)
+        self._known_times: dict[tuple[object, ...], _Times] = {}
+        self._known_plays: dict[tuple[object, ...], _Times] = {}
+        self._known_samples: dict[tuple[object, ...], tuple[float, float, StepSpec]] = {}
+
+    def degrees_s(
+        self, degrees: Layout, steps: Callable[[Layout], Sequence[StepSpec]], less_cut: Layout | None = None
+    ) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees that compute as much again, or more.
+
+        Args:
+            degrees: they, with an unsplit data axis.
+            steps: returns the steps of a layout with each choice of chunks, the first with none.
+            less_cut: degrees that leave a sequence whole, or have a shorter ring, by which the others are bounded: ranks share the compute of
+                a sample, and each also sends more of it, or around a longer ring as much, so together they take no less for it.
+        """
+        priced = less_cut or degrees
+        key = priced.cuts, priced.recompute, priced.offload
+        if key not in self._known_samples:
+            some = unlike_in_chunks(steps(priced))
+            sample_s = min(map(self.prices.sample_s, some))
+            self._known_samples[key] = sample_s, self.prices.whole_trained(some[0]), some[0]
+        sample_s, trained, step = self._known_samples[key]
+        sample_s *= priced.cp / degrees.cp
+        updated = trained / degrees.dp_cp_size / degrees.pp
+        return -(-step.global_batch // degrees.dp) * sample_s / degrees.pp + self._update_s(step, updated, 0.0)
+
+    def sizes_s(self, steps: Sequence[StepSpec], families: Sequence[Layout], sizes: Sequence[int]) -> list[float]:
+        """Bound the step time, in seconds, of all layouts with these degrees and one of these schedules that compute as much again, or more,
+        for each of some sizes of a micro-batch, in samples, however quick it is; `steps` as in `schedule_s`.
+        """
+        step, pp = steps[0], steps[0].layout.pp
+        update_s = self._update_s(step, self.prices.whole_trained(step) / step.layout.dp_cp_size / pp, 0.0)
+        each = [(one, self.prices.sample_seconds(one)) for one in unlike_in_chunks(steps)]
+        busy = [[step.rank_samples * (kind.forward_s + kind.backward_s) for kind in kinds] for _, kinds in each]
+        return [
+            min(
+                self._slowest_s(one, families, of_all, kinds, size)
+                for (one, kinds), of_all in zip(each, busy, strict=True)
+            )
+            + update_s
+            for size in sizes
+        ]
+
+    def least_s(self, steps: Sequence[StepSpec], families: Sequence[Layout]) -> float:
+        """Bound the step time, in seconds, of all layouts with these degrees, this micro-batch and one of these schedules that compute as much
+        again, or more; `steps` as in `schedule_s`. Computed for no split backward, since that saves no time."""
+        return min(self._least_s(step, families) for step in unlike_in_chunks(steps))
+
+    def _least_s(self, step: StepSpec, families: Sequence[Layout]) -> float:
+        step = smallest(step)
+        if step.splits_backward:
+            step = step.but(layout=step.layout.but(schedule=DEFAULT))
+        pp, (larger, rest), m = step.layout.pp, larger_twin(step), step.num_microbatches
+        kinds = self.prices.seconds(step)
+        busy_s = [(m - rest) * (kind.forward_s + kind.backward_s) for kind in kinds]
+        if rest:
+            more = self.prices.seconds(larger)
+            busy_s = [own_s + rest * (one.forward_s + one.backward_s) for own_s, one in zip(busy_s, more, strict=True)]
+        busy_s[-1] -= self._saved_by_chunks_s(step)
+        trained = self.prices.whole_trained(step)
+        return self._slowest_s(step, families, busy_s, kinds) + self._update_s(
+            step, trained / step.layout.dp_cp_size / pp, 0.0
+        )
+
+    def _slowest_s(
+        self,
+        step: StepSpec,
+        families: Sequence[Layout],
+        busy_s: Sequence[float],
+        kinds: Sequence[Seconds],
+        size: int = 1,
+    ) -> float:
+        """Return the seconds of compute of the slowest stage, with what it waits at the ends of the best of some schedules: for the first
+        forwards of the stages before it and, where no backward is split, for their last backwards.
+
+        Args:
+            step: a step with these degrees.
+            families: the schedules.
+            busy_s: seconds of one layer of each kind, of all micro-batches.
+            kinds: those of a part of a micro-batch.
+            size: the number of parts.
+        """
+        found_s = float("inf")
+        for chunks, splits in {
+            (family.virtual_stages, SCHEDULES[family.schedule].splits_backward) for family in families
+        }:
+            waits_s = [size * (kind.forward_s + (not splits) * kind.backward_s) for kind in kinds]
+            slowest_s = max(
+                sum(number * busy_s[kind] for kind, number in mine)
+                + sum(number * waits_s[kind] for kind, number in before)
+                for mine, before in self.prices.runs(step, chunks).stages
+            )
+            found_s = min(found_s, slowest_s)
+        return found_s
+
+    def schedule_s(self, steps: Sequence[StepSpec]) -> float:
+        """Bound the step time, in seconds, of all layouts that differ only in the data axis, chunks, and in that they compute more again.
+
+        Args:
+            steps: one of them with each choice of chunks, the first with none.
+        """
+        plain = map(smallest, unlike_in_chunks(steps))
+        return min(max(self._times(step).ends_s) - self._saved_by_chunks_s(step) for step in plain)
+
+    def _saved_by_chunks_s(self, step: StepSpec) -> float:
+        """Return the most seconds by which chunks of the loss can make a step quicker."""
+        larger, rest = larger_twin(step)
+        more_s = rest * self.prices.saved_by_chunks_s(larger) if rest else 0.0
+        return more_s + (step.num_microbatches - rest) * self.prices.saved_by_chunks_s(step)
+
+    def group_s(self, step: StepSpec) -> float:
+        """Bound the step time, in seconds, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
+        step = smallest(step)
+        stages = self.prices.runs(step).unlike
+        updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
+        return max(self._times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
+
+    def step_s(self, step: StepSpec, *, plays: bool = False) -> float:
+        """Bound the step time of one layout, in seconds; with `plays` by the pipeline's clock too."""
+        step = smallest(step)
+        times, runs, pp = self._times(step), self.prices.runs(step), step.layout.pp
+        if plays and pp > 1:
+            both = zip(times, self._played_times(step), strict=True)
+            times = _Times(*(tuple(map(max, unplayed, played)) for unplayed, played in both))
+        traffic: dict[tuple[object, ...], _DataTraffic] = {}
+        met_s = last_s = 0.0
+        first_s: float | None = None
+        for stage in range(pp):
+            same = runs.kinds[stage::pp]
+            if same not in traffic:
+                traffic[same] = self._traffic(step, stage)
+            sends = traffic[same]
+            first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
+            end_s, begun_s = times.ends_s[stage], times.last_s[stage::pp]
+            if self.hardware.overlap:
+                slowed_s = begun_s[-1] + sends.left_s + self.bodies.slowed_s(sends.overlapped_s, sends.exposed_s)
+                summed_s = last_reduced_s(begun_s, sends.of_runs)
+                met_s = max(met_s, first_s + end_s + sends.after_s, summed_s, sends.all_s, slowed_s)
+            elif pp == 1:
+                met_s = end_s + sends.reduced_s + sends.all_s
+            else:  # one of several stages may communicate while it waits for another
+                seconds = self.prices.stage_seconds(step, stage)
+                busy_s = step.num_microbatches * (seconds.forward_s + seconds.backward_s + seconds.weight_s)
+                met_s = max(met_s, end_s, last_reduced_s(begun_s, sends.of_runs), busy_s + sends.all_s)
+            last_s = max(last_s, sends.update_s)
+        return met_s + self._scalars_s(step) + last_s
+
+    def _scalars_s(self, step: StepSpec) -> float:
+        return self.bodies.sent_s(
+            OpKind.ALL_REDUCE, BYTES_OF["float64"] * step.num_scalars, "world", step.layout.world_size, step
+        )
+
+    def _update_s(self, step: StepSpec, numel: float, apart: float) -> float:
+        master, hardware = BYTES_OF[step.master_dtype], self.hardware
+        moved = numel * UPDATE_PASSES * master
+        if step.layout.offload and hardware.host_bytes_per_s:  # each weight comes back in the smaller dtype at least
+            sent_s = numel * (master + min(master, BYTES_OF[step.compute_dtype])) / hardware.host_bytes_per_s
+            return sent_s + moved / hardware.host_update_bytes_per_s + hardware.host_step_s
+        moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
+        return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
+
+    # -- the pipeline --------------------------------------------------------------------------------------------------
+
+    def _times(self, step: StepSpec) -> _Times:
+        """Bound the times of a pipeline; once for all ways to split the data axis where forwards wait for no gather."""
+        if self._waits(step):
+            return self._new_times(step)
+        if (key := self._key(step)) not in self._known_times:
+            self._known_times[key] = self._new_times(step)
+        return self._known_times[key]
+
+    def _key(self, step: StepSpec) -> tuple[object, ...]:
+        layout, larger = step.layout, larger_twin(step)[1]
+        return (
+            *self.prices.key(step),
+            step.num_microbatches,
+            larger,
+            layout.schedule,
+            layout.pp,
+            layout.virtual_stages,
+        )
+
+    def _new_times(self, step: StepSpec) -> _Times:
+        layout = step.layout
+        m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
+        small, (larger, rest) = self.bodies.of_runs(step), larger_twin(step)
+        large = self.bodies.of_runs(larger) if rest else small
+        first = max(1, rest)
+        busy = {
+            (one, more): (
+                more.first_s + (first - 1) * more.forward_s + (m - first) * one.forward_s,
+                rest * (more.backward_s + more.weight_s) + (m - rest) * (one.backward_s + one.weight_s),
+            )
+            for one, more in set(zip(small, large, strict=True))
+        }
+        of_run = [busy[pair] for pair in zip(small, large, strict=True)]
+        waited_s = max(0.0, self._first_forward_s(larger if rest else step) - large[0].first_s)
+        begins_s = [
+            0.0,
+            *itertools.accumulate((body.first_s for body in large[1 : pp - 1]), initial=large[0].first_s + waited_s),
+        ]
+        last_s, ends_s = [0.0] * (pp * chunks), [0.0] * pp
+        after_s = 0.0  # arrival of the last micro-batch's gradient, which passes through all stages to the first one
+        for stage in reversed(range(pp)):
+            runs = range(stage, pp * chunks, pp)
+            forward_s = sum(of_run[run][0] for run in runs) + (begins_s[stage] if stage else waited_s)
+            end_s, last = forward_s + sum(of_run[run][1] for run in runs), small[stage]
+            end_s += self.bodies.turns_s(step, runs)
+            # Deferred weight gradients that follow that gradient.
+            left = after_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
+            left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
+            after_s = max(after_s + last.backward_s, end_s - left_s)
+            ends_s[stage] = max(end_s, after_s + left_s)
+            for run in runs:
+                last_s[run] = forward_s
+            last_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
+        return _Times(tuple(last_s), tuple(ends_s))
+
+    def _played_times(self, step: StepSpec) -> _Times:
+        """Bound the times of a pipeline by its clock, once for all ways to split the data axis where bodies wait for no gather."""
+        layout, (larger, rest) = step.layout, larger_twin(step)
+        split = (layout.dp_replicate, layout.zero, layout.accumulate) if self.bodies.gathers(step) else ()
+        if (key := (*self._key(step), *split)) not in self._known_plays:
+            pp, m, chunks = layout.pp, step.num_microbatches, layout.virtual_stages
+            small = self.bodies.of_runs(step)
+            large = self.bodies.of_runs(larger) if rest else small
+            runs = [self._seconds_of(one, more, rest, m, step) for one, more in zip(small, large, strict=True)]
+            orders = [order_of(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
+            complete_s, ends_s = body_seconds.play(orders, runs, [self._send_s(step, stage) for stage in range(pp)])
+            last_s = [ends[m - 1] - run.last_s for ends, run in zip(complete_s, small, strict=True)]
+            self._known_plays[key] = _Times(tuple(last_s), tuple(ends_s))
+        return self._known_plays[key]
+
+    @staticmethod
+    def _seconds_of(body_seconds: BodySeconds, more: BodySeconds, rest: int, m: int, step: StepSpec) -> RunSeconds:
+        """Return the seconds of each micro-batch of a run, of which the first ones may have one sample more."""
+        forward_s, backward_s, weight_s = (
+            [getattr(more, name)] * rest + [getattr(body_seconds, name)] * (m - rest)
+            for name in ("forward_s", "backward_s", "weight_s")
+        )
+        forward_s[0] = more.first_s
+        (weight_s if step.splits_backward else backward_s)[m - 1] = body_seconds.last_s
+        return RunSeconds(forward_s, backward_s, weight_s)
+
+    def _send_s(self, step: StepSpec, stage: int) -> float:
+        """Return the least seconds of a message from a stage to the next one."""
+        group = group_of("pp", step.layout.pp, step.but(stage=stage), self.hardware)
+        return collective_s(OpKind.SEND, self.prices.sent_bytes(step), group, self.hardware)
+
+    def _waits(self, step: StepSpec) -> bool:
+        """Return whether a forward may wait for an all_gather of weights that overlaps with it (zero >= 1)."""
+        return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.sharing.trains_apart)
+
+    def _first_forward_s(self, step: StepSpec) -> float:
+        """Bound the end of the first forward of the first run under zero=1: its gathers, and then its last layer."""
+        if not self._waits(step) or self.bodies.gathers(step):
+            return 0.0
+        kinds, seconds = self.prices.runs(step).kinds[0], self.prices.seconds(step)
+        blocks = [kind for kind in kinds if self.prices.few.layers[kind].is_block]
+        gathers_s = self._gathers_s(step, self.prices.run_sizes(step)[0])
+        after_s = (seconds[kinds[-1]].forward_s, seconds[blocks[-1]].forward_s if blocks else 0.0)
+        return max(map(sum, zip(gathers_s, after_s, strict=True)))
+
+    # -- the data axes -------------------------------------------------------------------------------------------------
+
+    def _traffic(self, step: StepSpec, stage: int) -> _DataTraffic:
+        """Return the communication of a stage over the data axes."""
+        took, sizes = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
+        update_s = self._update_s(step, self._updated(step, sizes), 0.0 if step.zero >= 2 else sizes.apart)
+        # Compute after the first complete gradients: the last micro-batch, of every run where runs alternate.
+        left_s = took.weight_s if step.splits_backward else took.backward_s
+        sent_s = 0.0 if step.splits_backward else took.sent_backward_s
+        if step.zero >= 2:
+            sends = self._of_units(step, stage, took, update_s)
+        else:
+            sends = self._of_buckets(step, sizes, update_s)
+        of_runs = tuple(
+            self._reductions(step, run)
+            for run in range(stage, step.layout.pp * step.layout.virtual_stages, step.layout.pp)
+        )
+        return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
+
+    def _reductions(self, step: StepSpec, run: int) -> Reductions:
+        runs = self.prices.runs(step)
+        first = self.prices.seconds(step)[runs.kinds[run][-1]]
+        begin_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
+        if run and _reduces_after_sends(step):
+            begin_s = self.prices.run_seconds(step)[run].backward_s
+        if step.zero < 2:
+            streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
+        else:
+            each = (
+                number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
+                for kind, number in runs.counts[run]
+            )
+            streams_s = (sum(each),)
+        return Reductions(begin_s, streams_s)
+
+    def _of_buckets(self, step: StepSpec, sizes: Sizes, update_s: float) -> _DataTraffic:
+        streams_s = self._bucket_streams(step, sizes)
+        reduced_s, overlapped_s = max(streams_s), max(streams_s[:2])
+        if not step.zero:
+            return _DataTraffic(reduced_s=reduced_s, update_s=update_s, overlapped_s=overlapped_s)
+        gathers_s = self._gathers_s(step, sizes)
+        if step.sharing.trains_apart:
+            return _DataTraffic(reduced_s=reduced_s, update_s=update_s + max(gathers_s), overlapped_s=overlapped_s)
+        # The weights of the step before are gathered first; then gradients are reduced over the same axis.
+        both_s = max(map(sum, zip(gathers_s, streams_s, strict=False)))
+        all_s = both_s if self.hardware.overlap else max(gathers_s)
+        return _DataTraffic(reduced_s=reduced_s, all_s=all_s, update_s=update_s, overlapped_s=overlapped_s)
+
+    def _gathers_s(self, step: StepSpec, mine: Sizes) -> tuple[float, float]:
+        """Return the seconds of the gathers of zero=1: of weights that every rank has, and of expert-sharded ones."""
+        master, compute = BYTES_OF[step.master_dtype], BYTES_OF[step.compute_dtype]
+        sizes = (
+            (mine.trained - mine.expert_trained, mine.apart - mine.expert_apart),
+            (mine.expert_trained, mine.expert_apart),
+        )
+        size, expert_size = ((numel - part) * master + part * compute for numel, part in sizes)
+        shards, own, of_experts = step.layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
+        holders = step.ranks.size("dp_expert")
+        return (
+            self._in_buckets_s(step, OpKind.ALL_GATHER, size, "dp_shard", shards, own),
+            self._in_buckets_s(step, OpKind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
+        )
+
+    def _bucket_streams(self, step: StepSpec, sizes: Sizes) -> tuple[float, ...]:
+        """Return the seconds of reductions in each stream: of weights that every rank has, of expert-sharded ones, of shards."""
+        layout, sent = step.layout, least_reduced_bytes(step)
+        of_experts = sizes.expert_trained
+        whole, own = sizes.trained - of_experts, sizes.block_trained - of_experts
+        replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
+        kind, borrows = OpKind.REDUCE_SCATTER if step.zero else OpKind.ALL_REDUCE, layout.borrows_data_ranks
+        if layout.reduce == "hierarchical":
+            inside, nodes = step.ranks.size("dp_intra"), step.ranks.size("dp_inter")
+            both = (OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER)
+            return (
+                sum(
+                    self._in_buckets_s(step, bucket_group, whole * sent, "dp_intra", inside, own)
+                    for bucket_group in both
+                ),
+                self._in_buckets_s(step, OpKind.ALL_REDUCE, whole * sent / inside, "dp_inter", nodes, own),
+            )
+        if step.zero == 0:
+            return (
+                self._in_buckets_s(step, kind, whole * sent, "dp_replicate", replicas, own),
+                self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
+            )
+        return (
+            self._in_buckets_s(step, kind, whole * sent, "dp_shard", shards, own),
+            self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
+            sum(
+                self._in_buckets_s(step, OpKind.ALL_REDUCE, numel * sent / parts, "dp_replicate", replicas, in_blocks)
+                for numel, parts, in_blocks in ((whole, shards, own), (of_experts, holders, of_experts))
+            ),
+        )
+
+    def _in_buckets_s(self, step: StepSpec, kind: OpKind, size: float, axis: str, ranks: int, numel: float) -> float:
+        """Return the seconds of `size` bytes sent in buckets that together hold `numel` elements.
+
+        A bucket is closed by the weight that fills it, which may be its first.
+        """
+        cut, of_experts = self.prices.cut(step), axis == "dp_expert"
+        full = _full_numel(step, step.ranks.size(axis) if of_experts else step.layout.num_shards)
+        alone = of_experts and cut.least_of_experts >= full
+        count = max(1, int(numel / (cut.largest if alone else full + cut.largest)))
+        return count * self.bodies.sent_s(kind, size / count, axis, ranks, step)
+
+    def _of_units(self, step: StepSpec, stage: int, seconds: Seconds, update_s: float) -> _DataTraffic:
+        layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
+        last, scattered = self.prices.kind_of[-1], m if layout.accumulate == "sharded" else 1
+        all_s = scattered_s = 0.0
+        for axis in SHARD_AXES:
+            gathers_s = scatters_s = 0.0
+            for run in runs.counts[stage :: layout.pp]:
+                for kind, number in run:
+                    part = self.bodies.part(step, kind, number, axis)
+                    again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
+                    gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
+                    scatters_s += number * part.scatter_s * scattered
+            all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
+        first = self.bodies.part(step, runs.kinds[stage][0], 1, "dp_shard")
+        reduced_s = sum(
+            number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
+            for run in runs.counts[stage :: layout.pp]
+            for kind, number in run
+        )
+        after_s = first.scatter_s + self._replicated_s(
+            step, self.prices.units(step)[first.kind].scattered / layout.num_shards
+        )
+        busy_s = m * (seconds.forward_s + seconds.backward_s + seconds.weight_s)
+        busy_s += self.bodies.slowed_s(scattered_s, m * (seconds.sent_forward_s + seconds.sent_backward_s))
+        if self.hardware.overlap:
+            all_s = max(all_s, first.gather_s + busy_s)
+        return _DataTraffic(first.gather_s, reduced_s, after_s, all_s, update_s, overlapped_s=reduced_s)
+
+    def _replicated_s(self, step: StepSpec, numel: float) -> float:
+        """Return the seconds of the all_reduce of `numel` elements of gradients over the replicas."""
+        size = numel * least_reduced_bytes(step)
+        return self.bodies.sent_s(OpKind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
+
+    @staticmethod
+    def _updated(step: StepSpec, sizes: Sizes) -> float:
+        """Return the number of elements that the optimizer of a rank updates."""
+        if not step.zero:
+            return sizes.trained
+        whole, holders = sizes.trained - sizes.expert_trained, step.ranks.size("dp_expert")
+        return whole / step.layout.num_shards + sizes.expert_trained / holders
+
+
+def _reduces_after_sends(step: StepSpec) -> bool:
+    """Return whether all runs but the first reduce their gradients only after what their last backward sends."""
+    return step.zero < 2 and not step.splits_backward
+
+
+def _full_numel(step: StepSpec, num_shards: int) -> int:
+    """Return the number of gradient elements at which a bucket that is divided among `num_shards` ranks is closed."""
+    return bucket_bytes(num_shards if step.zero else 1) // BYTES_OF[step.master_dtype]

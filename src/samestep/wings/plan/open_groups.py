@@ -1,0 +1,232 @@
+"""The open groups of a search: layouts that were bounded as a whole, in the order of their bounds; and the layouts that fell out of it.
+
+Refusals of the strategies seldom depend on more than degrees and schedule, so the strategies are asked once for many layouts. Layouts
+that fell out are kept in groups too, with the reason, and the one nearest to a layout that cannot run. The degrees count most: doubling
+one and halving another is two steps away. Of layouts with the same degrees the one that changes the fewest other words is nearer, and
+of equals the fastest is named.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from samestep.enumeration import candidates
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.memory.memory_use import memory_of
+from samestep.models.spec import ModelSpec
+from samestep.output.text import gib
+from samestep.program.step import StepSpec
+from samestep.strategies import ProgramBuilder, pipeline, refusal_of
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.least_memory import Need, Needs, StageHeld
+from samestep.wings.plan.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
+from samestep.wings.plan.simulation.simulate import Prediction, predict_programs
+
+
+class ScheduleGroup(NamedTuple):
+    """Groups of a family that have the same schedule, of which the rules may refuse some splits of the data axis."""
+
+    groups: tuple[CandidateGroup, ...]
+    family: Layout
+    """Their degrees and their schedule."""
+    sized: Layout
+    """Their degrees and their micro-batch, with what is computed again at least of a layout that fits."""
+    is_bounded: bool = False
+    """Whether their bound is that of their slowest stage."""
+
+
+class Chain(NamedTuple):
+    """Candidate groups that differ only in `recompute`, fastest first; the bound of the first holds for all."""
+
+    groups: tuple[CandidateGroup, ...]
+    step: StepSpec
+    """The step of the first group, with an unsplit data axis."""
+    stages: tuple[StageHeld, ...]
+    """What its stages hold in any split."""
+
+
+class CutSequence(NamedTuple):
+    """All layouts of degrees that are bounded by those that cut a sequence less."""
+
+    groups: tuple[WholeGroup]
+    next: tuple[Layout, ...]
+    """Degrees that bound them better, the last they themselves."""
+
+
+OpenGroup = WholeGroup | CutSequence | ScheduleGroup | Chain | Layout
+"""Entries of the search's queue, which is ordered by bounds."""
+
+
+def schedule_of(words: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the schedule of layout words, with its virtual stages."""
+    return words["schedule"], words.get("virtual_stages", 1)
+
+
+def chunk_of(group: CandidateGroup) -> tuple[int | None, int | None]:
+    """Return the chunks of the loss and of MLPs of a group."""
+    return group.words["loss_chunk"], group.words["mlp_chunk"]
+
+
+def groups_of(what: OpenGroup) -> tuple[CandidateGroup | WholeGroup, ...]:
+    """Return the groups of layouts of an entry."""
+    if isinstance(what, WholeGroup):
+        return (what,)
+    return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
+
+
+class ScheduleRules:
+    """The refusals of the strategies, by degrees and schedule: they seldom depend on other words."""
+
+    def __init__(self, builder: ProgramBuilder, thinned: ThinnedList) -> None:
+        self.builder, self.thinned = builder, thinned
+        self._known_reasons: dict[Layout, Mapping[Split, str | None]] = {}
+        self._known_schedules: dict[Layout, tuple[Layout, ...]] = {}
+
+    def schedules(self, degrees: Layout) -> tuple[Layout, ...]:
+        """Return the degrees with each schedule that the rules allow with some split of the data axis."""
+        if degrees not in self._known_schedules:
+            every = candidates.vary_schedules(degrees, self.thinned.model)
+            self._known_schedules[degrees] = tuple(one for one in every if self._is_legal(one))
+        return self._known_schedules[degrees]
+
+    def by_reason(self, family: Layout, splits: Iterable[Split]) -> dict[str | None, tuple[Split, ...]]:
+        """Return splits of the data axis under a schedule by the reason for which they are refused; None for legal ones.
+
+        Where one split of a kind is allowed, the others are taken to be, so each layout is asked about again before it is played.
+        """
+        if family not in self._known_reasons:
+            self._known_reasons[family] = self._asked(family)
+        reasons, found = self._known_reasons[family], dict[str | None, list[Split]]()
+        for split in splits:
+            found.setdefault(reasons[split], []).append(split)
+        return {reason: tuple(some) for reason, some in found.items()}
+
+    def _is_legal(self, family: Layout) -> bool:
+        if self._refused_whole(family):
+            return False
+        return any(self._refusal(family, split) is None for split in self.thinned.splits(family, 1))
+
+    def _asked(self, family: Layout) -> dict[Split, str | None]:
+        splits = self.thinned.splits(family, 1)
+        if reason := self._refused_whole(family):
+            return dict.fromkeys(splits, reason)
+        found: dict[Split, str | None] = {}
+        allowed: set[tuple[object, ...]] = set()
+        for split in splits:
+            kind = split.zero, split.accumulate, split.reduce
+            found[split] = None if kind in allowed else self._refusal(family, split)
+            if found[split] is None:
+                allowed.add(kind)
+        return found
+
+    def _refused_whole(self, family: Layout) -> str | None:
+        """Return why no split of the data axis is allowed under a schedule: what stages refuse does not depend on it."""
+        error = pipeline.refusal(self.builder.step(family))
+        return None if error is None else str(error)
+
+    def _refusal(self, family: Layout, split: Split) -> str | None:
+        error = refusal_of(self.builder.step(family.but(**split._asdict())))
+        return None if error is None else str(error)
+
+
+MOST_ASKED = 3000
+"""Layouts of which it is asked whether they can be."""
+MOST_PLAYED = 8
+"""Tie-break among equally near layouts."""
+_DEGREES = (*Layout().inner_degrees, "dp")
+_WORDS = tuple(field.name for field in fields(Layout) if field.name not in _DEGREES)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A layout that fell out, with the rule and the reason."""
+
+    layout: Layout
+    rule: str
+    """refused, memory, slower, or unplayed (the search ended first)."""
+    reason: str
+
+
+class Fallen(NamedTuple):
+    """Groups of layouts that fell out by one rule, and why."""
+
+    groups: tuple[CandidateGroup | WholeGroup, ...]
+    rule: str
+    reason: str
+    needed_bytes: float = 0.0
+    """Least known bytes of a layout that does not fit; 0 for others."""
+
+    @property
+    def num_layouts(self) -> int:
+        """The number of these layouts."""
+        return sum(group.num_layouts for group in self.groups)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield each of these layouts."""
+        for group in self.groups:
+            yield from group.layouts()
+
+
+def whole_batch(layout: Layout, job: Job) -> str:
+    """Return text that says that a layout without micro-batches runs all samples of a rank at once; empty for others."""
+    samples = -(-job.train.global_batch // layout.dp)
+    if layout.microbatch or samples < 2:
+        return ""
+    return f" (without a microbatch, all {samples:,} samples of a rank run at once)"
+
+
+def at_least(need: Need, total: float, hardware: Hardware) -> str:
+    """Return text that says how much a layout needs at least, and what most of it is."""
+    parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
+    most = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
+    return f"needs at least {gib(total)} GiB of {gib(hardware.room_bytes)}: {most}"
+
+
+def nearest_to_fitting(fallen: Sequence[Fallen]) -> str:
+    """Return the layout that comes nearest to fitting, and what it needs, as text."""
+    too_large = [one for one in fallen if one.rule == "memory"]
+    if not too_large:
+        return "no layout of these devices is legal"
+    near = min(too_large, key=lambda one: one.needed_bytes)
+    return f'nothing fits; "{next(near.layouts())}" comes nearest: {near.reason}'
+
+
+def distance(layout: Layout, other: Layout) -> tuple[float, int]:
+    """Return by what powers of two the degrees differ in all, and how many other words do."""
+    powers = sum(abs(math.log2(getattr(layout, name) / getattr(other, name))) for name in _DEGREES)
+    return round(powers, 6), sum(getattr(layout, name) != getattr(other, name) for name in _WORDS)
+
+
+def nearest(
+    model: ModelSpec, job: Job, hardware: Hardware, layout: Layout, devices: int, states_per_param: int = 2
+) -> Prediction | None:
+    """Return the nearest layout of so many devices that no strategy refuses and that fits; None where there is none."""
+    builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+    needs = Needs(Prices(model, job, hardware), states_per_param)
+    room = hardware.room_bytes - hardware.reserved_bytes
+    far = functools.partial(distance, layout)
+    tried = (
+        layout
+        for layout in candidates.layouts_of(devices, model, job, thin=hardware)
+        if layout.tp <= hardware.devices_per_node
+    )
+    asked = itertools.islice(sorted(tried, key=far), MOST_ASKED)
+    for _, alike in itertools.groupby(asked, key=far):
+        steps = (builder.step(one) for one in alike)
+        may_be = (step for step in steps if refusal_of(step) is None and needs.need(step).total <= room)
+        found = []
+        for step in itertools.islice(may_be, MOST_PLAYED):
+            programs = builder.programs(step.layout)
+            uses = memory_of(programs, hardware, states_per_param)
+            if max(use.total for use in uses) <= hardware.room_bytes:
+                found.append(predict_programs(programs, model, job, hardware, uses, states_per_param))
+        if found:
+            return min(found, key=lambda one: one.step_s)
+    return None

@@ -1,0 +1,191 @@
+"""The commands of this wing: plan, simulate, measure and calibrate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from samestep import hardware, wings
+from samestep import job_files as jobs
+from samestep.errors import InputError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.output import results
+from samestep.output.durable_files import write
+from samestep.output.results import Result
+from samestep.output.text import wrap
+from samestep.verbs import job_of, limit_threads, planned_job, say_cautions
+
+if TYPE_CHECKING:
+    from samestep.wings.plan.recipes.recipe import Recipe
+    from samestep.wings.plan.simulation.simulate import Prediction
+
+
+def plan(words: Namespace) -> Result:
+    """Search the fastest layouts that fit, and measure or emit them if that is asked for."""
+    from samestep.wings.plan import plan, ranking
+
+    _check_emit(words)
+    job = planned_job(words)
+    asked = None if words.why is None else Layout(words.why)
+    if words.measure_top:
+        _check_measurable(words, job)
+    top = max(words.top, words.measure_top)
+    found = plan.plan(
+        job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices, keep_free=words.keep_free
+    )
+    say_cautions(words, found.hardware, words.devices)
+    why = [] if asked is None else [ranking.why_not(found, asked)]
+    answers = ranking.answers(found, words.days_for_tokens, words.cost_per_hour)
+    recipe = _recipe(words, job, *found.best)
+    text = wrap("\n".join([ranking.as_text(found), *why, *answers, *ranking.other_numerics(found)]))
+    text = "\n".join([text, *_emitted(words, recipe)])
+    measured = None
+    if words.measure_top and found.best:
+        limit_threads(job.run.threads)
+        from samestep.wings.plan.measurement.profile import benchmark_layouts
+
+        print(text)
+        measured = benchmark_layouts(job, [one.layout for one in found.best[: words.measure_top]])
+        text = measured.to_text()
+
+    if words.html:
+        plan_page = wings.required("pages", "plan_page")
+        write(words.html, plan_page.page_of(found).to_html())
+
+    def record() -> dict[str, object]:
+        more: dict[str, object] = {"why": why[0]} if why else {}
+        more |= {"measured": [row.to_record() for row in measured.rows]} if measured else {}
+        more |= {"emitted": recipe.to_record()} if recipe else {}
+        return ranking.as_record(found) | more
+
+    return Result(record, text, 0 if found.best else 1)
+
+
+def _check_emit(words: Namespace) -> None:
+    """Refuse an unknown framework before the search, and a file of none."""
+    from samestep.wings.plan import recipes
+
+    if words.to is not None:
+        recipes.framework_of(words.to)
+    elif words.to_file is not None:
+        names = ", ".join(recipes.FRAMEWORKS)
+        raise InputError("command-options", f"--to-file {words.to_file} needs --to FRAMEWORK: one of {names}")
+
+
+def _recipe(words: Namespace, job: Job, *prediction: Prediction) -> Recipe | None:
+    """Return the first predicted layout in the words of another framework; None if none is asked for, or nothing fits."""
+    from samestep.wings.plan import recipes
+
+    return recipes.emit_predicted(words.to, job, prediction) if words.to and prediction else None
+
+
+def _emitted(words: Namespace, recipe: Recipe | None) -> list[str]:
+    """Write a recipe to its file, and return what is printed of it, as a list of at most one text."""
+    if recipe is None:
+        return []
+    if words.to_file is None:
+        return [
+            "\n" + "\n".join([recipe.text.rstrip(), *([] if recipe.has_comments else recipe.notes), *recipe.instead])
+        ]
+    write(words.to_file, recipe.text)
+    return ["\n".join([f"wrote {words.to_file}", *recipe.notes, *recipe.instead])]
+
+
+def _check_measurable(words: Namespace, job: Job) -> None:
+    """Refuse --measure-top before the search where its layouts could not be run on this machine."""
+    if words.hardware not in (None, hardware.OWN):
+        raise InputError(
+            "command-options",
+            f"--measure-top runs on this machine, and --hardware {words.hardware} is another one: leave --hardware out",
+        )
+    if job.model.preset is not None:
+        raise InputError(
+            "model-only-a-shape",
+            f"--measure-top runs steps, and {job.model.source} has a shape but no code: hf:FAMILY or module:function works",
+        )
+
+
+def simulate(words: Namespace) -> Result:
+    """Predict one step, and write its pictures and its recipe if that is asked for."""
+    if words.case is not None:
+        return _case(words)
+    from samestep.wings.plan.simulation.simulate import as_text, simulate
+
+    _check_emit(words)
+    job = planned_job(words)
+    found = simulate(job, words.layout, words.hardware, devices=words.devices)
+    say_cautions(words, found.hardware, found.devices)
+    _write_pictures(words, found)
+    recipe = _recipe(words, job, found)
+    more = {"job": job.model_dump(mode="json"), **({"emitted": recipe.to_record()} if recipe else {})}
+    text = "\n".join([as_text(found, whole=words.program), *_emitted(words, recipe)])
+    return Result(lambda: found.to_record() | more, text)
+
+
+def _case(words: Namespace) -> Result:
+    from samestep.wings.plan.simulation import cases
+
+    flags = [flag for flag in ("job", "layout", "set", "hardware", "devices", "program") if getattr(words, flag)]
+    if flags:
+        name = flags[0] if flags[0] == "job" else f"--{flags[0]}"
+        raise InputError("command-options", f"--case {words.case} has its own job and layout: leave {name} out")
+    is_file = words.json not in (None, results.STANDARD_OUTPUT)
+    wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag) and (flag != "json" or is_file)]
+    if wanted and words.case not in cases.RUNS:
+        raise InputError(
+            "command-options",
+            f"--{wanted[0]} writes one step, and only the cases {', '.join(cases.RUNS)} are one step",
+        )
+    lines = cases.lines_of(words.case)
+    if words.case not in cases.RUNS:
+        return Result(lambda: {"lines": lines}, "\n".join(lines))
+    run = cases.RUNS[words.case]
+    if words.trace or words.html:
+        _write_pictures(words, run.predict())
+    return Result(lambda: run.predict().to_record(), "\n".join(lines))
+
+
+def _write_pictures(words: Namespace, found: Any) -> None:
+    if words.trace:
+        write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
+    if words.html:
+        prediction_page = wings.required("pages", "prediction_page")
+        write(words.html, prediction_page.page_of(found).to_html())
+
+
+def measure(words: Namespace) -> Result:
+    """Write this machine's hardware profile."""
+    limit_threads(1)
+    from samestep.wings.plan.measurement import profile
+
+    if sys.stderr.isatty():
+        print(
+            "samestep: measuring products, copies and messages: two minutes, more where other programs run",
+            file=sys.stderr,
+        )
+    machine = profile.benchmark_hardware(out=words.out, ranks=words.ranks, device=words.device)
+    path = words.out or hardware.own_path()
+    said = f"{profile.as_text(machine)}\nwritten: {path}, with the source of every number"
+    return Result(lambda: {"file": path, "profile": asdict(machine)}, said)
+
+
+def _of_settings(settings: Sequence[str]) -> Job | None:
+    """Return a job of some settings alone, without those of the default job, which nobody has measured; None without settings."""
+    tables: dict[str, Any] = {}
+    for setting in settings:
+        jobs.set_key(tables, setting)
+    return Job(**tables) if tables else None
+
+
+def calibrate(words: Namespace) -> Result:
+    """Refit a hardware profile to measured steps."""
+    from samestep.wings.plan.calibrate import calibrate
+
+    job = _of_settings(words.set) if words.job is None else job_of(words)
+    found = calibrate(words.rows, words.hardware, words.out, job=job)
+    return Result(found.to_record, found.to_text(), 1 if found.kept else 0)

@@ -1,0 +1,499 @@
+"""The verb `plan`: of all layouts of a number of devices, those that fit, the fastest of them, and why the others fell out.
+
+Three tiers, so that millions of layouts take a few seconds:
+
+    bounds      least step time (`wings/plan/bounds/step_time.py`) and least memory (`wings/plan/bounds/least_memory.py`), both in closed form:
+                first the time of all layouts with these degrees (of a cut sequence, of one that is cut less), then for each micro-batch
+                that of the slowest stage with what it waits, then what the splits with room for states send
+                (`wings/plan/bounds/data_splits.py`), then both time and memory, then for each schedule, then for all ways to split the
+                data axis, then for each by what it sends and by its states alone, then for each;
+                a time is that of the quickest recomputation of which the memory is not known to be too large;
+                at last that of the pipeline's clock, body by body (`wings/plan/bounds/body_seconds.py`)
+    rules       the strategies' own refusals, once for each schedule and kind of split, and again for each layout before it is played
+    the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
+
+A part is bounded, and its rules are asked, only once the bound of the whole is the least that is left. What stays closed is counted, and
+listed only where somebody asks, as layouts that are slower; of some the rules would have refused a part.
+
+So the best layouts are found, unless the search ends after `MOST_PLAYED` played layouts; then it says so. Every layout that is thrown out
+keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. `wings/plan/ranking.py` prints the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import heapq
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import xxhash
+
+from samestep import wings
+from samestep.enumeration import candidates
+from samestep.errors import LayoutError
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.memory.memory_use import memory_of, memory_summary
+from samestep.models.spec import ModelSpec
+from samestep.output.text import gib
+from samestep.program.step import StepSpec
+from samestep.strategies import ProgramBuilder, refusal_of
+from samestep.wings.plan import open_groups
+from samestep.wings.plan.bounds.body_seconds import smallest
+from samestep.wings.plan.bounds.data_splits import DataSplits
+from samestep.wings.plan.bounds.layer_costs import Prices
+from samestep.wings.plan.bounds.least_memory import Need, Needs
+from samestep.wings.plan.bounds.step_time import Bounds
+from samestep.wings.plan.candidate_groups import CandidateGroup, Split, ThinnedList, WholeGroup
+from samestep.wings.plan.open_groups import CutSequence, Fallen, ScheduleGroup
+from samestep.wings.plan.other_numerics import Saving
+from samestep.wings.plan.simulation.simulate import Prediction, labels, predict_programs
+
+MOST_PLAYED = 200
+"""Layouts that the clock plays at most."""
+MUCH_LONGER = 1.25
+"""Times the bound of a chain from which on splits that send so long are bounded by that, and opened later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The layouts of a number of devices, best first, and the rejected ones."""
+
+    best: tuple[Prediction, ...]
+    fallen: tuple[Fallen, ...]
+    """Layouts that fell out, in groups."""
+    played: int
+    """Layouts that were played on the clock."""
+    seconds: float
+    devices: int
+    hardware: Hardware
+    labels: Mapping[str, str]
+    """The origins of the numbers, by subject."""
+    model: ModelSpec
+    job: Job
+    states_per_param: int
+    """Tensors that the optimizer keeps of each weight."""
+    nearest: str = ""
+    """The layout that comes nearest to fitting, as text; empty where one fits."""
+    safe: Prediction | None = None
+    """The fastest of the layouts that are likely to fit; None where none was looked for, or none is likelier than the best."""
+    other_numerics: tuple[Saving, ...] = ()
+    """Savings of other numerics in the best layout; only the job chooses them."""
+
+    def _repr_html_(self) -> str | None:
+        return wings.in_notebook("plan_page", self)
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """The digests of the job and the hardware, by which plans are distinguished."""
+        texts = {
+            "job": self.job.model_dump_json(exclude={"run": {"folder"}}),
+            "hardware": json.dumps(asdict(self.hardware), sort_keys=True),
+        }
+        return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
+
+    @cached_property
+    def considered(self) -> int:
+        """The number of layouts that were looked at, by themselves or in a group."""
+        return len(self.best) + self.counts.total()
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """The numbers of layouts that fell out, by rule."""
+        found: Counter[str] = Counter()
+        for one in self.fallen:
+            found[one.rule] += one.num_layouts
+        return found
+
+    @cached_property
+    def rejections(self) -> tuple[open_groups.Rejection, ...]:
+        """Every layout that fell out."""
+        return tuple(
+            open_groups.Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.layouts()
+        )
+
+
+class _Search:
+    """A best-first search for the fastest layouts of so many devices that fit."""
+
+    def __init__(
+        self, model: ModelSpec, job: Job, hardware: Hardware, devices: int, top: int, states_per_param: int
+    ) -> None:
+        self.model, self.job, self.hardware, self.top = model, job, hardware, top
+        self.devices, self.states_per_param = devices, states_per_param
+        self.prices = Prices(model, job, hardware.slowest_of(devices))
+        self.bounds, self.needs = Bounds(self.prices), Needs(self.prices, states_per_param)
+        self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+        self._room_bytes = hardware.room_bytes - hardware.reserved_bytes
+        self.thinned = ThinnedList(model, job, hardware)
+        self.splits = DataSplits(self.prices, self.needs, self.thinned.split_layouts)
+        self.rules = open_groups.ScheduleRules(self.builder, self.thinned)
+        self._recomputations = candidates.recomputations(model)
+        self.best: list[Prediction] = []
+        self.fallen: list[Fallen] = []
+        self._too_large: dict[tuple[Layout, object], tuple[str, float]] = {}
+        """The reason and the bytes of layouts of which a stage without a head does not fit, by their other words."""
+        self._whole_losses: dict[tuple[Layout, bool], float] = {}
+        """Seconds of a step of layouts that fit without chunks of the loss, by whether they cut it by vocabulary."""
+        self.played = 0
+        self._open: list[tuple[float, int, open_groups.OpenGroup]] = []
+        self._number = itertools.count()
+
+    def run(self, *, offload: bool = False) -> None:
+        """Search every layout."""
+        for degrees in candidates.degrees(self.devices, self.model, thin=self.hardware):
+            if degrees.tp > self.hardware.devices_per_node:
+                reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
+                self._throw_out(degrees, "refused", reason)
+            else:
+                self._open_degrees(degrees.but(offload=offload))
+        while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
+            self._look(*heapq.heappop(self._open))
+        self._close()
+
+    def _open_degrees(self, degrees: Layout) -> None:
+        """Bound degrees that some split of the data axis may have."""
+        refused: list[tuple[Layout, LayoutError]] = []
+        for plain in candidates.splits(degrees):
+            error = refusal_of(self.builder.step(plain))
+            if error is None:
+                by = candidates.less_cut(degrees, self.model, self.hardware.devices_per_node)
+                self._open_cut(CutSequence((WholeGroup(self.thinned, degrees),), by), 0.0)
+                return
+            refused.append((plain, error))
+        for plain, error in refused:
+            self._throw_out(plain, "refused", str(error))
+
+    def _open_cut(self, what: CutSequence, bound_s: float) -> None:
+        """Bound all layouts with these degrees by the next ones that cut a sequence no more than they do."""
+        (group,), (by, *better) = what
+        bound_s = max(bound_s, self.bounds.degrees_s(group.degrees, self._in_chunks, by))
+        self._put(bound_s, what._replace(next=tuple(better)) if better else group)
+
+    def _in_chunks(self, sized: Layout) -> list[StepSpec]:
+        """Return the step with each choice of chunks, the first with none."""
+        return [self.builder.step(sized.but(**words)) for words in candidates.chunk_words(sized, self.model)]
+
+    def _unlike_first(self, sized: Layout) -> list[StepSpec]:
+        """Return the steps with each choice of chunks of which the first stages differ: not in those of the loss where another stage
+        has the head, whose forward computes as much in any."""
+        every = candidates.chunk_words(sized, self.model)
+        return [self.builder.step(sized.but(**one)) for one in every if sized.pp == 1 or one["loss_chunk"] is None]
+
+    def _open_sizes(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound all layouts with these degrees and each micro-batch by what stages wait for it, however quick it is."""
+        every = list(self.thinned.sizes(group.degrees))
+        samples = [smallest(self.builder.step(sized)).microbatch_samples for sized in every]
+        sizes_s = self.bounds.sizes_s(self._in_chunks(group.degrees), self.rules.schedules(group.degrees), samples)
+        for sized, least_s in zip(every, sizes_s, strict=True):
+            self._put(max(bound_s, least_s), group._replace(sized=sized))
+
+    def _open_recomputations(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch by what splits with room for states send, then by the quickest
+        recomputation that may leave room for activations."""
+        sized = group.sized or group.degrees
+        schedules = [(schedule.schedule, schedule.virtual_stages) for schedule in self.rules.schedules(group.degrees)]
+        sent_s = self.splits.least_s(self.builder.step(sized), schedules, self._room_bytes)
+        if bound_s < sent_s < float("inf"):
+            self._put(sent_s, group)
+            return
+        of_one = self._unlike_first(sized), schedules, self._recomputations
+        if found := self.splits.first_with_room(*of_one, self._room_bytes):
+            self._put(bound_s, group._replace(sized=sized.but(recompute=found[0]), has_room=True))
+        else:
+            self._throw_out_large((group,), sized, self.splits.least_bytes(*of_one))
+
+    def _price(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound all layouts with these degrees and this micro-batch by the seconds of a sample, and then of their micro-batches."""
+        sized = group.sized or group.degrees
+        schedules, samples = self.rules.schedules(group.degrees), smallest(self.builder.step(sized)).microbatch_samples
+        of_any = self._in_chunks(group.degrees.but(recompute=sized.recompute))
+        (least_s,) = self.bounds.sizes_s(of_any, schedules, [samples])
+        if least_s <= max(bound_s, self._least_left_s()):
+            least_s = self.bounds.least_s(self._in_chunks(sized), schedules)
+            group = group._replace(is_priced=True)
+        self._put(max(bound_s, least_s), group)
+
+    def _least_left_s(self) -> float:
+        """Return the least bound of what is left."""
+        return self._open[0][0] if self._open else float("inf")
+
+    def _open_schedules(self, group: WholeGroup, bound_s: float) -> None:
+        """Bound the layouts of each schedule that the rules allow; those that they refuse fall out."""
+        sized, legal = group.sized or group.degrees, self.rules.schedules(group.degrees)
+        splits, steps = self.thinned.splits(group.degrees, sized.microbatch), self._in_chunks(sized)
+        for (schedule, virtual_stages), words in itertools.groupby(
+            self.thinned.variants(sized), open_groups.schedule_of
+        ):
+            family = group.degrees.but(schedule=schedule, virtual_stages=virtual_stages)
+            what = ScheduleGroup(tuple(CandidateGroup(sized, word, splits) for word in words), family, sized)
+            if family not in legal:
+                self._allowed(what)
+            elif sized.pp == 1:  # without stages a family has one schedule, and its bound
+                self._put(bound_s, what._replace(is_bounded=True))
+            else:
+                self._put(max(bound_s, self.bounds.least_s(steps, [family])), what)
+
+    def _allowed(self, what: ScheduleGroup) -> tuple[CandidateGroup, ...]:
+        """Return the groups of a schedule without the splits of the data axis that the rules refuse, which fall out."""
+        of_reason = self.rules.by_reason(what.family, what.groups[0].splits)
+        legal = of_reason.pop(None, ())
+        for reason, some in of_reason.items():
+            groups = tuple(group._replace(splits=some) for group in what.groups)
+            self.fallen.append(Fallen(groups, "refused", str(reason)))
+        return tuple(group._replace(splits=legal) for group in what.groups) if legal else ()
+
+    def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
+        self.fallen.append(Fallen((CandidateGroup.of(layout),), rule, reason, needed_bytes))
+
+    def _limit_s(self) -> float:
+        """Return the seconds of a step that a layout has to stay below."""
+        return self.best[-1].step_s if len(self.best) == self.top else float("inf")
+
+    def _open_schedule(self, what: ScheduleGroup, bound_s: float) -> None:
+        """Bound the layouts of a schedule by the quickest recomputation that may leave room."""
+        sized, family = what.sized, what.family
+        family = family.but(microbatch=sized.microbatch)
+        slower = self._recomputations[self._recomputations.index(sized.recompute) :]
+        schedules = [(family.schedule, family.virtual_stages)]
+        of_one = self._unlike_first(family), schedules, slower
+        if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
+            self._throw_out_large(what.groups, sized, self.splits.least_bytes(*of_one))
+            return
+        steps = self._in_chunks(family.but(recompute=found[0]))
+        self._put(max(bound_s, self.bounds.schedule_s(steps)), what._replace(is_bounded=True))
+
+    def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
+        """Bound the first group that fits; the later ones take longer, unless the splits with room for it send longer than it computes."""
+        for number, group in enumerate(groups):
+            step = self.builder.step(group.base)
+            words = step.layout
+            of_one = (step,), ((words.schedule, words.virtual_stages),), (words.recompute,)
+            if not (found := self.splits.first_with_room(*of_one, self._room_bytes)):
+                self._throw_out_large((group,), group.sized, self.splits.least_bytes(*of_one))
+                continue
+            stages = self.needs.stages(step)
+            if (needed := self.needs.stages_bytes(step, stages)) > self._room_bytes:
+                self._throw_out_large((group,), group.sized, needed)
+                continue
+            least_s = max(bound_s, self.bounds.group_s(step))
+            if found[1] <= least_s:
+                self._put(least_s, open_groups.Chain(groups[number:], step, stages))
+                return
+            self._put(found[1], open_groups.Chain(groups[number : number + 1], step, stages))
+
+    def _throw_out_large(self, groups: tuple[CandidateGroup | WholeGroup, ...], sized: Layout, needed: float) -> None:
+        """Throw out layouts of which each needs so many bytes or more, without those of the hardware."""
+        needed += self.hardware.reserved_bytes
+        reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
+        self.fallen.append(Fallen(groups, "memory", f"{reason}{open_groups.whole_batch(sized, self.job)}", needed))
+
+    def _open_splits(self, chain: open_groups.Chain, bound_s: float) -> None:
+        """Bound each layout of a chain's first group whose states leave room, first those that do not send much longer."""
+        group, sent_s = chain.groups[0], self.splits.each_s(chain.step)
+        enough_s = MUCH_LONGER * bound_s
+        too_large, later = list[tuple[Split, Need]](), list[Split]()
+        for split, layout in zip(group.splits, group.layouts(), strict=True):
+            if sent_s[split] > enough_s:
+                later.append(split)
+                continue
+            need = self.needs.split_need(chain.step, chain.stages, layout)
+            if need.total <= self._room_bytes:
+                self._open_layout(layout, max(bound_s, sent_s[split]))
+            else:
+                too_large.append((split, need))
+        if too_large:
+            least = min((need for _, need in too_large), key=lambda need: need.total)
+            self._too_large_by(least, group._replace(splits=tuple(split for split, _ in too_large)))
+        if later:
+            part = chain._replace(groups=(group._replace(splits=tuple(later)),))
+            self._put(min(sent_s[split] for split in later), part)
+
+    def _open_layout(self, layout: Layout, bound_s: float) -> None:
+        step = self.builder.step(layout)
+        if (need := self.needs.need(step)).total > self._room_bytes:
+            self._too_large_by(need, CandidateGroup.of(layout))
+            return
+        if error := refusal_of(step):
+            self._throw_out(layout, "refused", str(error))
+            return
+        self._put(max(bound_s, self.bounds.step_s(step)), layout)
+
+    def _too_large_by(self, need: Need, group: CandidateGroup) -> None:
+        """Throw out layouts of which each needs so much or more."""
+        needed = need.total + self.hardware.reserved_bytes
+        reason = f"{open_groups.at_least(need, needed, self.hardware)}{open_groups.whole_batch(group.sized, self.job)}"
+        self.fallen.append(Fallen((group,), "memory", reason, needed))
+
+    def _put(self, bound_s: float, what: open_groups.OpenGroup) -> None:
+        heapq.heappush(self._open, (bound_s, next(self._number), what))
+
+    def _look(self, bound_s: float, _: int, what: open_groups.OpenGroup) -> None:
+        """Bound the parts of what was bounded as a whole, or play a layout."""
+        if isinstance(what, CutSequence):
+            self._open_cut(what, bound_s)
+        elif isinstance(what, WholeGroup) and what.sized is None:
+            self._open_sizes(what, bound_s)
+        elif isinstance(what, WholeGroup) and not what.has_room:
+            self._open_recomputations(what, bound_s)
+        elif isinstance(what, WholeGroup) and not what.is_priced:
+            self._price(what, bound_s)
+        elif isinstance(what, WholeGroup):
+            self._open_schedules(what, bound_s)
+        elif isinstance(what, ScheduleGroup) and not what.is_bounded:
+            self._open_schedule(what, bound_s)
+        elif isinstance(what, ScheduleGroup):
+            for _chunk, groups in itertools.groupby(self._allowed(what), open_groups.chunk_of):
+                self._open_chain(tuple(groups), bound_s)
+        elif isinstance(what, open_groups.Chain):
+            self._open_splits(what, bound_s)
+            self._open_chain(what.groups[1:], bound_s)
+        else:
+            self._play(what, bound_s)
+
+    def _play(self, layout: Layout, bound_s: float) -> None:
+        """Play a layout, unless the pipeline's clock finds that others come first."""
+        step, without_chunks = self.builder.step(layout), layout.but(loss_chunk=None)
+        whole = without_chunks, step.cuts_loss  # of which chunks only save memory
+        if layout.loss_chunk and (whole_s := self._whole_losses.get(whole)) is not None:
+            self._throw_out(layout, "slower", f"fits in {whole_s:.4g} s a step without chunks of the loss")
+            return
+        # The stages without a head hold the same with chunks of the loss and without.
+        rest = (without_chunks, self.prices.runs(step).counts)
+        if (known := self._too_large.get(rest)) is not None:
+            self._throw_out(layout, "memory", *known)
+            return
+        if (least_s := self.bounds.step_s(step, plays=True)) > max(bound_s, self._least_left_s()):
+            self._put(least_s, layout)
+            return
+        self.played += 1
+        try:
+            programs = self.builder.programs(layout)
+        except LayoutError as error:
+            self._throw_out(layout, "refused", str(error))
+            return
+        uses = memory_of(programs, self.hardware, self.states_per_param)
+        use = max(uses, key=lambda use: use.total)
+        if use.total > self.hardware.room_bytes:
+            known = memory_summary(use, self.hardware), use.total
+            if use is not uses[-1]:
+                self._too_large[rest] = known
+            self._throw_out(layout, "memory", *known)
+            return
+        prediction = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
+        if not layout.loss_chunk:
+            self._whole_losses[whole] = prediction.step_s
+        self.best = sorted([*self.best, prediction], key=lambda one: one.step_s)
+        for left in self.best[self.top :]:
+            self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
+        del self.best[self.top :]
+
+    def _close(self) -> None:
+        """Throw out the layouts that were never played, each with its reason."""
+        limit_s = self._limit_s()
+        for bound_s, _, what in self._open:
+            rule = "slower" if bound_s >= limit_s else "unplayed"
+            reason = f"at least {bound_s:.4g} s a step"
+            self.fallen.append(Fallen(open_groups.groups_of(what), rule, reason))
+
+
+def plan(
+    model: ModelSpec,
+    job: Job,
+    hardware: Hardware,
+    devices: int,
+    *,
+    top: int = 5,
+    states_per_param: int = 2,
+    may_offload: bool = True,
+) -> Plan:
+    """Search every legal layout of `devices`; the global batch stays as the job says.
+
+    Where nothing fits, the optimizer's states are tried on the host (`offload`), which is slower than any other update.
+
+    Args:
+        model: what is trained.
+        job: batch, precision and optimizer.
+        hardware: what it runs on.
+        devices: how many; each is used.
+        top: how many of the fastest are wanted.
+        states_per_param: the optimizer's tensors of a weight's own shape.
+        may_offload: try that at all.
+    """
+    began = time.perf_counter()
+    search = _Search(model, job, hardware, devices, top, states_per_param)
+    with _pause_collector():
+        search.run()
+        if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
+            search.run(offload=True)
+    nearest = "" if search.best else open_groups.nearest_to_fitting(search.fallen)
+    if may_offload and not search.best and (more := _enough(model, job, hardware, devices, states_per_param)):
+        nearest += f"; {more} devices would do"
+    return Plan(
+        best=tuple(search.best),
+        fallen=tuple(search.fallen),
+        played=search.played,
+        seconds=time.perf_counter() - began,
+        devices=devices,
+        hardware=hardware,
+        labels=labels(job, hardware),
+        model=model,
+        job=job,
+        states_per_param=states_per_param,
+        nearest=nearest,
+    )
+
+
+def _enough(model: ModelSpec, job: Job, hardware: Hardware, devices: int, states_per_param: int) -> int | None:
+    """Return the least of 2, 4, ..., 64 times `devices` on which a job fits that does not fit on `devices`; None if none."""
+    sizes = (devices << doubled for doubled in range(1, 7))
+    few = functools.partial(plan, model, job, hardware, top=1, states_per_param=states_per_param, may_offload=False)
+    return next((size for size in sizes if few(size).best), None)
+
+
+@contextlib.contextmanager
+def _pause_collector() -> Iterator[None]:
+    """Pause the garbage collector: all objects of a search live as long as it does, and scanning them takes a third of the time.
+
+    Behind it they count as old, so that the next collection of new objects does not scan them either.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on and not gc.get_freeze_count():  # what somebody else has frozen stays so
+            gc.freeze()
+            gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def fewest(
+    model: ModelSpec, job: Job, hardware: Hardware, most: int, *, top: int = 5, states_per_param: int = 2
+) -> Plan:
+    """Plan for the smallest number of devices that the job fits on: any number within a node, beyond it whole nodes."""
+
+    def on(devices: int) -> Plan:
+        return plan(
+            model, job, hardware, devices, top=top, states_per_param=states_per_param, may_offload=devices == most
+        )
+
+    node, too_few = hardware.devices_per_node, 0
+    for power in sorted({*(1 << exponent for exponent in range((most - 1).bit_length())), most}):
+        found = on(power)
+        if found.best or power == most:
+            break
+        too_few = power
+    for devices in range(too_few + 1, power):
+        if (devices <= node or devices % node == 0) and (fewer := on(devices)).best:
+            return fewer
+    return found

@@ -1,0 +1,340 @@
+"""Conversations as tokens, of which only the assistant's are counted in the loss.
+
+A tokenizer with a chat template writes the conversation in its format, and is given all keys of each message. A reply
+is found by writing the conversation twice, up to the template's prompt for the reply and with the reply: the added text
+counts, up to the end of the reply's turn; white space after the token that ends a turn does not.
+
+    data.turns   all    one document with all replies, where the template writes earlier turns the same when later ones follow
+                 each   one document for each reply, written up to it, of which that reply counts
+                 last   one document, written up to the last reply, which alone counts
+
+Without a template the format is
+
+    <|user|>
+    What is 2 + 2?
+    <|assistant|>
+    4{end}              {end} is the tokenizer's end of a document, or a newline if it has none
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from samestep.datasets.tokenizers import Tokenizer
+from samestep.errors import DataError
+from samestep.job_tables import Turns
+from samestep.wings.readers.conversations import Conversation, Message, role_named
+
+_HEAD = "<|{}|>\n"
+_PROBES = ("0", "1")
+"""The contents of two replies that share no character: text that stands in both results is the template's."""
+
+Counted = list[tuple[list[int], bool]]
+"""Consecutive runs of token ids, each with whether its tokens are counted in the loss."""
+
+
+class Render(Protocol):
+    """A function that writes messages, and with `reply_follows` the prompt for a reply after them."""
+
+    def __call__(self, messages: Sequence[Message], reply_follows: bool, /) -> str:
+        """Return the text.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        ...
+
+
+def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turns) -> list[Counted]:
+    """Return the documents that a conversation becomes, each as runs of tokens that are counted or not.
+
+    Raises:
+        DataError: the template refuses the messages or does not write what they say, or it rewrites earlier turns.
+    """
+    messages, replies = conversation.messages, conversation.replies
+    chosen = {"all": [(len(messages), replies)], "last": [(replies[-1] + 1, replies[-1:])]}.get(turns)
+    parts = chosen or [(number + 1, (number,)) for number in replies]
+    if not tokenizer.has_template:
+        return [_plain(conversation, end, counted, tokenizer) for end, counted in parts]
+    given = _readable(conversation, tokenizer)
+    render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
+    return [_encode(_pieces(given[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
+
+
+def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collection[str]) -> list[str]:
+    """Return which of some names of `Conversation.said` make no difference to the text that the chat template writes.
+
+    Raises:
+        DataError: the template does not write the replies.
+    """
+    if not tokenizer.has_template or not names:
+        return []
+    messages, settings = _readable(conversation, tokenizer), conversation.settings
+
+    def is_same(end: int, others: Sequence[Message], words: Mapping[str, Any]) -> bool:
+        try:
+            texts = (
+                tokenizer.render_chat(messages_[:end], False, settings=each)
+                for messages_, each in ((messages, settings), (others, words))
+            )
+            return next(texts) == next(texts)
+        except DataError:  # the template needs the part that is left out
+            return False
+
+    found = {
+        f"{key!r}"
+        for key in settings
+        if f"{key!r}" in names
+        and is_same(len(messages), messages, {setting: settings[setting] for setting in settings if setting != key})
+    }
+    for number, message in enumerate(messages):
+        changed = [(f"{key!r}", {key_: message[key_] for key_ in message if key_ != key}) for key in message]
+        if message["content"]:
+            changed.append((role_named(message), {**message, "content": _other_content(message["content"])}))
+        for name, text in changed:
+            others = [*messages[:number], text, *messages[number + 1 :]]
+            # Some templates leave out the thoughts of earlier turns: only the last turn shows which parts are written.
+            if name in names and all(is_same(end, others, settings) for end in (number + 1, len(messages))):
+                found.add(name)
+    if role_named({"role": "assistant"}) in found:
+        raise DataError(
+            "chat-template",
+            "the tokenizer's chat template does not write the replies of the assistant: a template that does works, or a folder without the template",
+        )
+    return sorted(found)
+
+
+def _other_content(content: Any) -> Any:
+    """Return a different content of the same form, which shares no text with it."""
+    return "0z0" if isinstance(content, str) else [{"type": "text", "text": "0z0"}]
+
+
+def opening(message: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a user's message up to where the assistant's reply begins, in the format of `chat_documents`."""
+    asked = Conversation([{"role": "user", "content": message}])
+    if tokenizer.has_template:
+        return tokenizer.encode(tokenizer.render_chat(_readable(asked, tokenizer), True))
+    runs = _plain(asked, 1, (), tokenizer)
+    return [*(token for run, _ in runs for token in run), *tokenizer.encode(_HEAD.format("assistant"))]
+
+
+def _plain(conversation: Conversation, end: int, counted: Sequence[int], tokenizer: Tokenizer) -> Counted:
+    """Return the runs of the first messages in the format that the head of this file shows."""
+    if unsaid := [key for key in ("tools", "documents") if key in conversation.settings]:
+        raise DataError(
+            "chat-template",
+            f"{unsaid[0]!r} is written by a chat template alone: a tokenizer with one works",
+        )
+    newline = tokenizer.encode("\n")
+    closing = newline if tokenizer.end_id is None else [tokenizer.end_id]
+    runs: Counted = [(list(tokenizer.begin_ids), False)]
+    for number, message in enumerate(conversation.messages[:end]):
+        if unsaid := [key for key in ("tool_calls", "function_call", "reasoning_content") if message.get(key)]:
+            raise DataError(
+                "chat-template",
+                f"{unsaid[0]!r} of message {number} is written by a chat template alone: a tokenizer with one works",
+            )
+        is_reply = message["role"] == "assistant"
+        runs.append((tokenizer.encode(_HEAD.format(message["role"])), False))
+        text = tokenizer.encode(_join_parts(message["content"]) or "")
+        runs.append((text + (closing if is_reply else newline), number in counted))
+    return runs
+
+
+def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Counted:
+    runs = tokenizer.encode_pieces([text for text, _ in pieces])
+    return [(run, counted) for run, (_, counted) in zip(runs, pieces, strict=True)]
+
+
+# -- the messages as a template reads them ---------------------------------------------------------
+
+
+def _readable(conversation: Conversation, tokenizer: Tokenizer) -> list[Message]:
+    """Return the messages with contents of the form that the template reads: texts, or lists of parts.
+
+    Raises:
+        DataError: the template does not write the tool calls of a reply.
+    """
+    messages: list[Message] = [
+        {**message, "content": _in_form(message["content"], tokenizer)} for message in conversation.messages
+    ]
+    render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
+    messages = _with_objects(messages, render)
+    if any(message["content"] is None for message in messages):
+        messages = _without_none(messages, render)
+    for number in conversation.replies:
+        _check_calls(messages, number, render)
+    return messages
+
+
+def _with_objects(messages: list[Message], render: Render) -> list[Message]:
+    """Return messages whose calls have objects as arguments in place of JSON texts, which most templates would
+    quote."""
+
+    def opened(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        given = function.get("arguments")
+        try:
+            arguments = json.loads(given) if isinstance(given, str) else None
+        except (ValueError, RecursionError):
+            return call
+        return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+    found: list[Message] = [
+        {**message, "tool_calls": [opened(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+    if found == messages:
+        return messages
+    try:
+        render(found, False)
+    except DataError:  # the template asks for a text
+        return messages
+    return found
+
+
+def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
+    """Return a content as a text or as a list of parts, whichever the template writes."""
+    reads_texts, reads_parts = _forms(tokenizer)
+    if isinstance(content, str) and not reads_texts:
+        return [{"type": "text", "text": content}]
+    return content if reads_parts else _join_parts(content)
+
+
+@functools.lru_cache(maxsize=8)
+def _forms(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """Return whether the tokenizer's template writes contents that are texts, and contents that are lists of parts."""
+    found = []
+    for content in ("0z0", [{"type": "text", "text": "0z0"}]):
+        try:
+            text = tokenizer.render_chat([{"role": "user", "content": content}], True)
+        except DataError:
+            found.append(False)
+            continue
+        found.append("0z0" in text and "'type'" not in text and '"type"' not in text)
+    return (found[0] or not found[1], found[1])
+
+
+def _join_parts(content: Any) -> Any:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _without_none(messages: list[Message], render: Render) -> list[Message]:
+    """Return messages with an empty text for each content that is null, if the template would write the word None for it."""
+    emptied = [{**message, "content": ""} if message["content"] is None else message for message in messages]
+    try:
+        written = render(messages, False)
+    except DataError:  # the template asks for a text
+        return emptied
+    others = render(emptied, False)
+    number = sum(message["content"] is None for message in messages)
+    is_word = written.count("None") == others.count("None") + number
+    return emptied if is_word and written.replace("None", "") == others.replace("None", "") else messages
+
+
+def _check_calls(messages: Sequence[Message], number: int, render: Render) -> None:
+    """Refuse a reply whose tool calls the template does not write, so that they would not be learned."""
+    message = messages[number]
+    calls = next((key for key in ("tool_calls", "function_call") if message.get(key)), None)
+    if calls is None:
+        return
+    without = {key: value for key, value in message.items() if key != calls}
+    if render(messages[: number + 1], False) == render([*messages[:number], without], False):
+        raise DataError(
+            "chat-template",
+            f"the tokenizer's chat template does not write {calls!r} of message {number}: one that does works, or messages "
+            "without the key",
+        )
+
+
+# -- where replies are -----------------------------------------------------------------------------
+
+
+def _pieces(
+    messages: Sequence[Message], counted: Sequence[int], render: Render, tokenizer: Tokenizer
+) -> list[tuple[str, bool]]:
+    """Return the text that the chat template writes in pieces, each with whether it is a reply that counts."""
+    pieces: list[tuple[str, bool]] = []
+    written = ""
+    for number in counted:
+        before, whole = _reply(messages[: number + 1], render, tokenizer)
+        reply = whole[len(before) :]
+        kept = len(reply) - len(_behind_turn(messages[:number], render, tokenizer, reply))
+        pieces += [(_added_text(written, before), False), (reply[:kept], True), (reply[kept:], False)]
+        written = whole
+    if counted[-1] + 1 < len(messages):
+        pieces.append((_added_text(written, render(messages, False)), False))
+    return pieces
+
+
+def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the text before the last message, a reply, with all that opens it, and the text with the reply.
+
+    Raises:
+        DataError: the template writes no such opening.
+    """
+    *before, _ = messages
+    whole = render(messages, False)
+    if before and whole.startswith(opened := render(before, True)):
+        return opened, whole
+    # Some templates prompt for thoughts that they leave out of a reply: the common beginning of any two replies opens
+    # it.
+    opened = _common(*(render([*before, probe], False) for probe in _probes(tokenizer)))
+    if whole.startswith(opened):
+        return opened, whole
+    raise DataError(
+        "chat-template",
+        "the tokenizer's chat template writes a reply otherwise than it prompts for one, so the assistant's part cannot be "
+        "found; a folder without the template works",
+    )
+
+
+def _probes(tokenizer: Tokenizer) -> list[Message]:
+    return [{"role": "assistant", "content": _in_form(text, tokenizer)} for text in _PROBES]
+
+
+def _behind_turn(messages: Sequence[Message], render: Render, tokenizer: Tokenizer, reply: str) -> str:
+    """Return the white space that a reply's text has after the end of its turn."""
+    space = _space_behind_turns(tokenizer)
+    if space is None:  # the template takes no conversation of one question and its reply
+        space = _space_behind(*(render([*messages, probe], False) for probe in _probes(tokenizer)))
+    return space if space and reply.endswith(space) else ""
+
+
+@functools.lru_cache(maxsize=8)
+def _space_behind_turns(tokenizer: Tokenizer) -> str | None:
+    """Return the white space that the template writes after the end of a reply's turn; None if it refuses one
+    question and reply."""
+    try:
+        asked = {"role": "user", "content": _in_form("0", tokenizer)}
+        return _space_behind(*(tokenizer.render_chat([asked, probe], False) for probe in _probes(tokenizer)))
+    except DataError:
+        return None
+
+
+def _space_behind(one: str, other: str) -> str:
+    """Return the white space that ends the common ending of two texts; empty where that white space is all of it."""
+    ending = _common(one[::-1], other[::-1])[::-1]
+    return ending[len(ending.rstrip()) :] if ending.strip() else ""
+
+
+def _common(one: str, other: str) -> str:
+    """Return the beginning that two texts have in common."""
+    return one[: next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))]
+
+
+def _added_text(written: str, longer: str) -> str:
+    if not longer.startswith(written):
+        raise DataError(
+            "chat-template",
+            "the tokenizer's chat template writes earlier messages differently when others follow, so not all replies of the "
+            'conversation can be learned at once; data.turns = "each" makes a document for each reply, and "last" one for the last',
+        )
+    return longer[len(written) :]

@@ -1,0 +1,426 @@
+"""Models with the structure of widely used published code, as our own small ones: language models that return their loss, and U-Nets."""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.building.loss_scope import whole_batch
+from samestep.building.model_loss import model_loss
+from tests.code.rows import Equal, entered, equal, refused
+from tests.code.vectors import VECTORS, sgd
+from tests.code.vectors import loss as classes
+from tests.laboratory import Code, job_of
+
+VOCABULARY, LENGTH, WIDTH = 12, 8, 16
+JOB = job_of(steps=3, train={"watch_every": 100})
+
+
+class Words:
+    """Tokens and the next ones under other names than `input_ids` and `labels`, with a number for each sample beside them."""
+
+    def __init__(self, *names: str) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.tokens, self.names = torch.randint(VOCABULARY, (24, LENGTH + 1), generator=draw), names
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        one = self.tokens[index]
+        values = {"idx": one[:-1], "targets": one[1:], "x": one, "weight": one[0] / 10.0}
+        return {name: values[name] for name in self.names}
+
+
+class Pictures:
+    """Pictures of two channels with a class for each pixel, or with noise and how much of it."""
+
+    def __init__(self, *, noisy: bool) -> None:
+        draw = torch.Generator().manual_seed(4)
+        self.x, self.noise = (torch.randn(24, 2, 8, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+        self.classes, self.noisy = torch.randint(3, (24, 8, 8), generator=draw), noisy
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not self.noisy:
+            return {"x": self.x[index], "mask": self.classes[index]}
+        return {"sample": self.x[index] + self.noise[index], "timestep": index % 7, "noise": self.noise[index]}
+
+
+def heads_of(x: Tensor, times: int = 4) -> Tensor:
+    return x.unflatten(-1, (times, -1)).transpose(1, 2)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+
+
+# -- language models ---------------------------------------------------------------------------------
+
+
+class DroppingBlock(nn.Module):
+    """Queries, keys and values in one product; dropout of attention and of both residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH), nn.Dropout(0.2))
+        self.resid_dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads_of(one) for one in self.c_attn(self.ln_1(x)).split(WIDTH, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0, is_causal=True)
+        x = x + self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view_as(x)))
+        return x + self.mlp(self.ln_2(x))
+
+
+class DroppingGPT(nn.Module):
+    """Learned positions, a head that is tied to the embedding, and an optimizer that it configures itself; as in nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, WIDTH),
+                "wpe": nn.Embedding(LENGTH, WIDTH),
+                "drop": nn.Dropout(0.1),
+                "h": nn.ModuleList(DroppingBlock() for _ in range(2)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        place = torch.arange(idx.size(1), device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(place))
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1], :]), None
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+def by_dimensions(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    decayed = [param for _, param in named if param.dim() >= 2]
+    others = [param for _, param in named if param.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-3)
+
+
+class RotaryBlock(nn.Module):
+    """Norms without weights of queries and keys too, values of the tokens beside those of the features, and squared units."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate = nn.Linear(4, 4, bias=False) if index % 2 else None
+        self.up, self.down = nn.Linear(WIDTH, 32, bias=False), nn.Linear(32, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, values: Tensor | None, turns: tuple[Tensor, Tensor]) -> Tensor:
+        h = scaled(x)
+        q, k, v = heads_of(self.q(h)), heads_of(self.k(h)), heads_of(self.v(h))
+        if values is not None and self.gate is not None:
+            v = v + 2 * self.gate(h[..., :4]).sigmoid().transpose(1, 2).unsqueeze(-1) * heads_of(values)
+        y = F.scaled_dot_product_attention(scaled(turned(q, *turns)), scaled(turned(k, *turns)), v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(scaled(x))).square())
+
+
+class RotaryGPT(nn.Module):
+    """Rotary positions, numbers that weigh the residual and the first features of each block, and capped logits; as in nanochat."""
+
+    def __init__(self, *, returns_loss: bool = True) -> None:
+        super().__init__()
+        self.returns_loss = returns_loss
+        self.wte = nn.Embedding(VOCABULARY, WIDTH)
+        self.h = nn.ModuleList(RotaryBlock(index) for index in range(2))
+        self.value_embeds = nn.ModuleDict({"1": nn.Embedding(VOCABULARY, WIDTH)})
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.resid_lambdas, self.x0_lambdas = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), 0.1))
+        angles = torch.outer(torch.arange(LENGTH, dtype=torch.float64), torch.tensor([1.0, 0.1], dtype=torch.float64))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        x = first = scaled(self.wte(idx))
+        for index, block in enumerate(self.h):
+            x = self.resid_lambdas[index] * x + self.x0_lambdas[index] * first
+            key = str(index)
+            values = self.value_embeds[key](idx) if key in self.value_embeds else None
+            x = block(x, values, (self.cos[: idx.size(1)].to(x), self.sin[: idx.size(1)].to(x)))
+        logits = 15 * torch.tanh(self.lm_head(scaled(x)) / 15)
+        if targets is None or not self.returns_loss:
+            return {"scores": logits}
+        return F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1), ignore_index=-1)
+
+
+def summed(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """Return the sum of a loss over the outputs of a model that is given `targets` and returns `scores`."""
+    targets = batch["targets"]
+    return F.cross_entropy(outputs["scores"].flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+class Layers(nn.Module):
+    """Attention and gated units by turns, each behind its own norm, in a list of lists; as in x-transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            norm = functools.partial(nn.LayerNorm, WIDTH, bias=False)
+            self.layers.append(nn.ModuleList([norm(), nn.ModuleDict({
+                "to_q": nn.Linear(WIDTH, WIDTH, bias=False),
+                "to_kv": nn.Linear(WIDTH, 2 * WIDTH, bias=False),
+                "to_out": nn.Linear(WIDTH, WIDTH, bias=False),
+            })]))  # fmt: skip
+            self.layers.append(nn.ModuleList([norm(), nn.ModuleDict({
+                "proj": nn.Linear(WIDTH, 64), "out": nn.Linear(32, WIDTH)
+            })]))  # fmt: skip
+        self.final_norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, part in self.layers:
+            h = norm(x)
+            if "to_q" in part:
+                k, v = part["to_kv"](h).chunk(2, -1)
+                q, k, v = heads_of(part["to_q"](h)), heads_of(k), heads_of(v)
+                h = part["to_out"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            else:
+                value, gate = part["proj"](h).chunk(2, -1)
+                h = part["out"](value * F.silu(gate))
+            x = x + h
+        return self.final_norm(x)
+
+
+class Autoregressive(nn.Module):
+    """A decoder that is given whole texts, and takes inputs and targets from them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_emb, self.pos_emb = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.attn_layers, self.to_logits = Layers(), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, target = x[:, :-1], x[:, 1:]
+        h = self.token_emb(given) + self.pos_emb(torch.arange(given.shape[1])) * WIDTH**-0.5
+        logits = self.to_logits(self.attn_layers(h))
+        return F.cross_entropy(logits.transpose(1, 2), target)
+
+
+# -- U-Nets ------------------------------------------------------------------------------------------
+
+
+def convolution(inner: int, outer: int, *, up: bool = False, last: bool = False) -> nn.Sequential:
+    kind = functools.partial(nn.ConvTranspose2d, output_padding=1) if up else nn.Conv2d
+    made = nn.Sequential(kind(inner, outer, 3, stride=2, padding=1))
+    return made if last else made.extend([nn.InstanceNorm2d(outer), nn.Dropout(0.1), nn.PReLU()])
+
+
+class Skip(nn.Module):
+    """A part and what goes around it."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.submodule = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.submodule(x)], dim=1)
+
+
+class NestedUNet(nn.Module):
+    """Levels within levels, and norms of instances; as in MONAI."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bottom = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.PReLU())
+        inner = nn.Sequential(convolution(4, 8), Skip(bottom), convolution(16, 4, up=True))
+        self.model = nn.Sequential(convolution(2, 4), Skip(inner), convolution(8, 3, up=True, last=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def dice_and_entropy(outputs: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
+    """Return two losses: one over the pictures, and one over the pixels."""
+    wanted, share = F.one_hot(batch["mask"], 3).movedim(-1, 1).to(outputs.dtype), outputs.softmax(1)
+    both = (share * wanted).sum((2, 3))
+    dice = 1 - (2 * both + 1e-5) / (share.sum((2, 3)) + wanted.sum((2, 3)) + 1e-5)
+    entropy = F.cross_entropy(outputs, batch["mask"], reduction="sum")
+    return {"dice": (dice.mean(1).sum(), len(outputs)), "entropy": (entropy, batch["mask"].numel())}
+
+
+class ResidualPart(nn.Module):
+    """Two convolutions with norms of groups, and the time between them."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(2, inner), nn.Conv2d(inner, outer, 3, padding=1)
+        self.time_emb_proj, self.norm2 = nn.Linear(16, outer), nn.GroupNorm(2, outer)
+        self.conv2 = nn.Conv2d(outer, outer, 3, padding=1)
+        self.conv_shortcut = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x))) + self.time_emb_proj(F.silu(time))[:, :, None, None]
+        return self.conv_shortcut(x) + self.conv2(F.silu(self.norm2(h)))
+
+
+class Level(nn.Module):
+    """A down block, which also returns what the up block of its level is given, or an up block."""
+
+    def __init__(self, *sizes: tuple[int, int], up: bool) -> None:
+        super().__init__()
+        self.resnets, self.up, self.count = nn.ModuleList(ResidualPart(*size) for size in sizes), up, len(sizes)
+        outer = sizes[-1][1]
+        self.sampler = nn.Conv2d(outer, outer, 3, padding=1, stride=1 if up else 2)
+
+    def forward(self, x: Tensor, time: Tensor, kept: tuple[Tensor, ...] = ()) -> Any:
+        outputs: tuple[Tensor, ...] = ()
+        for part in self.resnets:
+            if self.up:
+                x, kept = torch.cat([x, kept[-1]], 1), kept[:-1]
+            x = part(x, time)
+            outputs = (*outputs, x)
+        if self.up:
+            return self.sampler(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return self.sampler(x), outputs
+
+
+class DenoisingUNet(nn.Module):
+    """Residual parts by levels, attention in the middle, and the noise that is predicted as an attribute; as in diffusers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_in, self.conv_out = nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
+        self.time_embedding = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16))
+        self.down_blocks = nn.ModuleList([Level((8, 8), up=False), Level((8, 16), up=False)])
+        self.mid, self.to_qkv, self.to_out = ResidualPart(16, 16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up_blocks = nn.ModuleList([Level((32, 8), up=True), Level((16, 8), up=True)])
+        self.conv_norm_out = nn.GroupNorm(2, 8)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> SimpleNamespace:
+        rates = torch.exp(-math.log(1e4) * torch.arange(4, dtype=sample.dtype) / 4)
+        angles = timestep[:, None] * rates
+        time, x = self.time_embedding(torch.cat([angles.cos(), angles.sin()], -1)), self.conv_in(sample)
+        kept: tuple[Tensor, ...] = ()
+        for level in self.down_blocks:
+            x, more = level(x, time)
+            kept = (*kept, *more)
+        x = self.mid(x, time)
+        q, k, v = (heads_of(one, 2) for one in self.to_qkv(x.flatten(2).transpose(1, 2)).chunk(3, -1))
+        y = self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + y.transpose(1, 2).view_as(x)
+        for level in self.up_blocks:
+            mine, kept = kept[-level.count :], kept[: -level.count]
+            if x.shape[-1] != mine[-1].shape[-1]:
+                x = F.interpolate(x, size=mine[-1].shape[-2:])
+            x = level(x, time, mine)
+            if x.shape[-1] > 8:
+                x = F.avg_pool2d(x, 2)
+        return SimpleNamespace(sample=self.conv_out(F.silu(self.conv_norm_out(x))))
+
+
+class Waves(nn.Module):
+    """Sines of steep products with weights in a list or by name, which amplify roundings; as in SIREN."""
+
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        weights = [
+            (torch.rand(16, 6) * 2 - 1) / 6,
+            (torch.rand(16, 16) * 2 - 1) * 0.02,
+            (torch.rand(3, 16) * 2 - 1) * 0.05,
+        ]
+        self.weights = (
+            nn.ParameterDict(dict(zip("abc", weights, strict=True))) if by_name else nn.ParameterList(weights)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, last = self.weights.values() if isinstance(self.weights, nn.ParameterDict) else self.weights
+        return F.linear(torch.sin(90 * (torch.sin(90 * F.linear(x, first)) @ second.T)), last)
+
+
+def denoised(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    return (outputs.sample - batch["noise"]).square().sum(), batch["noise"].numel()
+
+
+# -- rows --------------------------------------------------------------------------------------------
+
+
+def adamw(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for _, param in named], lr=0.01, eps=1e-3)
+
+
+_TEXTS = functools.partial(Words, "idx", "targets")
+_MODELS = {
+    "nanoGPT": Code(DroppingGPT, data=_TEXTS, loss=model_loss(), optimizer=by_dimensions, job=JOB),
+    "nanochat": Code(RotaryGPT, data=_TEXTS, loss=model_loss(), optimizer=adamw, job=JOB),
+    "x-transformers": Code(
+        Autoregressive, data=functools.partial(Words, "x"), loss=model_loss(), optimizer=by_dimensions, job=JOB
+    ),
+    "MONAI": Code(
+        NestedUNet, data=functools.partial(Pictures, noisy=False), loss=dice_and_entropy, optimizer=adamw, job=JOB
+    ),
+    "diffusers": Code(
+        DenoisingUNet, data=functools.partial(Pictures, noisy=True), loss=denoised, optimizer=adamw, job=JOB
+    ),
+}
+LIKE = {name: entered(f"like {name}", code) for name, code in _MODELS.items()}
+SCORES = entered(
+    "scores of words by other names",
+    Code(
+        functools.partial(RotaryGPT, returns_loss=False),
+        data=functools.partial(Words, "idx", "targets", "weight"),
+        loss=whole_batch(summed),
+        optimizer=adamw,
+        job=JOB,
+    ),
+)
+_LAYOUTS = ("tp=2", "dp=2 zero=3", "pp=2 microbatch=2", "dp=2")
+
+EQUAL = [
+    *(
+        Equal(layout, name, is_nightly=turn != index % 4)
+        for index, name in enumerate(LIKE.values())
+        for turn, layout in enumerate(_LAYOUTS)
+        if (name, layout) != (LIKE["MONAI"], "tp=2")
+    ),
+    *(
+        row
+        for name, by_name in (("Waves by name", True), ("Waves of a list", False))
+        for row in equal(
+            entered(
+                name,
+                Code(
+                    functools.partial(Waves, by_name=by_name),
+                    data=VECTORS,
+                    loss=classes,
+                    optimizer=sgd,
+                    job=job_of(steps=1),
+                ),
+            ),
+            "dp=1 microbatch=2",
+        )
+    ),
+    Equal("cp=2", SCORES),
+    Equal("cp=2 exchange=ring", SCORES, is_nightly=True),
+]
+REFUSED = [
+    *refused("cp=2 slices .* a forward that returns the logits, and samestep.whole_batch", LIKE["nanochat"], "cp=2"),
+    *refused("MONAI cannot be cut, it has no linear layers", LIKE["MONAI"], "tp=2"),
+]

@@ -1,0 +1,139 @@
+"""What loops and losses are given of weights that ranks cut: one flat gradient, penalties on all weights, a teacher that follows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.errors import ModelError
+from tests.pool import pool
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inp, self.out = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), Gain(), nn.Linear(16, 8)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+class Points:
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.x, self.y = torch.randn(24, 6, generator=draw, dtype=torch.float64), torch.arange(24) % 4
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+JOB = samestep.Job(train={"global_batch": 8, "steps": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
+Found = tuple[list[float], dict[str, Tensor]]
+
+
+def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _nll(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(outputs, batch["y"], reduction="sum"), len(outputs)
+
+
+def _flat(rank: int, world: int, layout: str) -> Found:
+    """Divide all gradients by their common norm, found from one flat tensor and by torch's own function."""
+    run = samestep.parallelize(
+        Net(), _nll, _sgd, layout=layout, job=JOB, forward=lambda model, batch: model(batch["x"])
+    )
+    norms = []
+    for batch in samestep.batches(Points(), JOB):
+        run.backward(batch)
+        gradients = run.gradients()
+        norm = torch.cat([one.flatten() for one in gradients.values()]).norm()
+        norms += [float(norm), float(torch.nn.utils.get_total_norm(gradients.values()))]
+        if "tp" in layout or "zero" in layout:
+            with pytest.raises(ModelError, match=r"inp.bias is a DTensor.*\.full_tensor\(\)\.numpy\(\).*works"):
+                gradients["inp.bias"].numpy()
+        for gradient in gradients.values():
+            gradient.mul_(1.0 / norms[-1])
+        run.update()
+    return norms, run.state_dict(on_every_rank=True)
+
+
+def _penalty(rank: int, world: int, layout: str, of: str) -> Found:
+    """A penalty on all weights, or on gains whose gradients the ranks add up, which the forward returns."""
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        return model(batch["x"]), [one for name, one in model.named_parameters() if of in name]
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        return {"ce": _nll(outputs[0], batch), "l1": (0.1 * sum(one.abs().sum() for one in outputs[1]), 1)}
+
+    run = samestep.parallelize(Net(), loss, _sgd, layout=layout, job=JOB, forward=forward)
+    losses = [run.step(batch).loss for batch in samestep.batches(Points(), JOB)]
+    return losses, run.state_dict(on_every_rank=True)
+
+
+def _teacher(rank: int, world: int, layout: str, how: str) -> Found:
+    """A teacher that the forward calls otherwise than the student, so that a plan would cut only one of them."""
+
+    def forward(models: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            teacher = models["teacher"]
+            target = teacher(batch["x"]) if how == "whole" else teacher.out(teacher.inp(batch["x"]))
+        return models["student"](2 * batch["x"]), target
+
+    def loss(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+        return (outputs[0] - outputs[1]).square().sum(), len(outputs[0])
+
+    models = {"student": Net(), "teacher": copy.deepcopy(Net())}
+    follow: Any = {"teacher": ("student", 0.5)}
+    run = samestep.parallelize(models, loss, _sgd, layout=layout, job=JOB, forward=forward, ema=follow)
+    losses = [run.step(batch).loss for batch in samestep.batches(Points(), JOB)]
+    return losses, run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize(
+    ("layout", "work", "more"),
+    [
+        ("tp=2", _flat, ()),
+        ("dp=2 zero=3", _flat, ()),
+        ("dp=2 tp=2 zero=2", _flat, ()),
+        pytest.param("dp=2 tp=2 zero=3", _flat, (), marks=pytest.mark.nightly),
+        ("tp=2", _penalty, ("",)),
+        ("tp=2", _penalty, ("blocks.0.3",)),
+        ("tp=2", _teacher, ("whole",)),
+        pytest.param("tp=2", _teacher, ("its ends",), marks=pytest.mark.nightly),
+    ],
+)
+def test_what_is_given_of_cut_weights_is_that_of_one_device(layout: str, work: Any, more: tuple[str, ...]) -> None:
+    (wanted,) = pool(1).run(work, "dp=1", *more)
+    for losses, weights in pool(samestep.Layout(layout).world_size).run(work, layout, *more):
+        assert losses == pytest.approx(wanted[0], rel=1e-9)
+        for name, value in wanted[1].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, msg=name)

@@ -1,0 +1,107 @@
+"""A hook that is not linear sees gradients of the mean over the samples that really come, as in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from tests.code.hooks import limited, to_unit_norm
+from tests.pool import pool
+
+
+class Net(nn.Module):
+    def __init__(self, hook: Callable[[Tensor], Tensor], of_weight: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.hook = nn.Linear(8, 16), nn.Linear(16, 4), None if of_weight else hook
+        if of_weight:
+            self.a.weight.register_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        if self.hook is not None and h.requires_grad:
+            h.register_hook(self.hook)
+        return self.b(h)
+
+
+def _batch(ignored: bool) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(12) % 4
+    return x, y.masked_fill(torch.arange(12) % 5 == 0, -100) if ignored else y
+
+
+def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def _losses(
+    rank: int, world: int, layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool
+) -> list[float]:
+    numerics = {"precision": "float64"}
+    job = samestep.Job(train={"global_batch": 32, "watch_every": 0}, numerics=numerics, run={"device": "cpu"})
+    run = samestep.parallelize(Net(hook, of_weight), "cross_entropy", _sgd, layout=layout, job=job)
+    return [run.step(_batch(ignored)).loss for _ in range(3)]
+
+
+def _plain(hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool) -> list[float]:
+    model, losses, (x, y) = Net(hook, of_weight).double(), [], _batch(ignored)
+    optimizer = _sgd([*model.parameters()])
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("layout", "hook", "of_weight", "ignored"),
+    [
+        ("dp=1", to_unit_norm, False, False),
+        ("dp=1 microbatch=4", limited, False, True),
+        ("dp=1", limited, True, True),
+        ("dp=2", to_unit_norm, False, True),
+        pytest.param("tp=2", to_unit_norm, False, False, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_hook_sees_gradients_of_the_mean(
+    layout: str, hook: Callable[[Tensor], Tensor], of_weight: bool, ignored: bool
+) -> None:
+    """The job has 32 samples a step, and batches by hand have 12, of which some labels are ignored."""
+    world = samestep.Layout(layout).world_size
+    wanted = pytest.approx(_plain(hook, of_weight, ignored), rel=1e-9)
+    args = layout, hook, of_weight, ignored
+    assert all(found == wanted for found in (pool(2).run(_losses, *args) if world > 1 else [_losses(0, 1, *args)]))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_a_loop_registers_sees_gradients_of_the_mean(kind: str) -> None:
+    """A step of 12 samples, which no power of two divides; the hooks come behind the first one."""
+
+    def losses(trained: Callable[[], nn.Module], step: Callable[[], float]) -> list[float]:
+        first = step()
+        for param in trained().parameters():
+            if kind == "register_hook":
+                param.register_hook(limited)
+            else:
+                param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", limited(p.grad)))
+        return [first, step(), step()]
+
+    def plain_step() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    model, (x, y) = Net(limited, False).double(), _batch(False)
+    optimizer = _sgd([*model.parameters()])
+    job = samestep.Job(train={"global_batch": 32}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    run = samestep.parallelize(Net(limited, False), "cross_entropy", _sgd, layout="dp=1", job=job)
+    found = losses(lambda: run.model, lambda: run.step(_batch(False)).loss)
+    assert found == pytest.approx(losses(lambda: model, plain_step), rel=1e-9)

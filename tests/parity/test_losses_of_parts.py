@@ -1,0 +1,578 @@
+"""Losses and measures whose values alone, or first samples alone, add up: equal to a plain loop in every layout, or refused by name.
+
+Steps: the first has positives in each part, the second one positive, the third none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.errors import DataError, JobError, UnprovenError
+from samestep.job import Job
+from samestep.layout import Layout
+from tests.covering import daily
+from tests.pool import pool
+
+B, STEPS = 8, 4
+JOB = Job(train={"global_batch": B, "steps": STEPS}, run={"device": "cpu"}, numerics={"precision": "float64"})
+STEP = [0]
+"""The step, counted from 0, as a loop's own flag knows it."""
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    x, rewards = (torch.rand(*size, generator=drawn, dtype=torch.float64) for size in ((B, 6), (B,)))
+    positives = (torch.arange(B) % 2 == 0, torch.arange(B) == 3, torch.zeros(B) > 0, torch.arange(B) < 3)
+    labels = torch.randint(4, (B,), generator=drawn)
+    x[0, 0] = 3.0 * (step == 2)
+    return {"x": x, "y": labels, "rewards": rewards, "groups": torch.arange(B) // 2, "pos": positives[step]}
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    return model(batch["x"])
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def each(outputs: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(outputs, batch["y"], reduction="none")
+
+
+def ratio(outputs: Tensor, batch: Any) -> Tensor:
+    """The ratio of a first epoch on policy: its value is 1."""
+    chosen = outputs.log_softmax(-1).gather(1, batch["y"][:, None]).squeeze(1)
+    return (chosen - chosen.detach()).exp()
+
+
+def counting(count: Callable[[Tensor], Any]) -> Callable[[Tensor, Any], Any]:
+    """Return the loss of the positives with their count, guarded in some way."""
+
+    def loss(outputs: Tensor, batch: Any) -> Any:
+        return (each(outputs, batch) * batch["pos"]).sum(), count(batch["pos"].sum())
+
+    return loss
+
+
+def picked(outputs: Tensor, batch: Any) -> Any:
+    rows = each(outputs, batch)[batch["pos"]]
+    return rows.sum(), max(len(rows), 1)
+
+
+def branched(outputs: Tensor, batch: Any) -> Any:
+    number = int(batch["pos"].sum())
+    return (each(outputs, batch)[batch["pos"]].sum(), number) if number else (outputs.sum() * 0.0, 1)
+
+
+def terms(outputs: Tensor, batch: Any) -> Any:
+    found = counting(lambda n: n.clamp(min=1))(outputs, batch)
+    return {"all": (each(outputs, batch).sum(), len(outputs)), "pos": found}, {
+        "share": (batch["pos"].sum(), len(outputs))
+    }
+
+
+def terms_of_numbers(outputs: Tensor, batch: Any) -> Any:
+    positive = (outputs.square().sum(-1) * batch["pos"]).sum()
+    return {"all": (each(outputs, batch).sum(), len(outputs)), "pos": (positive, max(1, int(batch["pos"].sum())))}
+
+
+def pairs(outputs: Tensor, batch: Any) -> Any:
+    """Advantages of groups of two that stay together."""
+    rewards = batch["rewards"].view(-1, 2)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+    return -(ratio(outputs, batch) * advantages).sum(), len(outputs)
+
+
+def straight_through(outputs: Tensor, batch: Any) -> Any:
+    rounded = outputs + (outputs.round() - outputs).detach()
+    return (rounded - F.one_hot(batch["y"], 4)).square().sum(), len(outputs)
+
+
+EQUAL: dict[str, Callable[[Tensor, Any], Any]] = {
+    "clamp": counting(lambda n: n.clamp(min=1)),
+    "clamp_min of a float": counting(lambda n: n.double().clamp_min(1.0)),
+    "clamp in place": counting(lambda n: n.clamp_(min=1)),
+    "maximum": counting(lambda n: torch.maximum(n, torch.ones_like(n))),
+    "where": counting(lambda n: torch.where(n > 0, n, torch.ones_like(n))),
+    "max and int": counting(lambda n: max(1, int(n))),
+    "max and item": counting(lambda n: max(n.item(), 1)),
+    "max of a tensor": counting(lambda n: max(n, 1)),
+    "or": counting(lambda n: int(n) or 1),
+    "rows": picked,
+    "a branch": branched,
+    "terms": terms,
+    "terms of numbers": terms_of_numbers,
+    "groups of two": pairs,
+    "straight through": straight_through,
+}
+
+
+def whitened(outputs: Tensor, batch: Any) -> Any:
+    rewards = batch["rewards"]
+    return -(ratio(outputs, batch) * (rewards - rewards.mean())).sum(), len(rewards)
+
+
+def balanced(outputs: Tensor, batch: Any) -> Any:
+    one, other = each(outputs, batch).sum(), outputs.square().sum()
+    return one + (one / other).detach() * other, len(outputs)
+
+
+def hooked(outputs: Tensor, batch: Any) -> Any:
+    rows = each(outputs, batch)
+    if rows.requires_grad:
+        rows.register_hook(lambda gradient: gradient / gradient.norm())
+    return rows.sum(), len(rows)
+
+
+def weighted_backward(outputs: Tensor, batch: Any) -> Any:
+    rows, counts = each(outputs, batch), torch.bincount(batch["y"], minlength=4).clamp(min=1)
+    weights = (1 / counts.double())[batch["y"]]
+    return (rows * weights + (rows * (1 - weights)).detach()).sum(), len(rows)
+
+
+def distinct(outputs: Tensor, batch: Any) -> Any:
+    return each(outputs, batch).sum(), len(torch.unique(batch["y"]))
+
+
+def doubled(outputs: Tensor, batch: Any) -> Any:
+    total = each(outputs, batch).sum()
+    return (total * 2 if batch["x"].max() > 2 else total), len(outputs)
+
+
+def mined(outputs: Tensor, batch: Any) -> Any:
+    rows = each(outputs, batch)
+    return (rows.sum() if STEP[0] < 2 else rows.topk(len(rows) // 2).values.sum() * 2), len(rows)
+
+
+def warmed_up(outputs: Tensor, batch: Any) -> Any:
+    factor = 0.0 if STEP[0] < 2 else 0.5
+    return each(outputs, batch).sum() + factor * outputs.mean(0).square().sum(), len(outputs)
+
+
+def with_share(outputs: Tensor, batch: Any) -> Any:
+    """A guarded number of positives among the values, where the guard is in a sum."""
+    return each(outputs, batch).sum(), len(outputs), {"share": (batch["pos"].sum().clamp(min=1), len(outputs))}
+
+
+def with_limit(outputs: Tensor, batch: Any) -> Any:
+    return each(outputs, batch).sum().clamp(max=100.0), len(outputs)
+
+
+def with_least(outputs: Tensor, batch: Any) -> Any:
+    return (each(outputs, batch) * batch["pos"]).sum().clamp(min=0.5), len(outputs)
+
+
+def of_any(outputs: Tensor, batch: Any) -> Any:
+    return each(outputs, batch).sum() * batch["pos"].any(), len(outputs)
+
+
+DECISIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "the largest": lambda _, batch: batch["x"].max() > 3.5,
+    "the least": lambda _, batch: batch["rewards"].min() < -2,
+    "any": lambda _, batch: (batch["groups"] == 700).any(),
+    "all": lambda _, batch: (batch["rewards"] < 7).all(),
+    "the spread": lambda _, batch: batch["x"].std() > 20,
+    "an interval": lambda _, batch: (batch["x"].max() > 5.5) & (batch["x"].max() < 7),
+    "an output": lambda outputs, _: outputs.max() > 90,
+    "a bucket": lambda _, batch: torch.bucketize(batch["x"].max(), torch.tensor([4.0, 5.0]).double()) == 2,
+    "a loss": lambda outputs, batch: each(outputs, batch).max() > 90,
+    "a class": lambda _, batch: torch.tensor(9 in batch["groups"].tolist()),
+}
+"""What samples of the steps do not decide, but others may."""
+SELECTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "where": lambda decision: torch.where(decision, 2.0, 1.0),
+    "a table": lambda decision: [1.0, 2.0][int(decision)],
+    "a dict": {False: 1.0, True: 3.0}.get,
+    "arithmetic": lambda decision: 1 + decision.double(),
+}
+
+
+def selected(decision: Callable[[Tensor, Any], Tensor], select: Callable[[Any], Any]) -> Callable[[Tensor, Any], Any]:
+    def loss(outputs: Tensor, batch: Any) -> Any:
+        found = decision(outputs, batch)
+        return each(outputs, batch).sum() * select(bool(found) if select.__name__ == "get" else found), len(outputs)
+
+    return loss
+
+
+def of_rows(decision: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Any]:
+    """Return the loss in which each sample decides on its own factor."""
+
+    def loss(outputs: Tensor, batch: Any) -> Any:
+        rows = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(len(outputs))]
+        found = [decision(outputs[i : i + 1], row) for i, row in enumerate(rows)]
+        return (each(outputs, batch) * torch.where(torch.stack(found), 2.0, 1.0)).sum(), len(outputs)
+
+    return loss
+
+
+def group_of_ids(outputs: Tensor, batch: Any) -> Any:
+    """Rewards without the mean of their group, whose number no other group has."""
+    groups = batch["groups"] - batch["groups"].min()
+    sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add(0, groups, batch["rewards"])
+    advantages = batch["rewards"] - (sums / torch.bincount(groups))[groups]
+    return -(outputs.log_softmax(-1)[:, 0] * advantages).sum(), len(outputs)
+
+
+EQUAL |= {f"{name} of each": of_rows(DECISIONS[name]) for name in ("the largest", "any", "an output")}
+EQUAL["ids of groups"] = group_of_ids
+GRADIENT, SUM, COUNT = "its gradient by the outputs", "its sum is", "its count is"
+REFUSED: dict[str, tuple[Callable[[Tensor, Any], Any], int, str]] = {
+    "whitened rewards": (whitened, 0, GRADIENT),
+    "balanced terms": (balanced, 0, GRADIENT),
+    "a hook": (hooked, 0, GRADIENT),
+    "weights of the backward": (weighted_backward, 0, GRADIENT),
+    "classes that are there": (distinct, 0, COUNT),
+    "another guard": (counting(lambda n: n + (n == 0)), 0, "a plain sum and count work, also behind n.clamp(min=1)"),
+    "a count that is limited": (counting(lambda n: n.clamp(max=4)), 0, "its count is 4 for the whole"),
+    "a sum of a value that is guarded": (with_share, 0, "its sum of values.share is 2 for the whole"),
+    "a sum that is limited": (with_limit, 0, SUM),
+    "a sum that is guarded": (with_least, 0, SUM),
+    "a sum if there is any": (of_any, 0, SUM),
+    "an outlier": (doubled, 0, SUM),
+    "mining by a flag": (mined, 2, SUM),
+    "a term after a warm-up": (warmed_up, 2, SUM),
+}
+"""Each with the step that is refused, counted from 0, and words of the refusal."""
+WAYS = [*itertools.zip_longest(DECISIONS, [*SELECTIONS] * 3)][: len(DECISIONS)] + [("any", word) for word in SELECTIONS]
+REFUSED |= {f"{name}, by {way}": (selected(DECISIONS[name], SELECTIONS[way]), 0, SUM) for name, way in WAYS}
+
+
+def learn(run: samestep.Run) -> tuple[list[float], dict[str, Tensor], str]:
+    """Take the steps; return the losses before an error, the weights, and the error."""
+    losses: list[float] = []
+    for STEP[0] in range(STEPS):
+        try:
+            losses.append(run.step(batch_of(STEP[0])).loss)
+        except UnprovenError as error:
+            return losses, {}, str(error)
+    return losses, run.state_dict(on_every_rank=True), ""
+
+
+def trained(rank: int, world: int, layout: str, name: str) -> tuple[list[float], dict[str, Tensor], str]:
+    loss = EQUAL[name] if name in EQUAL else REFUSED[name][0]
+    return learn(samestep.parallelize(build, loss, optimizer, layout=layout, job=JOB, forward=forward))
+
+
+def plain(loss: Callable[[Tensor, Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = build(), []
+    steps = optimizer(model.parameters())
+    for STEP[0] in range(STEPS):
+        batch = batch_of(STEP[0])
+        found = loss(forward(model, batch), batch)
+        found = found[0] if isinstance(found, tuple) and isinstance(found[0], dict) else found
+        total = sum(s / n for s, n in (found.values() if isinstance(found, dict) else [found]))
+        steps.zero_grad()
+        total.backward()
+        steps.step()
+        losses.append(total.item())
+    return losses, model.state_dict()
+
+
+def assert_equal(found: list[Any], losses: list[float], weights: dict[str, Tensor]) -> None:
+    for seen, held, error in found:
+        assert not error
+        assert seen == pytest.approx(losses, rel=1e-9, abs=1e-12)
+        for key, value in weights.items():
+            assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
+
+
+LAYOUTS = ("dp=1 microbatch=4", "dp=2", "dp=2 zero=3", "pp=2 microbatch=4")
+ROWS = [("dp=1 microbatch=4", name) for name in EQUAL]
+ROWS += [(layout, name) for layout in LAYOUTS[1:] for name in ("clamp", "max and int", "terms", "terms of numbers")]
+
+
+@pytest.mark.parametrize(("layout", "name"), ROWS)
+def test_a_count_that_is_guarded_is_that_of_the_step(layout: str, name: str) -> None:
+    assert_equal(pool(Layout(layout).world_size).run(trained, layout, name), *plain(EQUAL[name]))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_adds_up_in_values_or_first_samples_alone_is_refused_before_its_update(name: str) -> None:
+    _, step, words = REFUSED[name]
+    for losses, _, error in pool(1).run(trained, "dp=1 microbatch=4", name):
+        assert words in error
+        assert len(losses) == step
+
+
+def test_a_rank_refuses_for_all() -> None:
+    for losses, _, error in pool(2).run(trained, "dp=2", "mining by a flag"):
+        assert (SUM in error, len(losses)) == (True, 2)
+
+
+# -- losses that a forward returns -----------------------------------------------------------------
+
+
+def with_count(count: Callable[[Tensor], Any]) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, batch: counting(count)(forward(model, batch), batch)
+
+
+def of_mean(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Any], Any]:
+    def returned(model: nn.Module, batch: Any) -> Tensor:
+        outputs = forward(model, batch)
+        return change(each(outputs, batch), outputs)
+
+    return returned
+
+
+def without_gradients(model: nn.Module, batch: Any) -> Tensor:
+    rows = each(forward(model, batch), batch)
+    with torch.no_grad():
+        scale = rows.mean()
+    return rows.mean() / scale
+
+
+@torch.no_grad()
+def spread(rows: Tensor) -> Tensor:
+    return rows.max(0).values
+
+
+def by_a_teacher(model: nn.Module, batch: Any) -> Tensor:
+    outputs = forward(model, batch)
+    with torch.no_grad():
+        sure = forward(model, batch).softmax(-1).max(-1).values
+    return (each(outputs, batch) * sure).mean()
+
+
+OF_MODEL: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
+    "clamp": (with_count(lambda n: n.clamp(min=1)), ""),
+    "max and int": (with_count(lambda n: max(1, int(n))), ""),
+    "another guard": (with_count(lambda n: n + (n == 0)), "a sum and a count, and the loss of parts"),
+    "a ratio": (of_mean(lambda rows, _: rows.mean() / rows.mean().detach()), "which is neither"),
+    "balanced": (of_mean(lambda rows, o: rows.mean() + (rows.mean() / o.square().mean()).detach() * o.square().mean()), "neither"),
+    "under no_grad": (without_gradients, "neither"),
+    "by a function without gradients": (of_mean(lambda rows, _: rows.max() / spread(rows)), "neither"),
+    "a teacher": (by_a_teacher, ""),
+    "a detached factor of each": (of_mean(lambda rows, o: (rows * o.softmax(-1).amax(-1).detach()).mean()), ""),
+}  # fmt: skip
+
+
+def of_model(rank: int, world: int, layout: str, name: str) -> tuple[list[float], dict[str, Tensor], str]:
+    run = samestep.parallelize(build, "model", optimizer, layout=layout, job=JOB, forward=OF_MODEL[name][0])
+    try:
+        losses = [run.step(batch_of(step)).loss for step in range(STEPS)]
+    except UnprovenError as error:
+        return [], {}, str(error)
+    return losses, run.state_dict(on_every_rank=True), ""
+
+
+@pytest.mark.parametrize("name", OF_MODEL)
+@pytest.mark.parametrize("layout", ["dp=1", "dp=1 microbatch=4"])
+def test_a_loss_that_a_forward_returns(layout: str, name: str) -> None:
+    returned, words = OF_MODEL[name]
+    found = pool(1).run(of_model, layout, name)
+    if words and layout != "dp=1":
+        assert words in found[0][2]
+        return
+
+    def loss(_: Any, batch: Any) -> Any:
+        value = returned(MODEL[0], batch)
+        return value if isinstance(value, tuple) else (value, 1)
+
+    assert_equal(found, *plain_of_model(loss))
+
+
+MODEL: list[nn.Module] = []
+
+
+def plain_of_model(loss: Callable[[Any, Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = build(), []
+    MODEL[:] = [model]
+    steps = optimizer(model.parameters())
+    for STEP[0] in range(STEPS):
+        total, count = loss(None, batch_of(STEP[0]))
+        steps.zero_grad()
+        (total / count).backward()
+        steps.step()
+        losses.append((total / count).item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("layout", daily(["dp=2", "tp=2", "pp=2 microbatch=4"]))
+def test_a_guarded_count_of_a_forward_in_layouts_of_ranks(layout: str) -> None:
+    returned = OF_MODEL["clamp"][0]
+    found = pool(2).run(of_model, layout, "clamp")
+    assert_equal(found, *plain_of_model(lambda _, batch: returned(MODEL[0], batch)))
+
+
+def later(
+    first: Callable[[nn.Module, Any], Any], second: Callable[[nn.Module, Any], Any]
+) -> Callable[[nn.Module, Any], Any]:
+    """Return a forward that returns another loss once a loop has set a flag."""
+    return lambda model, batch: (second if STEP[0] >= 2 else first)(model, batch)
+
+
+def smoothed(by: float) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, batch: F.cross_entropy(forward(model, batch), batch["y"], label_smoothing=by)
+
+
+MEAN = of_mean(lambda rows, _: rows.mean())
+LATER = {
+    "a statistic": (later(MEAN, of_mean(lambda rows, o: rows.mean() + o.mean(0).square().sum())), "neither their sum"),
+    "a ratio": (later(MEAN, of_mean(lambda rows, _: rows.mean() / rows.mean().detach())), "neither their sum"),
+    "a sum": (later(MEAN, of_mean(lambda rows, _: rows.sum())), "begun to compute another loss"),
+    "another mean": (later(MEAN, of_mean(lambda rows, o: (rows + o.square().sum(-1)).mean())), ""),
+    "smoothed": (later(*(smoothed(by) for by in (0.0, 0.1))), ""),
+}  # fmt: skip
+"""Each with words of the refusal of the third step."""
+
+
+def of_later(rank: int, world: int, layout: str, name: str) -> tuple[list[float], dict[str, Tensor], str]:
+    return learn(samestep.parallelize(build, "model", optimizer, layout=layout, job=JOB, forward=LATER[name][0]))
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_forward_that_returns_another_loss_later_is_tried_before_that_update(name: str) -> None:
+    returned, words = LATER[name]
+    found = pool(1).run(of_later, "dp=1 microbatch=4", name)
+    if words:
+        assert words in found[0][2]
+        assert len(found[0][0]) == 2
+        return
+    assert_equal(found, *plain_of_model(lambda _, batch: (returned(MODEL[0], batch), 1)))
+
+
+# -- measures --------------------------------------------------------------------------------------
+
+
+def auc(outputs: Tensor, batch: Any) -> Any:
+    scores, good = outputs[:, 0], batch["rewards"] > 0.5
+    return {"auc": ((scores[good][:, None] > scores[~good]).double().mean() * len(outputs), len(outputs))}
+
+
+def perplexity(outputs: Tensor, batch: Any) -> Any:
+    return each(outputs, batch).mean().exp() * len(outputs), len(outputs)
+
+
+def recall(outputs: Tensor, batch: Any) -> Any:
+    right = (outputs.argmax(-1) == batch["y"]) & batch["pos"]
+    return {"recall": (right.sum(), batch["pos"].sum().clamp(min=1))}
+
+
+MEASURES = {"auc": (auc, "of auc"), "perplexity": (perplexity, "of perplexity"), "recall": (recall, "")}
+
+
+def measured(rank: int, world: int, layout: str, name: str) -> tuple[float, str]:
+    run = samestep.parallelize(build, "cross_entropy", optimizer, layout=layout, job=JOB, forward=forward)
+    held = {key: torch.cat([batch_of(step)[key] for step in range(STEPS)]) for key in batch_of(0)}
+    held["labels"] = held["y"]
+    try:
+        return run.evaluate(held, MEASURES[name][0])[name], ""
+    except UnprovenError as error:
+        return math.nan, str(error)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_a_measure_is_a_sum_or_refused(layout: str, name: str) -> None:
+    measure, words = MEASURES[name]
+    for value, error in pool(Layout(layout).world_size).run(measured, layout, name):
+        if words:
+            assert words in error
+            assert "run.predict(set)" in error
+            continue
+        held = {key: torch.cat([batch_of(step)[key] for step in range(STEPS)]) for key in batch_of(0)}
+        total, count = measure(forward(build(), held), held)[name]
+        assert (value, error) == (pytest.approx(float(total) / float(count), rel=1e-12), "")
+
+
+# -- cross_entropy ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_classes_that_may_be_in_two_places_are_refused(size: int) -> None:
+    model = nn.Sequential(nn.Linear(6, size * size), nn.Unflatten(1, (size, size)))
+    run = samestep.parallelize(model, "cross_entropy", torch.optim.SGD, job=JOB)
+    with pytest.raises(JobError, match="classes may be the last or the second dimension"):
+        run.step((torch.randn(B, 6), torch.zeros(B, size, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize(("label", "place"), [(-1, 5), (4, 2), (-101, 0)])
+def test_a_label_that_is_no_class_is_named(label: int, place: int) -> None:
+    labels = torch.arange(B) % 4
+    labels[place] = label
+    labels[(place + 1) % B] = -100
+    run = samestep.parallelize(nn.Linear(6, 4), "cross_entropy", torch.optim.SGD, job=JOB)
+    with pytest.raises(
+        DataError, match=f"sample {place} of its micro-batch has the label {label}, and the classes are 0 to 3"
+    ):
+        run.step((torch.randn(B, 6), labels))
+
+
+# -- values of a whole batch -----------------------------------------------------------------------
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """The samples of the first batch, of which the first four are each of another class."""
+
+    def __len__(self) -> int:
+        return B
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": batch_of(0)["x"][index], "y": torch.tensor(index % 4)}
+
+
+def with_weights(samples: Any) -> Any:
+    batch = torch.utils.data.default_collate(samples)
+    counts = torch.bincount(batch["y"], minlength=4).clamp(min=1).double()
+    return {**batch, "w": (1 / counts)[batch["y"]]}
+
+
+def test_a_collate_function_with_weights_of_the_batch_is_refused() -> None:
+    def loss(outputs: Tensor, batch: Any) -> Any:
+        return (each(outputs, batch) * batch["w"]).sum(), len(outputs)
+
+    loader = torch.utils.data.DataLoader(Items(), batch_size=B, collate_fn=with_weights)
+    run = samestep.parallelize(build, loss, optimizer, layout="dp=1 microbatch=4", job=JOB, forward=forward)
+    batch = next(iter(samestep.batches(loader, JOB)))
+    with pytest.raises(UnprovenError, match=r"run\.step\(batch\)"):
+        run.step(batch)
+
+
+class KeptScores:
+    """A measure with a list, a number or a tensor of its own."""
+
+    def __init__(self, kept: str) -> None:
+        self.kept, self.scores, self.number, self.total = kept, [], 0, torch.zeros(())
+
+    def __call__(self, outputs: Tensor, batch: Any) -> Any:
+        if self.kept == "a list":
+            self.scores.append(outputs.detach().clone())
+        elif self.kept == "a number":
+            self.number += len(outputs)
+        elif self.kept == "a tensor":
+            self.total += outputs.float().sum()
+        return {"right": ((outputs.argmax(-1) == batch["y"]).sum(), len(outputs))}
+
+
+def kept_by_measure(rank: int, world: int, layout: str, kept: str) -> str:
+    run = samestep.parallelize(build, "cross_entropy", optimizer, layout=layout, job=JOB, forward=forward)
+    held = {key: torch.cat([batch_of(step)[key] for step in range(2)]) for key in batch_of(0)}
+    try:
+        run.evaluate({**held, "labels": held["y"]}, KeptScores(kept))
+    except UnprovenError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kept", ["a list", "a number", "a tensor", "nothing"])
+def test_a_measure_that_keeps_samples_is_refused_where_ranks_have_their_own(kept: str) -> None:
+    for error in pool(2).run(kept_by_measure, "dp=2", kept):
+        assert ("keeps something between its calls" in error) is (kept != "nothing")
+    if kept == "a list":
+        assert pool(1).run(kept_by_measure, "dp=1 microbatch=4", kept) == [""]

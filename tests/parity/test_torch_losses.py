@@ -1,0 +1,169 @@
+"""Losses of torch and means of one's own in layouts: the numbers of a plain loop that calls them on the full batch, to 1e-9."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.building.loss_result import Loss
+from samestep.errors import UnprovenError
+from samestep.job import Job
+from samestep.layout import Layout
+from tests.pool import pool
+
+B, TOKENS, CLASSES, STEPS = 8, 6, 5, 3
+JOB = Job(train={"global_batch": B, "steps": STEPS}, run={"device": "cpu"}, numerics={"precision": "float64"})
+
+
+class Net(nn.Module):
+    """Outputs in the form that a loss of torch takes."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.form = form
+        self.first, self.second = nn.Linear(CLASSES, 8), nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.second(self.first(x).tanh())  # [B, T, C]
+        if self.form == "classes second":
+            return found.transpose(1, 2)
+        if self.form == "log probabilities":
+            return found.log_softmax(-1).transpose(0, 1)
+        return (found, found.cos().exp()) if self.form == "two" else found
+
+
+def labels_of(step: int) -> Tensor:
+    """Return labels of which the parts of a batch count different numbers, and a last sample none."""
+    drawn = torch.randint(CLASSES, (B, TOKENS), generator=torch.Generator().manual_seed(step + 50))
+    counts = torch.arange(TOKENS)[None] < torch.tensor([6, 1, 3, 5, 2, 4, 1, 0])[:, None]
+    return drawn.masked_fill(~counts, -100)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, and what a plain loop computes of the outputs and the target."""
+
+    loss: Callable[..., Any]
+    form: str = ""
+    target: Callable[[int], Any] = labels_of
+    plain: Callable[[Any, Any], Tensor] | None = None
+    words: dict[str, Any] = field(default_factory=dict)
+
+
+def numbers(step: int) -> Tensor:
+    return torch.rand(B, TOKENS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(step + 90))
+
+
+WEIGHT = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+WEIGHTED = nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1)
+CTC = nn.CTCLoss(zero_infinity=True)
+
+
+def of_sequences(step: int) -> tuple[Tensor, ...]:
+    lengths = torch.tensor([1, 3, 2, 1, 2, 3, 1, 1])
+    return labels_of(step).clamp(min=1)[:, :3], torch.full((B,), TOKENS), lengths
+
+
+def own_mean(outputs: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(outputs.transpose(1, 2), batch["labels"])
+
+
+def mean_of_samples(outputs: Any, batch: Any) -> Tensor:
+    counts = batch["labels"].ne(-100)
+    return (outputs.square().sum(-1) * counts).sum(1).mean()
+
+
+CASES: dict[str, Case] = {
+    "cross entropy": Case(nn.CrossEntropyLoss(), "classes second"),
+    "weights of classes": Case(WEIGHTED, "classes second"),
+    "a function": Case(F.cross_entropy, "classes second"),
+    "options": Case(functools.partial(F.cross_entropy, label_smoothing=0.2, ignore_index=2), "classes second", lambda step: labels_of(step).clamp(min=0)),
+    "pos_weight": Case(nn.BCEWithLogitsLoss(pos_weight=WEIGHT), "", numbers),
+    "a sum": Case(nn.MSELoss(reduction="sum"), "", numbers),
+    "batchmean": Case(
+        functools.partial(F.kl_div, reduction="batchmean"), "", numbers
+    ),
+    "two outputs": Case(nn.GaussianNLLLoss(), "two", numbers, lambda outputs, target: nn.GaussianNLLLoss()(outputs[0], target, outputs[1])),
+    "sequences": Case(CTC, "log probabilities", of_sequences, lambda outputs, target: CTC(outputs, *target)),
+    "own mean over tokens": Case(samestep.mean_over("tokens", own_mean), "", labels_of, lambda o, t: own_mean(o, {"labels": t})),
+    "own mean over samples": Case(
+        samestep.mean_over("samples", mean_of_samples), "", labels_of, lambda o, t: mean_of_samples(o, {"labels": t})
+    ),
+}  # fmt: skip
+
+
+def batch_of(case: Case, step: int) -> dict[str, Tensor]:
+    x = torch.randn(B, TOKENS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    target = case.target(step)
+    if isinstance(target, tuple):
+        return {"x": x, **dict(zip(("labels", "input_lengths", "target_lengths"), target, strict=True))}
+    return {"x": x, "labels": target}
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def trained(
+    rank: int, world: int, layout: str, name: str, loss: Loss | None = None
+) -> tuple[list[float], dict[str, Tensor], str]:
+    case = CASES[name]
+    build = functools.partial(Net, case.form)
+    run = samestep.parallelize(build, loss or case.loss, optimizer, layout=layout, job=JOB)
+    try:
+        losses = [run.step(batch_of(case, step)).loss for step in range(STEPS)]
+    except UnprovenError as error:
+        return [], {}, str(error)
+    return losses, run.state_dict(on_every_rank=True), ""
+
+
+def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    case = CASES[name]
+    model, losses = Net(case.form), []
+    steps = optimizer(model.parameters())
+    for step in range(STEPS):
+        total = (case.plain or case.loss)(model(batch_of(case, step)["x"]), case.target(step))
+        steps.zero_grad()
+        total.backward()
+        steps.step()
+        losses.append(total.item())
+    return losses, model.state_dict()
+
+
+LAYOUTS = ("dp=2 microbatch=1", "dp=2 zero=3", "pp=2 microbatch=2", "tp=2")
+ROWS = [(LAYOUTS[0], name) for name in CASES]
+ROWS += [
+    (layout, name)
+    for layout in LAYOUTS[1:]
+    for name in ("weights of classes", "a sum", "batchmean", "own mean over tokens")
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), ROWS)
+def test_a_loss_of_torch_is_that_of_the_full_batch(layout: str, name: str) -> None:
+    losses, weights = plain(name)
+    for found, held, error in pool(Layout(layout).world_size).run(trained, layout, name):
+        assert not error
+        assert found == pytest.approx(losses, rel=1e-9, abs=1e-12)
+        for key, value in weights.items():
+            assert torch.allclose(held[key], value, rtol=1e-9, atol=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("layout", "over"), [("dp=2", "samples"), ("dp=1 microbatch=4", "samples"), ("dp=2", "tokens")]
+)
+def test_a_mean_over_something_else_is_rejected_before_the_first_update(layout: str, over: Any) -> None:
+    name = "own mean over tokens"
+    loss = samestep.mean_over(over, own_mean if over == "samples" else mean_of_samples)
+    for losses, _, error in pool(Layout(layout).world_size).run(trained, layout, name, loss):
+        assert (losses, "the loss is no sum over the samples" in error) == ([], True)
