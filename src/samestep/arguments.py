@@ -432,7 +432,7 @@ def _count(text: str, most: int = MOST_STEPS) -> int:
     if not text.isdecimal() or not text.isascii() or not text.strip("0"):
         raise ArgumentTypeError(f"{text} is not a whole number of at least 1")
     if len(text) > len(str(most)) or int(text) > most:
-        raise ArgumentTypeError(f"{text[:40]} is more than {most}, the largest number that works")
+        raise ArgumentTypeError(f"{text[:40]} is more than {most}, the largest number that is supported")
     return int(text)
 
 
@@ -472,7 +472,7 @@ def _num_tokens(text: str) -> float:
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
     number = scale * _number(text[:-1] if scale > 1.0 else text)
     if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"{text} is not a number of tokens; 2T, 300B and 1e12 work")
+        raise ArgumentTypeError(f"{text} is not a number of tokens. Use 2T, 300B and 1e12")
     return number
 
 

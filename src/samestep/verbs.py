@@ -194,7 +194,7 @@ def job_of(words: Namespace) -> Job:
     if name in PRESETS and not words.job.exists():
         raise InputError(
             "job-file-missing",
-            f"no job file at {words.job}; to plan and simulate, --set model.source=preset:{name} works",
+            f"no job file at {words.job}. To plan or simulate, use --set model.source=preset:{name}",
         )
     shown = ", ".join([*words.set[:2], *([f"{len(words.set) - 2} more"] if len(words.set) > 2 else [])])
     words.heading = [f"job: {words.job or 'built-in default'}{f', changed by --set: {shown}' if shown else ''}"]

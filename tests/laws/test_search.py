@@ -524,14 +524,14 @@ def test_the_nearest_that_works_keeps_the_degrees_if_any_does(layout: str) -> No
     ("layout", "says"),
     [
         ("dp=4 zero=1 accumulate=full", "is refused: accumulate=full is about sharded gradients"),
-        ("pp=8", 'is refused: pp=8 cuts the 4 blocks of tiny into 8 stages: pp=4 works; "'),
+        ("pp=8", 'is refused: pp=8 cuts the 4 blocks of tiny into 8 stages. Use pp=4; "'),
     ],
 )
 def test_why_names_the_rule_and_what_works(layout: str, says: str) -> None:
     found = plan(MODELS["tiny"], job_of(), MACHINES["slow"], 4)
     text = ranking.why_not(found, Layout(layout))
     assert says in text
-    assert re.search(r'; "[^"]+" works, [0-9.e-]+ s a step$', text)
+    assert re.search(r'. Use "[^"]+", [0-9.e-]+ s a step$', text)
 
 
 def _why(found: Plan, layout: str) -> str:

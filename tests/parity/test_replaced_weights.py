@@ -248,7 +248,7 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
             "dp=2 zero=3",
             "code",
             2,
-            "the loop puts .* code.weight, of which ranks hold parts under zero=3: zero=1 works",
+            "the loop puts .* code.weight, of which ranks hold parts under zero=3. Use zero=1",
         ),
     ],
 )

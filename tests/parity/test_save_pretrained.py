@@ -101,7 +101,7 @@ def test_a_checkpoint_has_a_folder_for_transformers(family: str, layout: str, tm
     assert_equal(loaded(tmp_path / "out"), written)
     samestep.export(exported.checkpoint, tmp_path / "half", dtype="bf16")
     assert {tensor.dtype for tensor in stored(tmp_path / "half").values()} == {torch.bfloat16}
-    with pytest.raises(JobError, match="exists: a new folder works"):
+    with pytest.raises(JobError, match=r"exists. Use a new folder"):
         samestep.export(tmp_path / "run", tmp_path / "out")
 
 

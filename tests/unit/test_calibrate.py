@@ -121,7 +121,7 @@ def test_what_cannot_be_a_step_is_named(row: Mapping[str, Any], text: str, tmp_p
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model": ""}, "no model: a column `model` works"),
+        ({"model": ""}, "no model. Use a column `model`"),
         ({"global_batch": ""}, "no global_batch: a column"),
         ({"precision": ""}, "no precision: a column"),
         ({"step_s": 150.0}, "milliseconds"),

@@ -287,7 +287,7 @@ def test_a_reply_that_is_not_to_count_does_not(folders: dict[str, str], tmp_path
     messages[3].update(flag)
     with pytest.raises(DataError, match='no message has the role "assistant" and counts, so nothing'):
         read(folders["chatml"], [{"messages": messages}], tmp_path / "d.jsonl")
-    with pytest.raises(DataError, match=r"message 1 has the weight 0\.5: 0, which does not count, and 1 work"):
+    with pytest.raises(DataError, match=r"message 1 has the weight 0\.5. Use 0, which does not count, and 1"):
         read(
             folders["chatml"], [{"messages": [*said("q"), {**said("q", "a")[1], "weight": 0.5}]}], tmp_path / "d.jsonl"
         )

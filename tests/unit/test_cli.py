@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "ranks": (
         ["--layout", "dp=2 zero=1", "--ranks", "3"],
         {},
-        "layout 'dp=2 zero=1' has 2 ranks, not 3: --ranks 2 works, or a layout with degrees that multiply to 3, such as dp=3",
+        "layout 'dp=2 zero=1' has 2 ranks, not 3. --ranks 2, or a layout with degrees that multiply to 3, such as dp=3",
     ),
     "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
     "ranks zero": (["--ranks", "0"], {}, "argument --ranks: 0 is not a whole number of at least 1"),
@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "hosts": (
         ["--dry-run", "--nodes", "2", "--layout", "dp=3"],
         {},
-        "2 hosts cannot share 3 ranks equally; 2 ranks work",
+        "2 hosts cannot share 3 ranks equally. Use 2 ranks",
     ),
     "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),
     "a key as a flag": (["--lr", "0.1"], {}, "unknown argument --lr: use --set optimizer.lr=VALUE; see samestep train --help"),
@@ -98,12 +98,12 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "vocabulary": (
         [],
         {"model.config.vocab_size": 100},
-        "the tokenizer has token ids up to 255, but model.config.vocab_size = 100; vocab_size = 256 works",
+        "the tokenizer has token ids up to 255, but model.config.vocab_size = 100. Set vocab_size = 256",
     ),
     "positions": (
         [],
         {"model.config.max_position_embeddings": 8},
-        "samples of 16 tokens are longer than model.config.max_position_embeddings = 8; data.sequence_length = 8 works",
+        "samples of 16 tokens are longer than model.config.max_position_embeddings = 8. Set data.sequence_length = 8",
     ),
     "optimizer": ([], {"optimizer.name": "adamx"}, "optimizer.name = 'adamx' must be one of"),
     "optimizer's values": ([], {"optimizer.options.betas": [2, 3]}, "optimizer: AdamW refuses its settings: Invalid beta"),
@@ -161,7 +161,7 @@ def test_tokens_the_model_has_no_embedding_for(source: str, capfd: pytest.Captur
     size = 299 if source.startswith("tokens") else 200
     assert small.train(data__source=source, model__config__vocab_size=size) == 2
     works = 300 if source.startswith("tokens") else 256
-    assert f"model.config.vocab_size = {size}; vocab_size = {works} works" in capfd.readouterr().err
+    assert f"model.config.vocab_size = {size}. Set vocab_size = {works}" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -169,8 +169,8 @@ def test_a_text_too_short_for_a_sample(capfd: pytest.CaptureFixture[str]) -> Non
     Path("short.txt").write_text("ten tokens")
     assert small.train(data__source="text:short.txt", data__held_out=0.0) == 2
     assert small.without_code(capfd.readouterr().err) == (
-        "samestep: the train part of text:short.txt has 10 of 10 tokens; data.sequence_length = 16 needs 17; "
-        "data.sequence_length = 9 works\n"
+        "samestep: the train part of text:short.txt has 10 of 10 tokens; data.sequence_length = 16 needs 17. Set "
+        "data.sequence_length = 9\n"
     )
 
 

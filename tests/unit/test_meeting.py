@@ -52,7 +52,7 @@ def test_hosts_that_agree_meet() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"torch": "2.11"}, "127.0.0.1 has torch 2.1[13], and the leading host 2.1[13]: one for all hosts works"),
+        ({"torch": "2.11"}, "127.0.0.1 has torch 2.1[13], and the leading host 2.1[13]. Use one for all hosts"),
         ({"samestep": "0.9"}, "has samestep"),
         ({"a job of digest": "abd"}, "has a job of digest ab[cd]"),
         ({"--layout": "dp=4"}, "has --layout dp=[24]"),
@@ -208,7 +208,7 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_bytes(TOKEN + b"\n")
     file.chmod(0o644)
-    with pytest.raises(JobError, match=f"can be read by other users: chmod 600 {file} works"):
+    with pytest.raises(JobError, match=f"can be read by other users. Use chmod 600 {file}"):
         read_token(file)
     file.chmod(0o600)
     assert read_token(file) == TOKEN

@@ -91,7 +91,7 @@ def whole_batch(loss: Callable[..., Any] | None = None, *, pad: float | None = N
         if isinstance(number, Tensor) and rows:
             raise JobError(
                 "loss-not-a-sum",
-                "samestep.whole_batch(rows=True) marks a sum over rows, and the loss returned a number: (sum over the rows, their number) works",
+                "samestep.whole_batch(rows=True) marks a sum over rows, and the loss returned a number. Use (sum over the rows, their number)",
             )
         if isinstance(number, Tensor):
             size = num_samples(batch)

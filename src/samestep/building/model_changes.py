@@ -74,7 +74,7 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     if patterns and not any(param.requires_grad for param in named.values()):
         raise JobError(
             "freeze-patterns",
-            f"model.freeze = {list(patterns)} leaves no weight to train: patterns that match fewer names work",
+            f"model.freeze = {list(patterns)} leaves no weight to train. Use patterns that match fewer names",
         )
 
 

@@ -140,7 +140,7 @@ def after_step(buffer: Tensor, value: Tensor) -> None:
         form = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (buffer, value)]
         raise ModelError(
             "after-step-value",
-            f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}: a tensor of the buffer's shape works, or, under tp, a buffer of a module that is not cut",
+            f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}. Use a tensor of the buffer's shape, or, under tp, a buffer of a module that is not cut",
         )
     hold_after_step(buffer, value)
 
@@ -196,7 +196,7 @@ def _over_samples(
         form = f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ModelError(
             "rows-per-sample",
-            f"samestep.{function.__name__} takes a tensor with a row for each sample, and was given {form}: x[None] works for one row",
+            f"samestep.{function.__name__} takes a tensor with a row for each sample, and was given {form}. Use x[None] for one row",
         )
     scope = _present[-1]
     return alone() if scope is None else shared(scope)

@@ -19,8 +19,8 @@ def refuse_scripts(model: nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(
                 "tensor-form",
-                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others: the module "
-                'that was given to torch.jit.script works, and run.compile = "blocks" compiles it',
+                f"{path or 'the model'} is compiled by torch.jit, which keeps weights where no layout can put others. Use the module "
+                'that was given to torch.jit.script, or run.compile = "blocks"',
             )
 
 

@@ -32,7 +32,7 @@ from samestep.trees import keystr, operands, tensors_in, tree_flatten_with_path,
 WHOLE = -1
 """The dimension of tokens of an argument that has none."""
 
-WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
+WORKS = "Use scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none"
 
 
 class SliceProver(Prover):
@@ -341,9 +341,9 @@ class SliceProver(Prover):
             does = f"mixes tokens by {operation}" if found else f"is given {operation} of tokens"
             if dependence.where in self._joined:
                 does = f"joins other rows to those of tokens by {operation}"
-            works = f"; {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
+            works = f". {WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
             if operation.startswith("nll_loss"):
-                works = "; a forward that returns the logits, and samestep.whole_batch(loss) of these, work"
+                works = ". Use a forward that returns the logits, and samestep.whole_batch(loss) of these"
             self._mixed = f"{path} {does}, {self.between or f'and only attention is exchanged{works}'}"
 
     def _follow(self, call: Call) -> None:
@@ -379,7 +379,7 @@ class SliceProver(Prover):
         """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before its
         first use."""
         if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
-            self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
+            self.refuse(f"{where} counts the tokens of a slice itself. Use positions made before the blocks")
 
 
 _COPIES = frozenset((torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous))

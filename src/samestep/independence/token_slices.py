@@ -186,7 +186,7 @@ def _refusal_of(
         return f"{watch.where} looks at values of its slice"
     except InputError as error:
         reason = str(error).removeprefix("the model cannot be traced: ")
-        return watch.refusal or f"on a slice {reason}; {WORKS}"
+        return watch.refusal or f"on a slice {reason}. {WORKS}"
     finally:
         for handle in handles:
             handle.remove()

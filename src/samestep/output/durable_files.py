@@ -35,8 +35,8 @@ def refuse_remote(folder: Path) -> None:
     if found := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", str(folder)):
         raise InputError(
             "address-not-folder",
-            f"{found[1]}://{found[2]} is an address of {found[1]}, and samestep reads and writes folders: "
-            "a local one works, or a mounted store",
+            f"{found[1]}://{found[2]} is an address of {found[1]}, and samestep reads and writes folders. Use "
+            "a local one, or a mounted store",
         )
 
 

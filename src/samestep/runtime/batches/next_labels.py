@@ -51,8 +51,8 @@ def _refuse_next_labels(dataset: Any) -> None:
     if any(getattr(part, "label_convention", None) == "next" for part in (dataset, *getattr(dataset, "parts", ()))):
         raise DataError(
             "labels-shift",
-            'loss = "model": the labels of this source are the next tokens, and the model shifts labels itself: loss = '
-            '"cross_entropy" works, or a data set with labels that are the inputs at the same place',
+            'loss = "model": the labels of this source are the next tokens, and the model shifts labels itself. Set loss = '
+            '"cross_entropy", or a data set with labels that are the inputs at the same place',
         )
 
 

@@ -43,8 +43,8 @@ def for_loops(optimizer: Optimizer) -> Optimizer:
 def _refuse_method(_: Optimizer, name: str, *__: Any, **___: Any) -> None:
     raise ModelError(
         "optimizer-instance",
-        f"run.updater.optimizer.{name} would act on this rank's part of the weights, and not on the weights that the forward reads: "
-        f'run.call(None, "{name}") works. If there are several optimizers, name one instead of None',
+        f"run.updater.optimizer.{name} would act on this rank's part of the weights, and not on the weights that the forward reads. Use "
+        f'run.call(None, "{name}"). If there are several optimizers, name one instead of None',
     )
 
 
@@ -87,13 +87,13 @@ def watch(optimizer: Optimizer) -> list[tuple[str, Callable[[], Any], Any]]:
             id(optimizer.state),
         ),
         (
-            "was given step hooks, which the run does not call: to register them in a function of the parameters works",
+            "was given step hooks, which the run does not call. Register them in a function of the parameters",
             lambda: bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks),
             False,  # as it was when the run was made
         ),
         (
-            "was given other parameters in a group, and the run updates those that it had: lr = 0 and requires_grad_(False) in "
-            "run.model work",
+            "was given other parameters in a group, and the run updates those that it had. Set lr = 0 and requires_grad_(False) in "
+            "run.model",
             members,
             members(),
         ),

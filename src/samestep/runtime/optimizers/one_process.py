@@ -59,6 +59,6 @@ class alone:  # noqa: N801  # a context, entered in every update: a generator ta
             raise ModelError(
                 "own-collective",
                 f"{self._what} asks torch.distributed for ranks or sends something itself, and here every update is made as in one process, "
-                "on gradients that are summed already: its form for one process works, or a question for "
+                "on gradients that are summed already. Use its form for one process, or a question for "
                 "dist.is_initialized() first",
             ) from error

@@ -146,8 +146,8 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
     if left := next((name for name, weight in weights.items() if id(weight) not in held), ""):
         raise ModelError(
             "optimizer-weights",
-            f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight; to "
-            f"freeze it, requires_grad_(False) in the model works, or an optimizer with lr = 0",
+            f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight. To "
+            f"freeze it, use requires_grad_(False) in the model, or an optimizer with lr = 0",
         )
 
 
@@ -170,7 +170,7 @@ def sources_by_name(
         ModelError: there is none, or a name is no text.
     """
     if not given:
-        raise ModelError("optimizer-weights", "optimizer is empty: one optimizer, or a list or a dict of some, works")
+        raise ModelError("optimizer-weights", "optimizer is empty. Use one optimizer, or a list or a dict of some")
     pairs = list(given.items()) if isinstance(given, Mapping) else list(enumerate(given))
     for key, _ in pairs:
         if isinstance(given, Mapping) and (not isinstance(key, str) or not key):
@@ -246,7 +246,7 @@ def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> 
         raise ModelError(
             "optimizer-fails",
             f"the first step of {name} fails: {type(error).__name__}: {words}; it is called with the options of "
-            "run.update, and with a closure where it needs one: another optimizer works, such as adamw",
+            "run.update, and with a closure where it needs one. Use another optimizer, such as adamw",
         ) from error
 
 

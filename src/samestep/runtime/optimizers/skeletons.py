@@ -45,7 +45,7 @@ def skeleton(
     if put_in_place(StepCode(optimizer), weights, absent) is None:
         raise ModelError(
             "optimizer-not-elementwise",
-            f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works",
+            f"{type(optimizer).__name__} keeps its parameters outside of its groups. Use foreach=None",
         )
     return optimizer, absent
 

@@ -55,15 +55,15 @@ class OtherLosses:
             word = f"tp={program.step.layout.tp}" if tensor.cuts_logits(program) else "loss_chunk"
             raise ModelError(
                 "loss-over-batch",
-                f"run.backward was given another loss than the run's, and {word} never makes whole logits: a loss of the "
-                "run that is a function of (outputs, batch) in place of its word works",
+                f"run.backward was given another loss than the run's, and {word} never makes whole logits. Use a loss of the "
+                "run that is a function of (outputs, batch) in place of its word",
             )
         sums = held.objective.sums
         if mark_of(loss) is not None and not sums.is_whole and is_split(program):
             raise ModelError(
                 "loss-over-batch",
                 "run.backward was given a loss over the whole batch, and the loss of the run is a sum over samples, so that nothing is "
-                "exchanged for it: samestep.whole_batch around the run's own loss too works, or one rank with one micro-batch",
+                "exchanged for it. Use samestep.whole_batch around the run's own loss too, or one rank with one micro-batch",
             )
         key, seen = _key_of(loss), loss
         if key not in self._known:

@@ -117,8 +117,8 @@ class StepsInParts:
         if getattr(batch, "is_over", False):
             raise ModelError(
                 "run-call-time",
-                f"run.backward was given the batch of step {batch.step + 1}, and its stream has ended: within the loop over the batches "
-                "it works",
+                f"run.backward was given the batch of step {batch.step + 1}, and its stream has ended. Call it within the loop over "
+                "the batches",
             )
         names = self._names_of(member_index(self._names, into, "run.backward"))
         number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
@@ -253,7 +253,7 @@ class StepsInParts:
         if evaluates and len([one for one in self._taken if one.names & mine]) > 1:
             raise ModelError(
                 "closure-unsupported",
-                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one backward of the sum of their losses works",
+                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait. Use one backward of the sum of their losses",
             )
 
     def _check_options(self, part: UpdatedPart) -> None:
@@ -271,8 +271,8 @@ class StepsInParts:
             except TypeError as error:
                 raise ModelError(
                     "run-call-arguments",
-                    f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
-                    "options of the optimizer's own step work",
+                    f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}). Use "
+                    "options of the optimizer's own step",
                 ) from None
 
     def _norm_of(self, names: Set[str] | None) -> float:
@@ -321,8 +321,8 @@ class StepsInParts:
             name = min(self._waiting.names)
             raise ModelError(
                 "run-call-time",
-                f"run.{method} while gradients wait, of {name} for one: run.update uses them, and run.zero_grad forgets them; behind "
-                "either it works",
+                f"run.{method}: accumulated gradients are not used yet, for example of {name}: run.update uses them, and run.zero_grad forgets them. Call "
+                "one of these first",
             )
 
     def forget(self) -> None:
@@ -351,7 +351,7 @@ class StepsInParts:
         ):
             raise ModelError(
                 "run-call-time",
-                f"{method}: no gradient waits for it; run.backward(batch, loss) before it works",
+                f"{method}: no gradient waits for it. Use run.backward(batch, loss) before it",
             )
         self._left.refuse_changes(method)
         return waiting, waiting.names & mine
@@ -389,12 +389,12 @@ class StepsInParts:
         if numerics.exchange_every != 1:
             raise ModelError(
                 "diloco-unsupported",
-                f"{method} with numerics.exchange_every = {numerics.exchange_every}: run.step works, or 1",
+                f"{method} with numerics.exchange_every = {numerics.exchange_every}. Use run.step, or 1",
             )
         if numerics.compression != "none":
             raise ModelError(
                 "compression-unsupported",
-                f'{method} with numerics.compression = "{numerics.compression}": run.step works, or "none"',
+                f'{method} with numerics.compression = "{numerics.compression}". Use run.step, or "none"',
             )
 
 

@@ -308,8 +308,8 @@ class GatheredWatch(WeightWatch):
                 zero = f"zero={self._zero}"
                 raise LayoutError(
                     "write-into-part",
-                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere: "
-                    "param.copy_(...) within torch.no_grad() works, or zero=1",
+                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere. Use "
+                    "param.copy_(...) within torch.no_grad(), or zero=1",
                 )
 
 

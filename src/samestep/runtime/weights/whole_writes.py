@@ -124,7 +124,7 @@ def _refuse_lost(target: DTensor) -> None:
         raise LayoutError(
             "write-into-part",
             f"a write into a part {list(target.shape)} of a weight {list(whole.shape)}, which ranks share by rows under zero=2|3, "
-            "would be lost: whole = weight.full_tensor(), a write into that, and weight.copy_(whole) within torch.no_grad() work",
+            "would be lost. Use whole = weight.full_tensor(), write into it, then weight.copy_(whole) within torch.no_grad()",
         )
 
 

@@ -241,7 +241,7 @@ def why_not(found: Plan, layout: Layout) -> str:
         if not found.best:
             return f"; {found.nearest}"
         works = nearest(found.model, found.job, found.hardware, layout, found.devices, found.states_per_param)
-        return f'; "{works.layout}" works, {works.step_s:.4g} s a step' if works else ""
+        return f'. Use "{works.layout}", {works.step_s:.4g} s a step' if works else ""
 
     try:
         mine = predict(found.model, found.job, layout, found.hardware, found.states_per_param)
