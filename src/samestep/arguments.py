@@ -43,6 +43,8 @@ class Parser(ArgumentParser):
     def _unknown(self, word: str) -> tuple[str, str]:
         """Return an unknown flag, and the one that was probably meant as a hint."""
         flag = word.partition("=")[0]
+        if flag == "--layout":
+            return flag, ". Use samestep layouts --why-not LAYOUT to check one"
         is_misspelt = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.8)
         if "--set" in self._option_string_actions and not is_misspelt:
             for key in jobs.keys_named(flag.lstrip("-").replace("-", "_"))[:1]:

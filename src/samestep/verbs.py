@@ -228,6 +228,5 @@ def limit_threads(count: int) -> None:
 
 
 def say_cautions(words: Namespace, machine: hardware.Hardware, devices: int) -> None:
-    """Print why the default hardware profile may not describe this machine; a profile that the user names is trusted."""
-    for line in hardware.cautions_here(machine, devices) if words.hardware is None else ():
-        print(line)
+    """Add to the heading why the default hardware profile may not describe this machine; a profile that the user names is trusted."""
+    words.heading += hardware.cautions_here(machine, devices) if words.hardware is None else []

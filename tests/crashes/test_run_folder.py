@@ -277,7 +277,7 @@ def test_where_no_layout_of_fewer_ranks_is_allowed_the_run_says_what_would_be(
     assert small.train(*words, **{"run.restarts": 2}) == 1
     assert (
         "3 ranks are left, and no layout of 1 to 3 ranks is 'dp=1 tp=4' with smaller data degrees. Use a number of ranks that "
-        "4 divides, or --layout auto, which plans anew"
+        "4 divides, or --layout auto, which plans again"
     ) in capfd.readouterr().err
 
 

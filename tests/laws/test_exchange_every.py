@@ -156,5 +156,5 @@ def test_times_that_do_not_fit_say_what_works(numerics: dict[str, int], works: s
 
 
 def test_more_parts_than_layers_are_refused() -> None:
-    with pytest.raises(LayoutError, match="layers with trained weights: exchange_parts = "):
+    with pytest.raises(LayoutError, match=r"layers with trained weights. Set exchange_parts = "):
         program_of(MODELS["tiny"], streamed(20, 1), Layout("dp=4"))

@@ -196,7 +196,7 @@ def _refused(rank: int, world: int, model: type[nn.Module], layout: str) -> str:
         (
             Recurrent,
             "pp=2",
-            "pp=2' divides a forward, and the state that lanes carry enters and leaves it as a whole: pp=1",
+            "pp=2' divides a forward, and the state that lanes carry enters and leaves it as a whole. Use pp=1",
         ),
     ],
 )

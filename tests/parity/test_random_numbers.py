@@ -295,9 +295,9 @@ def test_a_data_set_that_seeds_the_generator_of_the_process_disturbs_no_numbers(
             (Binomial, "binomial: its random numbers would differ between layouts"),
             (
                 Mixed,
-                "a beta or Dirichlet distribution: its random numbers would differ between layouts; .* data set draws",
+                "a beta or Dirichlet distribution: its random numbers would differ between layouts. Use .* data set draws",
             ),
-            (Scaled, "a gamma distribution: its random numbers would differ between layouts; .* data set draws"),
+            (Scaled, "a gamma distribution: its random numbers would differ between layouts. Use .* data set draws"),
             (Counted, "poisson: its random numbers would differ between layouts"),
         ]
     ],

@@ -234,8 +234,8 @@ def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: 
 @pytest.mark.parametrize(
     ("build", "layout", "place", "taken", "why"),
     [
-        (Trained, "dp=1", "", 0, "a gradient reaches it.*nothing trains it; code.weight.copy_"),
-        (TrainedBefore, "dp=1", "", 0, "a gradient reaches it.*nothing trains it; code.weight.copy_"),
+        (Trained, "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
+        (TrainedBefore, "dp=1", "", 0, "a gradient reaches it.*nothing trains it. Use code.weight.copy_"),
         (Still, "dp=1", "linear", 2, "the place of linear.weight, and a gradient reaches it"),
         (Tied, "dp=1", "", 0, "the place of code.weight, which is head.weight too"),
         (Added, "dp=1", "", 0, "code.more is a new weight, which the run neither trains nor saves"),

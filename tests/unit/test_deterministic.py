@@ -153,7 +153,7 @@ def test_a_kernel_that_is_not_there_is_refused_in_one_line() -> None:
     for word in ("cudnn", "efficient"):
         with pytest.raises(
             JobError,
-            match=rf"^run.attention = '{word}': torch has no such kernel on CPUs. 'flash', 'math' and 'auto'$",
+            match=rf"^run.attention = '{word}': torch has no such kernel on CPUs. Use 'flash', 'math' and 'auto'$",
         ):
             _attending(word)
     with pytest.raises(

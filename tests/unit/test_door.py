@@ -84,9 +84,14 @@ def test_a_preset_given_as_a_file_says_how_to_name_it(name: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("tables", "precision", "batch", "says"),
     [
-        ({}, "bf16", 1536, "is planned in bf16 and with its published 3.15M tokens a step, 1536 samples; --set "),
+        (
+            {},
+            "bf16",
+            1536,
+            "is planned in bf16 and with its published 3.15M tokens per step, 1536 samples. Change by --set ",
+        ),
         ({"numerics": {"precision": "float32"}}, "float32", 1536, "is planned with its published 3.15M tokens"),
-        ({"train": {"global_batch": 32}}, "bf16", 32, "is planned in bf16; --set numerics.precision= change that"),
+        ({"train": {"global_batch": 32}}, "bf16", 32, "is planned in bf16. Change by --set numerics.precision="),
         ({"train": {"global_batch": 32}, "numerics": {"precision": "float32"}}, "float32", 32, ""),
         ({"data": {"sequence_length": 1024}}, "bf16", 3072, "3072 samples"),
     ],
@@ -119,7 +124,7 @@ def test_a_model_of_code_keeps_its_own_batch_and_precision() -> None:
 )
 def test_a_plan_says_what_binds(words: list[str], bound: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan", "--devices", "2", *words) == 0
-    assert f"it is bound by {bound} (" in capsys.readouterr().out
+    assert f"bottleneck: {bound} (" in capsys.readouterr().out
 
 
 def test_the_package_shows_its_public_names_and_its_version() -> None:

@@ -169,11 +169,11 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--on", "slrum", "--layout", "dp=2"], "--on slrum (did you mean 'slurm'?): slurm, kubernetes, ray"),
+        (["--on", "slrum", "--layout", "dp=2"], "--on slrum (did you mean 'slurm'?). Use slurm, kubernetes, ray"),
         (["--on", "slurm"], "--ranks-per-node missing"),
         (
             ["--on", "slurm", "--nodes", "2", "--layout", "dp=3"],
-            "2 nodes cannot share the 3 ranks of 'dp=3' equally; 2",
+            "2 nodes cannot share the 3 ranks of 'dp=3' equally. Use 2",
         ),
         (
             ["--on", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--layout", "dp=4"],
@@ -205,7 +205,7 @@ def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.Captu
         ('[slurm]\ngpus_per_node = "8"\n', "slurm.gpus_per_node = '8' is no whole number"),
         ("[slurm]\ngpus_per_node = -1\n", "slurm.gpus_per_node = -1 is below 0"),
         ("[slurm]\ngpus_per_node = true\n", "slurm.gpus_per_node = True is no whole number"),
-        ('[slurm]\nby = "mpirun"\n', "slurm.by = 'mpirun'. 'srun' and 'torchrun'"),
+        ('[slurm]\nby = "mpirun"\n', "slurm.by = 'mpirun'. Use 'srun' and 'torchrun'"),
         ('[slurm]\noptions = "--exclusive"\n', "slurm.options = '--exclusive' must be a list of texts"),
         ('[slurm]\npartition = "a\\nrm -r x"\n', "slurm.partition = 'a\\nrm -r x' has more than one line"),
         ("slurm = 3\n", "slurm = 3 must be a table [slurm]"),

@@ -130,7 +130,9 @@ def test_a_film_is_refused_and_one_frame_of_it_is_not(kind: str, tmp_path: Path)
     frames = [Image.fromarray(PIXELS), Image.fromarray(PIXELS[::-1].copy())]
     frames[0].save(tmp_path / "film", kind, save_all=True, append_images=frames[1:])
     frames[0].save(tmp_path / "still", kind)
-    with pytest.raises(DataError, match=r"film has several frames, and a sample is one image: each frame as a file"):
+    with pytest.raises(
+        DataError, match=r"film has several frames, and a sample is one image. Use each frame as a file"
+    ):
         read_image(tmp_path / "film", "RGB")
     assert read_image(tmp_path / "still", "RGB").size == (14, 9)
 
@@ -273,7 +275,7 @@ def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
             dataset(tmp_path)
         (tmp_path / "cat" / name).unlink()
     (tmp_path / "emu").mkdir()
-    with pytest.raises(DataError, match=r"has the class 'emu' without images: with images, or without the folder"):
+    with pytest.raises(DataError, match=r"has the class 'emu' without images. Add images to it, or remove the folder"):
         dataset(tmp_path)
     (tmp_path / "emu").rmdir()
     (tmp_path / "emu").symlink_to(tmp_path / "nowhere")

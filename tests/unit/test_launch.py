@@ -216,7 +216,7 @@ def test_functions_of_a_notebooks_cell_are_forked_or_refused_in_one_line(monkeyp
     bound = [(cell["main"], ()), (lambda place: None, ()), (_nothing, (cell["Data"](),)), (_nothing, ([cell["Data"]],))]
     for work in bound:
         assert _method("cuda", 1, work) == "fork", work
-        with pytest.raises(JobError, match=r"^threads=4: forked workers have one thread.*Use threads=1"):
+        with pytest.raises(JobError, match=r"^threads=4: forked workers have one thread.*Use .*threads=1"):
             _method("cpu", 4, work)
     assert _method("cuda", 1, (_nothing, (1,))) == "spawn"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -243,7 +243,7 @@ def _nothing(place: RankInfo) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ranks": 2, "args": "dp=2"}, r"args='dp=2' is a str, .* Use args=\('dp=2',\)"),
+        ({"ranks": 2, "args": "dp=2"}, r"args='dp=2' is a str, .*Use .*args=\('dp=2',\)"),
         ({"ranks": 0}, "ranks=0: a run needs at least 1"),
         ({"ranks": 1, "device": "tpu"}, "device='tpu' is not a device; cpu, cuda and auto are"),
         pytest.param(

@@ -67,7 +67,9 @@ def test_hosts_that_differ_are_refused_by_name_on_all(changed: dict[str, str], w
 @pytest.mark.filterwarnings("ignore:a host at 127.0.0.1 was turned away")
 def test_a_wrong_token_is_refused_and_the_run_waits_on() -> None:
     refused, left = sorted(_meet((TOKEN, MINE), (TOKEN[::-1], MINE), timeout_s=2), key=lambda end: str(type(end)))
-    with pytest.raises(JobError, match=r"--rendezvous 127.0.0.1:\d+: it has another token; the token file of the host"):
+    with pytest.raises(
+        JobError, match=r"--rendezvous 127.0.0.1:\d+: it has another token. Use the token file of the host"
+    ):
         raise refused
     with pytest.raises(
         WorkerError, match=r"1 of 2 hosts came to 127.0.0.1:\d+ within 2 s; hosts apart from this one: none"

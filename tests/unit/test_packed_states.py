@@ -283,7 +283,9 @@ def test_the_states_of_an_optimizer_of_ones_own_are_not_packed() -> None:
     with families_once():
         workload = Workload(job)
     source = replace(workload.source, optimizer=lambda named: Own([tensor for _, tensor in named], lr=0.1))
-    with pytest.raises(JobError, match=r'optimizer_states = "bf16" holds states of torch\'s own .*Use "float32"'):
+    with pytest.raises(
+        JobError, match=r'optimizer_states = "bf16" holds states of torch\'s own .*Set .*optimizer_states = "float32"'
+    ):
         Run(source, Layout(), job, RankInfo(0, 0, 1, 1, CPU)).prepare(workload.example)
 
 

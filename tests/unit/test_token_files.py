@@ -312,7 +312,7 @@ def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
             stream: Any = of_words(open_dataset(job, split), 256)  # type: ignore[arg-type]
             bad_at = next(place for place in range(len(stream)) if bad in stream.tokens[np.arange(9) + 8 * place])
             with pytest.raises(
-                DataError, match=rf"1\.npy has the token id {bad} at token 433: ids from 0 to 255, for which"
+                DataError, match=rf"1\.npy has the token id {bad} at token 433. Use ids from 0 to 255, for which"
             ):
                 stream.read(np.array([0, bad_at]))
             assert stream.read(np.array([0]))["input_ids"].shape == (1, 8)
@@ -352,7 +352,7 @@ def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, caps
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, 999, IDS % 250).astype("i4"))
     assert small.main("train", *words) == 2
     assert (
-        "1.npy has token ids up to 999, but model.config.vocab_size = 256. Set vocab_size = 1000"
+        "1.npy has token ids up to 999, but model.config.vocab_size = 256. Use vocab_size = 1000"
         in capsys.readouterr().err
     )
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, -1, IDS % 250).astype("i4"))

@@ -206,7 +206,7 @@ def test_rules_that_couple_weights_are_refused_where_these_are_spread() -> None:
     clipping = custom(lambda _, gradient, state: gradient, ClippedTogether)
     assert updated_whole(clipping, MODEL, under(0)) == []
     for layout, words in ((under(1), "cut by zero=1"), (under(3), "cut by zero=3"), (Layout(pp=2), "spread by pp=2")):
-        with pytest.raises(LayoutError, match=rf"every weight by itself .*, so weights {words} would .*Use =[01]$"):
+        with pytest.raises(LayoutError, match=rf"every weight by itself .*, so weights {words} would .*Use .*=[01]$"):
             check_optimizer(clipping, MODEL, layout)
 
 
@@ -410,7 +410,7 @@ def test_a_rate_from_all_weights_is_refused_where_these_are_spread() -> None:
     source = custom(lambda _, gradient, state: gradient, ByDistance)
     check_optimizer(source, MATRICES, under(0))
     for layout in (under(1), Layout(pp=2)):
-        with pytest.raises(LayoutError, match=r"updated otherwise without the others.*Use =[01]$"):
+        with pytest.raises(LayoutError, match=r"updated otherwise without the others.*Use .*=[01]$"):
             check_optimizer(source, MATRICES, layout)
 
 
@@ -456,7 +456,7 @@ class ByCalls(ByPosition):
 
 @pytest.mark.parametrize("kind", [ByPosition, ByCalls])
 def test_a_rule_that_counts_weights_is_refused_where_a_rank_has_some_of_them(kind: Any) -> None:
-    with pytest.raises(LayoutError, match=r"updated otherwise without the others.*Use zero=0"):
+    with pytest.raises(LayoutError, match=r"updated otherwise without the others.*Use .*zero=0"):
         check_optimizer(optimizer_source(kind), MODEL, under(1))
 
 
@@ -489,7 +489,7 @@ def test_what_evaluates_the_loss_again_is_refused_where_a_rank_lacks_weights() -
     assert evaluating == {0}
     for zero in (1, 2, 3):
         with pytest.raises(
-            LayoutError, match=r"^the step of LBFGS evaluates the loss again.*Use zero=0 without tp and pp$"
+            LayoutError, match=r"^the step of LBFGS evaluates the loss again.*Use .*zero=0 without tp and pp$"
         ):
             check_optimizer(source, MATRICES, under(zero), evaluating=evaluating)
     adam = optimizer_source(lambda params: torch.optim.Adam(params))

@@ -91,7 +91,7 @@ def test_a_plan_keeps_memory_free_and_says_so() -> None:
         samestep.plan(GPT2, 2, A100, top=1, **words) for words in ({"keep_free": 0}, {}, {"keep_free": 0.5})
     )
     assert "kept free" not in ranking.as_text(whole)
-    assert "0.05 of the memory is kept free: a layout may need 75.2 of 79.1 GiB" in ranking.as_text(kept)
+    assert "memory limit: 75.2 of 79.1 GiB per device (--keep-free 0.05)" in ranking.as_text(kept)
     assert half.best[0].peak.total <= machine.memory_bytes / 2
     tight = dataclasses.replace(machine, memory_bytes=int(whole.best[0].peak.total * 1.01))
     assert samestep.plan(GPT2, 2, tight, top=1, keep_free=0).best[0].layout == whole.best[0].layout

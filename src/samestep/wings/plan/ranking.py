@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.layout import Layout
 from samestep.memory.memory_use import allocator_summary, memory_summary
-from samestep.output.text import COLUMNS, align_columns, digits, gib
+from samestep.output.text import align_columns, digits, gib
 from samestep.wings.plan.open_groups import Fallen, nearest
 from samestep.wings.plan.search import MOST_PLAYED, Plan
 from samestep.wings.plan.simulation.simulate import Prediction, binds, class_of, intervals, predict, unpriced
@@ -32,45 +31,42 @@ def as_text(found: Plan) -> str:
         lines += _table(found)
         lines.append(_fits(found))
         lines += allocator_summary(best.peak, best.reserved_bytes, found.hardware)
-        lines.append(f"it is bound by {binds(best)}")
+        lines.append(f"bottleneck: {binds(best)}")
         lines += unpriced(best.job)
         lines += cautions(found.best)
         if found.best[0].layout.offload:
             ranks = found.devices // len(found.best[0].memory)
-            rate = f"{found.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s a device"
+            rate = f"{found.hardware.host_update_bytes_per_s / 1e9:.3g} GB/s per device"
             lines.append(
-                f"nothing fits without offload; the update on the host is predicted at {rate} (host_update_bytes_per_s), and needs "
-                f"{gib(sum(use.host for use in found.best[0].memory) * ranks)} GiB of the memory of its hosts"
+                f"nothing fits without offload. The optimizer step on the CPUs is predicted at {rate} (host_update_bytes_per_s), and needs "
+                f"{gib(sum(use.host for use in found.best[0].memory) * ranks)} GiB of CPU memory"
             )
     else:
         lines.append(found.nearest)
     lines += _describe_kept_free(found.hardware)
     rules = found.counts
-    counts = ", ".join(f"{count} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
+    counts = ", ".join(f"{count:,} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
     lines.append(
-        f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
+        f"searched {found.considered:,} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
     )
     if rules["unplayed"]:
         lines.append(
-            f"the search ended after {MOST_PLAYED} layouts were played: one that was not played may be faster than those shown"
+            f"the search ended after it had simulated {MOST_PLAYED} layouts: one of the others may be faster than those shown"
         )
-    lines.append(f"model: {found.labels['model']}; figures of {found.hardware.name}: {found.labels['hardware']}")
+    lines.append(
+        f"model: {found.labels['model']}; numbers of the hardware profile {found.hardware.name}: {found.labels['hardware']}"
+    )
     lines += describe_accuracy(found.hardware, found.devices)
-    lines += [f'  "{next(one.layouts())}" {one.reason}' for one in examples(found.fallen)]
+    rejected = [f'  "{next(one.layouts())}" {one.reason}' for one in examples(found.fallen)]
+    lines += ["rejected layouts, one for each reason:", *rejected] if rejected else []
     return "\n".join(lines)
 
 
 def _table(found: Plan) -> list[str]:
     """Return the table of the layouts to show; a long layout goes on below in its column."""
-    shown = in_order(found)
-    head = tuple(title.format(found.best[0].unit) for title in _HEAD)
-    cells = align_columns([head, *((mark_of(found, one), *_cells(one)) for one in shown)]).splitlines()
-    indent = max(map(len, cells)) + 2
-    lines = []
-    for cell, text in zip(cells, ["layout", *(str(one.layout) for one in shown)], strict=True):
-        first, *more = textwrap.wrap(text, COLUMNS - indent, break_on_hyphens=False)
-        lines += [cell.ljust(indent) + first, *(" " * (indent + 2) + part for part in more)]
-    return lines
+    head = (*(title.format(found.best[0].unit) for title in _HEAD), "layout")
+    rows = [head, *((mark_of(found, one), *_cells(one), str(one.layout)) for one in in_order(found))]
+    return align_columns(rows, left=(0, len(_HEAD))).splitlines()
 
 
 SAFE = 0.9
@@ -96,10 +92,10 @@ def in_order(found: Plan) -> list[Prediction]:
 def _fits(found: Plan) -> str:
     """Return a line on the recommended layout: how likely it fits, and the time that it costs over the fastest one."""
     first, best = found.best[0], recommended(found)
-    text = f'recommended: "{best.layout}", {best.chance_to_fit:.0%} likely to fit, by the record of predictions'
+    text = f'recommended: "{best.layout}", {best.chance_to_fit:.0%} likely to fit, by the errors of past predictions'
     if best is first:
         return text
-    return f"{text}; the fastest is {first.chance_to_fit:.0%} likely to fit, and takes {first.step_s / best.step_s:.3g} times as long"
+    return f"{text}. The fastest takes {1 - first.step_s / best.step_s:.1%} less time, but is {first.chance_to_fit:.0%} likely to fit"
 
 
 def _describe_kept_free(machine: Hardware) -> list[str]:
@@ -107,9 +103,7 @@ def _describe_kept_free(machine: Hardware) -> list[str]:
     if not machine.kept_free:
         return []
     room, memory = gib(machine.room_bytes), gib(machine.memory_bytes)
-    return [
-        f"{machine.kept_free:.3g} of the memory is kept free: a layout may need {room} of {memory} GiB (--keep-free)"
-    ]
+    return [f"memory limit: {room} of {memory} GiB per device (--keep-free {machine.kept_free:.3g})"]
 
 
 def cautions(best: Sequence[Prediction]) -> list[str]:
@@ -134,12 +128,12 @@ def describe_accuracy(machine: Hardware, devices: int) -> list[str]:
     kind = class_of(machine, devices)
     time, memory = intervals(kind)["time"], intervals(kind)["memory"]
     lines = [
-        f"8 in 10 of {time.rows:,} published steps of {_KINDS[kind]} took {time.low:.2f} to {time.high:.2f} times their predicted time, and 8 in 10 "
-        f"of {memory.rows:,} runs {memory.low:.2f} to {memory.high:.2f} times their predicted memory (docs/foresight.md)"
+        f"accuracy: 80% of {time.rows:,} published steps of {_KINDS[kind]} took {time.low:.2f} to {time.high:.2f} times the predicted time, "
+        f"and 80% of {memory.rows:,} runs needed {memory.low:.2f} to {memory.high:.2f} times the predicted memory (docs/foresight.md)"
     ]
     if time.high / time.low >= POOR:
         lines.append(
-            f"the record of {_KINDS[kind]} is poor: time a step here before you rely on its seconds (samestep measure)"
+            f"predictions for {_KINDS[kind]} are inaccurate: measure this machine before you rely on the seconds (samestep measure)"
         )
     return lines
 
@@ -239,23 +233,23 @@ def why_not(found: Plan, layout: Layout) -> str:
 
     def near() -> str:
         if not found.best:
-            return f"; {found.nearest}"
+            return f". {found.nearest}"
         works = nearest(found.model, found.job, found.hardware, layout, found.devices, found.states_per_param)
-        return f'. Use "{works.layout}", {works.step_s:.4g} s a step' if works else ""
+        return f'. Use "{works.layout}", {works.step_s:.4g} s per step' if works else ""
 
     try:
         mine = predict(found.model, found.job, layout, found.hardware, found.states_per_param)
     except LayoutError as error:
-        return f'"{layout}" is refused: {error}{near()}'
+        return f'"{layout}" is not supported: {error}{near()}'
     if not mine.fits:
         return f'"{layout}" does not fit: {memory_summary(mine.peak, mine.hardware)}{near()}'
     if not found.best:
-        return f'"{layout}" fits: {mine.step_s:.4g} s a step'
+        return f'"{layout}" fits: {mine.step_s:.4g} s per step'
     first = found.best[0]
     if mine.devices != found.devices:
-        return f'"{layout}" is a layout of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is for {found.devices}'
+        return f'"{layout}" has {mine.devices} devices, {mine.step_s:.4g} s per step; this plan is for {found.devices}'
     if mine.layout == first.layout or mine.step_s <= first.step_s:
-        return f'"{layout}" is the fastest: {mine.step_s:.4g} s a step'
+        return f'"{layout}" is the fastest: {mine.step_s:.4g} s per step'
     costs = [
         ("exposed communication", mine.exposed_comm_s, first.exposed_comm_s),
         ("bubbles", mine.bubble_fraction * mine.step_s, first.bubble_fraction * first.step_s),
