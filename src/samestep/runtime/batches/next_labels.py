@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from samestep.building.loss import cross_entropy
-from samestep.building.model_loss import ModelLoss
-from samestep.building.own_loss import moves_labels
+from samestep.building.model_loss import ModelLoss, moves_labels
 from samestep.datasets.labels import (
     LOOKED_AT,
     LabelBatch,

@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from samestep.building.batch_dim import BatchDim
+from samestep.building.model import BatchDim
 from samestep.datasets.batch import GivenBatch
 from samestep.datasets.opening import check_batch
 from samestep.datasets.values import Parted, dims_of, num_samples, tensors_of_arrays, together

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.building.first_read import FirstRead
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
+from samestep.building.outside_reads import FirstRead
 from samestep.errors import ModelError
 from samestep.examination.examine import Source
 from samestep.program.program import Program
