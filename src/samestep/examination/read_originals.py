@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from samestep.building.first_read import FirstRead
 from samestep.building.initial_values import Blueprint
+from samestep.building.outside_reads import FirstRead
 from samestep.errors import ModelError
 
 
