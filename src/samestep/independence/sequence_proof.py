@@ -51,7 +51,7 @@ def refuse_slices(
     table: Table = {}
     watches = [_TokenProver(module, analysis, size, table) for size in (tokens, tokens // degree)]
     if analysis.spec.looks_in:
-        answer_alike(watches, module, sample, containers_of(module), value_of)
+        answer_alike([watch.tracer for watch in watches], module, sample, containers_of(module), value_of)
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, analysis.experts):
             return refusal, []
@@ -64,7 +64,7 @@ def _refusal_of(watch: _TokenProver, module: nn.Module, sample: Any, value_of: V
     """Run the forward; return why it is not shown to work on a slice, or an empty text."""
     try:
         with snapshot.preserve_modules(module), watch.placed(module), watch.experts_by_row(module, experts):
-            watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
+            watch_forward(module, sample, 1, "the model", containers_of(module), watch.tracer, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of a rank's tokens"
     except InputError as error:
@@ -74,7 +74,7 @@ def _refusal_of(watch: _TokenProver, module: nn.Module, sample: Any, value_of: V
 
 
 class _TokenProver(SliceProver):
-    """A traced forward whose blocks are given a slice of the tokens, and their cut parts whole sequences."""
+    """Follows a forward whose blocks are given a slice of the tokens, and their cut parts whole sequences."""
 
     between = "and between cut parts a rank has its own tokens alone"
 
@@ -117,10 +117,12 @@ class _TokenProver(SliceProver):
         if self.is_following and any(self.known.of(tensor) is not None for tensor in (query, key, value)):
             self.refuse(f"the attention in {self.where} stands outside the parts that tp cuts")
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+    def ran(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
+    ) -> Any:
         """Check what an operation within the parts, or between them, is given, and follow its results."""
-        super().ran(func, args, kwargs, outcome)
-        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        super().ran(func, args, kwargs, outcome, on_meta)
+        given = [tensor for tensor in operands(*on_meta[0], *on_meta[1].values()) if tensor.is_meta]
         with disable_current_modes():
             made = {self.key(tensor) for tensor in operands(outcome) if tensor.is_meta}
             if self._is_whole:
@@ -130,6 +132,7 @@ class _TokenProver(SliceProver):
             elif self.is_following:
                 self._check_between(given)
                 self._between |= made
+        return outcome
 
     def _check_between(self, given: list[Tensor]) -> None:
         """Refuse an operation between the parts on what they have computed, or on a tensor whose gradient no rank has whole."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
 from samestep.independence.sliced_shapes import sequence_dim, token_rows_of
-from samestep.independence.value_numbers import Table, ValueNumbers
+from samestep.independence.value_numbers import Operand, Table, ValueNumbers
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
 from samestep.models.spec import is_below
+from samestep.tracing.custom_functions import Function, Hook
 from samestep.tracing.experts import routing_arguments
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import mutated_operands
@@ -36,7 +37,7 @@ WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask
 
 
 class SliceProver(Prover):
-    """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
+    """Follows a forward whose blocks are given the last slice of `size` of the sequence's tokens."""
 
     between = ""
     """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
@@ -59,12 +60,14 @@ class SliceProver(Prover):
         """Arguments of blocks by their position: the dimension that is sliced, or None."""
         self.passed: set[str] = set()
         """Arguments of blocks that were slices when they were given."""
+        self._operands: list[Operand] = []
+        """The operands of the operation that runs."""
         self._mixed = self._mixed_at = ""
         self._joined = set[str]()
         """The operations that have joined rows to those of tokens, as text."""
         self.failed_at = ""
         """Path of the module in which the proof has failed; empty for the one whose code ran last."""
-        self.parts = PartCalls(self.places)
+        self.parts = PartCalls(self.tracer.places)
         self.is_in_function = False
         """Whether a recurrence runs that needs the state of the rank before."""
         self._part = ""
@@ -80,11 +83,7 @@ class SliceProver(Prover):
     @property
     def is_in_block(self) -> bool:
         """Whether the forward of a block runs."""
-        return not self.modules.paths.isdisjoint(self.blocks)
-
-    def runs(self, path: str) -> bool:
-        """Return whether the forward of a module runs."""
-        return path in self.modules.paths
+        return not self.tracer.modules.paths.isdisjoint(self.blocks)
 
     # -- events of the forward ---------------------------------------------------------------------
 
@@ -179,9 +178,8 @@ class SliceProver(Prover):
         self._part, self.is_following = "", not self.refusal
         return tree_unflatten(found, tree)
 
-    def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
-        """Record that a module's forward starts, which must be given no slice if its code looks at values."""
-        super().enter(path, part, outside, given)
+    def enter(self, path: str, part: nn.Module, given: Any) -> None:
+        """Check a module whose forward starts, which must be given no slice if its code looks at values."""
         if self.is_following and not any(is_below(path, block) for block in self.blocks):
             self._check_one_token(path, given)
         if path in self.looking:
@@ -194,9 +192,9 @@ class SliceProver(Prover):
             if any(isinstance(one, Along) and one.dim == NO_DIM for one in found):
                 self.refuse(f"{path} is given one token of a slice", path)
 
-    def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
+    def looks(self, seen: Sequence[Tensor]) -> None:
+        """Check that code does not look at a slice."""
         self._check_unseen(self.where, seen)
-        return super()._answered(seen, find)
 
     def _check_unseen(self, path: str, tensors: Iterable[Tensor]) -> None:
         """Refuse a slice among the tensors that code is given which looks at values."""
@@ -206,33 +204,33 @@ class SliceProver(Prover):
 
     # -- what values are computed from -------------------------------------------------------------
 
-    def to_meta(self, real: Tensor) -> Tensor:
-        """Return a meta tensor for a real one, with the number of its values."""
-        made = super().to_meta(real)
-        if made is not real:
-            with disable_current_modes():
-                self.numbers.learn_constant(made, real)
-        return made
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def made_on_meta(self, made: Tensor, real: Tensor) -> None:
+        """Set the number of the values of a tensor that stands for a real one."""
         with disable_current_modes():
-            given = self.numbers.seen_by(func, args, kwargs)
-        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+            self.numbers.learn_constant(made, real)
+
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the operands of an operation as they are before it."""
+        with disable_current_modes():
+            self._operands = self.numbers.seen_by(func, args, kwargs)
+
+    def ran(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
+    ) -> Any:
+        """Set the dependences and the numbers of the results of an operation."""
+        super().ran(func, args, kwargs, outcome, on_meta)
         with disable_current_modes():
             results = [one for one in operands(outcome) or mutated_operands(func, args, kwargs) if one.is_meta]
-            self.numbers.ran(func, args, kwargs, given, results, self.where)
+            self.numbers.ran(func, args, kwargs, self._operands, results, self.where)
         return outcome
 
-    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
         super().applied(function, args, named, outcome)
         what = function.__self__, tuple(map(repr, filter(_is_number, tree_leaves((args, named)))))
         self._add_to_numbers(operands(outcome), "function", *what)
 
-    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
         """Add a hook on gradients to what its tensors are computed from, as what it makes of drawn ones."""
         super().hooked(name, hook, given, results)
         with disable_current_modes():
@@ -303,7 +301,7 @@ class SliceProver(Prover):
 
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits have a row for each token of the slice."""
-        self.places.reach(tensors_in(outputs))
+        self.tracer.places.reach(tensors_in(outputs))
         try:
             logits = token_rows_of(outputs)
         except InputError as error:

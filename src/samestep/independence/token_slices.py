@@ -70,7 +70,7 @@ def prove(
     watches, reason, failed = trial.run(frozenset())
     wider, first, reasons = frozenset[str](), reason, dict[str, str]()
     while reason:  # parts that mix tokens by themselves may compute all of them
-        called = {path for watch in watches for path in watch.modules.of}
+        called = {path for watch in watches for path in watch.tracer.modules.of}
         grown = None if _needs_slices(spec) else wider_parts(module, blocks, wider, failed, called)
         if grown is None or grown >= {*blocks}:
             is_behind = not any(is_below(failed, block) for block in blocks)
@@ -80,7 +80,7 @@ def prove(
         watches, reason, failed = trial.run(wider)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
     slices |= {name: WHOLE for watch in watches for name in watch.passed if name not in slices}
-    whole, sliced = (watch.flow_recorder.flow for watch in watches)
+    whole, sliced = (watch.tracer.flow_recorder.flow for watch in watches)
     assert whole is not None
     assert sliced is not None
     try:
@@ -117,9 +117,10 @@ class _SliceTrial:
         whole, table = self.sizes[0], Table()
         watches = [SliceProver(self.module, self.blocks, size, whole, table, self.spec.looks_in) for size in self.sizes]
         if self.spec.looks_in:
-            answer_alike(watches, self.module, self.sample, containers_of(self.module), self.value_of)
+            tracers = [watch.tracer for watch in watches]
+            answer_alike(tracers, self.module, self.sample, containers_of(self.module), self.value_of)
         for watch in watches:
-            watch.has_backward, watch.cut.styles = bool(self.spec.differentiates_at), self.styles
+            watch.tracer.has_backward, watch.tracer.cut.styles = bool(self.spec.differentiates_at), self.styles
         for watch in watches:
             if refusal := _refusal_of(watch, self.module, self.sample, self.value_of, self.experts, parts):
                 return watches, refusal, watch.failed_at or watch.where
@@ -181,7 +182,7 @@ def _refusal_of(
             TracedMoves(watch),
             intercepting(functions_of(module), TracedStates(watch)),
         ):
-            watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
+            watch_forward(module, sample, 1, "the model", containers_of(module), watch.tracer, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
     except InputError as error:

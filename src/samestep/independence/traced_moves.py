@@ -52,8 +52,8 @@ class TracedMoves(TorchFunctionMode):
         watch = self._watch
         if kind_of(func) is None or not watch.is_on_slices:
             return func(*args, **kwargs)
-        number = self._calls[watch.modules.number]
-        self._calls[watch.modules.number] += 1
+        number = self._calls[watch.tracer.modules.number]
+        self._calls[watch.tracer.modules.number] += 1
         if not watch.is_following or not watch.is_in_block:
             return func(*args, **kwargs)
         with disable_current_modes():
@@ -110,7 +110,7 @@ class TracedMoves(TorchFunctionMode):
     def _moved(self, form: MoveForm, number: int, ends: tuple[int, ...]) -> Any:
         """Compute a call of tokens as the last rank does, and note that each row of its result belongs to its token."""
         watch, operand = self._watch, form.given[0]
-        point = watch.places.point()
+        point = watch.tracer.places.point()
         with disable_current_modes():
             what = [watch.numbers.of(_first(one) if watch.is_uniform(one) else one) for one in form.given]
         watch.is_following = False
@@ -135,10 +135,10 @@ class TracedMoves(TorchFunctionMode):
                 right=form.right,
                 start=form.place.start,
                 elements=operand.numel() // operand.shape[form.place.dim],
-                is_cut=watch.key(operand) in watch.cut.storages,
+                is_cut=watch.key(operand) in watch.tracer.cut.storages,
                 takes_gradient=operand.requires_grad and torch.is_grad_enabled(),
             )
-        watch.parts.move(move, point._replace(nodes=watch.places.point(_made_of(operand, result)).nodes))
+        watch.parts.move(move, point._replace(nodes=watch.tracer.places.point(_made_of(operand, result)).nodes))
         return outcome
 
 

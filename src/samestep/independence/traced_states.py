@@ -41,7 +41,7 @@ class TracedStates:
         watch = self._watch
         if not watch.is_on_slices or watch.is_in_function:
             return NotImplemented
-        place = watch.modules.number, call.name
+        place = watch.tracer.modules.number, call.name
         number = self._calls[place]
         self._calls[place] += 1
         if not watch.is_following or not watch.is_in_block:
@@ -78,12 +78,12 @@ class TracedStates:
                 left=1,
                 right=0,
                 elements=sum(one.numel() for one in state),
-                is_cut=any(watch.key(one) in watch.cut.storages for one in given if one.is_meta),
+                is_cut=any(watch.key(one) in watch.tracer.cut.storages for one in given if one.is_meta),
                 takes_gradient=tokens.requires_grad and torch.is_grad_enabled(),
                 function=call.name,
                 is_of_weights=call.convention.is_layer,
             )
-        watch.parts.move(move, watch.places.point((tokens, state)))
+        watch.parts.move(move, watch.tracer.places.point((tokens, state)))
         watch.tried.append(f"{watch.where} by {call.name}")
         return call.returned(tokens, state)
 

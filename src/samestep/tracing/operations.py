@@ -7,18 +7,24 @@ does to a shape shows in the operands of the next operation that computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address, inner_tensor
+from samestep.building.torch_seams import disable_current_modes
 from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Product
 from samestep.tracing.attention_exchanges import PlacedExchange
+from samestep.tracing.custom_functions import Function, Hook, follow_hook
 from samestep.tracing.meta_tensors import mutated_operands, storage_elements
-from samestep.trees import fold
+from samestep.trees import fold, operands
+
+if TYPE_CHECKING:
+    from samestep.tracing.forward import ForwardTracer
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -168,7 +174,71 @@ _UNINITIALISED = {
 """Operations whose results have no values that mean anything."""
 
 
-class Recorder:
+class Receiver:
+    """Receives the events of a forward in their order, from the one mode that watches it. Each event is nothing to a receiver that does not
+    define it."""
+
+    tracer: ForwardTracer
+    """The mode, which sets this attribute."""
+
+    def given(self, batch: Any) -> None:
+        """Receive the batch of the forward, on the meta device."""
+
+    def enter(self, path: str, part: nn.Module, given: Any) -> None:
+        """Receive that a module's forward starts."""
+
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Receive an operation that is about to run."""
+
+    def ran(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
+    ) -> Any:
+        """Receive an operation that has run, with its arguments as they are given and on the meta device; return what the code gets."""
+        return outcome
+
+    def made_on_meta(self, made: Tensor, real: Tensor) -> None:
+        """Receive a tensor of the meta device that stands for a real one."""
+
+    def moved(self, made: Tensor, constant: Tensor) -> None:
+        """Receive a constant of the host that an operation has moved to the meta device."""
+
+    def looks(self, seen: Sequence[Tensor]) -> None:
+        """Receive that code looks at values of tensors."""
+
+    def branches(self) -> None:
+        """Receive that code looks at whole numbers of the sample, by which it may branch."""
+
+    def read(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """Receive that code reads a tensor past the dispatcher; return the values that it gets."""
+        return value
+
+    def check_attention(self, call: AttentionCall) -> None:
+        """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
+        call.check()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Receive the tensors of an attention that runs."""
+
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
+        """Receive an attention that has run."""
+
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Receive the call of a custom Function of autograd, whose operations have been received before."""
+
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
+        """Receive a hook on gradients, a function of those of `given` tensors that returns those of `results`."""
+
+    def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
+        """Receive a call that takes values of all samples, with its result."""
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Receive the value that a buffer gets after the step."""
+
+    def end(self) -> None:
+        """Receive that the forward has ended; what is known of values is dropped then."""
+
+
+class Recorder(Receiver):
     """Records the operations of a forward, in order."""
 
     def __init__(self) -> None:
@@ -197,6 +267,49 @@ class Recorder:
         storages = {view.storage for view in operation.given}
         if isinstance(func, str) or operation.writes or any(one.storage not in storages for one in operation.results):
             self.operations.append(operation)
+
+    def ran(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
+    ) -> Any:
+        """Record an operation."""
+        self.record(func, self.tracer.where, args, kwargs, outcome)
+        return outcome
+
+    def looks(self, seen: Sequence[Tensor]) -> None:
+        """Record a look at values."""
+        self.record(LOOKED, self.tracer.where, tuple(seen), {}, ())
+
+    def branches(self) -> None:
+        """Note the module whose code may branch."""
+        self.branching.add(self.tracer.where)
+
+    def attended(self, call: AttentionCall, output: Tensor) -> None:
+        """Record an attention."""
+        self.record("attention", self.tracer.where, tuple(call), {}, output)
+
+    def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Record the call of a custom Function."""
+        self.record("function", self.tracer.where, (function, *args), named, outcome)
+
+    def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
+        """Record a hook on gradients, and its operations."""
+        with disable_current_modes():
+            where, key = self.tracer.where, self.tracer.key
+            gradients = [torch.empty_like(one, requires_grad=False) for one in given]
+            for gradient in gradients:
+                key(gradient)  # alive, so that no other storage has the same number
+            self.record("hook", where, tuple(given), {}, tuple(gradients))
+
+            def ran(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
+                for tensor in operands(outcome):
+                    key(tensor)
+                self.record(func, where, args, kwargs, outcome)
+
+            made = follow_hook(hook, gradients, ran)
+            if made is None or len(made) != len(results):
+                self.record(LOOKED, where, tuple(gradients), {}, ())
+            else:
+                self.record("hooked", where, (tuple(results), tuple(made)), {}, ())
 
 
 def with_views(value: Any) -> Any:

@@ -131,9 +131,7 @@ def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
         _check_mask(call)
         watch.check_attention(call)
         output: Tensor = _Attention.apply(watch, call, query, key, value, mask)
-        watch.attended(output)
-        if watch.recorder is not None:
-            watch.recorder.record("attention", watch.where, tuple(call), {}, output)
+        watch.attended(call, output)
         values = watch.values
         if values.keeps_all and all(tensor is None or values.knows(tensor) for tensor in call[:4]):
             with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -218,7 +216,9 @@ def watch_forward(
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
             stack.enter_context(watch.functions)
-            outputs = call_model(module, watch.given(batch))
+            if watch.receiver is not None:
+                watch.receiver.given(batch)
+            outputs = call_model(module, batch)
     except (SamestepError, NeedsValuesError):
         raise
     except Exception as error:
@@ -246,8 +246,7 @@ def answer_alike(
         ModelError: the forward fails.
         NeedsValuesError: it looks at values that are not known.
     """
-    found = ForwardTracer(module, {}, keeps_all=True)
-    found.has_backward = False
+    found = ForwardTracer(module, {}, keeps_all=True, has_backward=False)
     with snapshot.preserve_modules(module):
         watch_forward(module, sample, 1, "the model", containers, found, value_of)
     for watch in watches:
