@@ -24,9 +24,16 @@ from samestep.building.families import facts_of
 from samestep.building.predictions import prediction_of
 from samestep.errors import InputError
 from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
-from samestep.independence.partial_gradients import COPYING, PartialGradients, check_whole_gradients, partial_gradients
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
-from samestep.independence.unit_walk import data_in, follow, owners_in
+from samestep.independence.unit_walk import (
+    COPYING,
+    PartialGradients,
+    check_whole_gradients,
+    data_in,
+    follow,
+    owners_in,
+    partial_gradients,
+)
 from samestep.models.spec import is_below
 from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ForwardTracer, ValueOf

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from samestep.building.loss_scope import mark_of
 from samestep.building.model_loss import ModelLoss
@@ -32,22 +33,20 @@ from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.linear_hooks import is_linear
-from samestep.independence.loss_pairs import pair_elements
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay, of_each_row
 from samestep.independence.sample_decisions import Decisions, act_on, asks_of_parts
 from samestep.models.layer_parts import BatchValueCall
 from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
-from samestep.tracing.asked_values import TracedValues
 from samestep.tracing.batch_norms import OPERATIONS
 from samestep.tracing.called_again import Groups, groups_of
 from samestep.tracing.containers import containers_of
 from samestep.tracing.custom_functions import Hook, follow_hook
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
-from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import operands, tensors_in, tree_map_only
+from samestep.tracing.watched_forward import TracedValues, watch_forward
+from samestep.trees import map_tensors, operands, tensors_in, tree_map_only
 
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
@@ -434,3 +433,44 @@ def _is_place(func: Any, result: Tensor) -> bool:
     """Return whether a result names places, as the experts that `topk` chooses, and is no number that was rounded."""
     is_whole = not (result.is_floating_point() or result.is_complex() or result.dtype is torch.bool)
     return is_whole and func.overloadpacket is not torch.ops.aten._to_copy
+
+
+def pair_elements(
+    loss: Callable[[Any, Any], Any],
+    outputs: Any,
+    batch: Any,
+    rows_of: Callable[[Tensor], tuple[int, int] | None],
+    number: int,
+) -> int:
+    """Return the elements that a loss keeps for each pair of samples, such as a matrix of their products; 0 where it does not run on the meta device.
+
+    The loss runs on n, 2 n and 4 n samples. The elements that autograd saves of it are a polynomial in the number of samples,
+    s(n) = a + b n + c n^2, and the result is c.
+    """
+
+    def saved(times: int) -> int:
+        def larger(tensor: Tensor) -> Tensor:
+            shape, rows = list(tensor.shape), rows_of(tensor)
+            if rows is not None and rows[0] >= 0:
+                shape[rows[0]] *= times
+            found = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return found.requires_grad_(found.is_floating_point() or found.is_complex())
+
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage()._cdata] = tensor.numel()
+            kept.append(tensor)  # else another one may have its address
+            return tensor
+
+        kept: list[Tensor] = []
+        with within(None), torch.enable_grad(), preserve_function(loss), saved_tensors_hooks(note, lambda one: one):
+            result = loss(map_tensors(outputs, larger), map_tensors(batch, larger))
+        del result
+        return sum(sizes.values())
+
+    try:
+        few, twice, most = (saved(times) for times in (1, 2, 4))
+    except Exception:  # the user's own code, which may look at values
+        return 0
+    return max(0, round(((most - twice) / 2 - (twice - few)) / (3 * number * number)))

@@ -29,8 +29,7 @@ from samestep.errors import InputError
 from samestep.independence.gathered_parts import wider_parts
 from samestep.independence.slice_prover import WHOLE, WORKS, SliceProver
 from samestep.independence.sliced_shapes import Reshaping, tokens_of
-from samestep.independence.traced_moves import TracedMoves
-from samestep.independence.traced_states import TracedStates
+from samestep.independence.traced_moves import TracedMoves, TracedStates
 from samestep.independence.value_numbers import Table, first_difference
 from samestep.models.spec import ExpertModules, ModelSpec, is_below
 from samestep.state import snapshot

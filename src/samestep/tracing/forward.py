@@ -28,12 +28,12 @@ from samestep.building.named_tensors import tensors_of
 from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_parts import BatchValueCall, Factors, Product
-from samestep.tracing import attention_exchanges, batch_norms
+from samestep.tracing import batch_norms
 from samestep.tracing.checkpointed import TracedPlaces
-from samestep.tracing.costs import is_fusible
+from samestep.tracing.costs import CutStorages, Products, exchanges_behind, exchanges_of, is_fusible
 from samestep.tracing.custom_functions import SEVERAL, Function, Hook, report_module_hooks
 from samestep.tracing.flow_recorder import FlowRecorder
-from samestep.tracing.looks import Looks
+from samestep.tracing.looks import PACKS, Looks, PickedRows
 from samestep.tracing.meta_tensors import (
     FunctionCalls,
     KnownValues,
@@ -46,8 +46,6 @@ from samestep.tracing.meta_tensors import (
 )
 from samestep.tracing.module_inputs import ForwardCalls, ModuleInputs
 from samestep.tracing.operations import Events, Receiver, SavedTensor, Storages, Work, WorkKind
-from samestep.tracing.picked_rows import PACKS, PickedRows
-from samestep.tracing.products import CutStorages, Products
 from samestep.trees import map_tensors, operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
@@ -327,7 +325,7 @@ class ForwardTracer(DispatchMode):
         if query.dim() != 4 or self.events.costs is None:
             return
         is_cut = self.key(query) in self.cut.storages
-        for tensor, exchange in attention_exchanges.exchanges_of(query, key, value, output, is_cut=is_cut):
+        for tensor, exchange in exchanges_of(query, key, value, output, is_cut=is_cut):
             place = self.modules.region, self.key(tensor)
             self.events.exchanges.append((*place, exchange, self.places.point()))
 
@@ -337,7 +335,7 @@ class ForwardTracer(DispatchMode):
             self.receiver.attended(call, output)
         sent = self.events.exchanges
         if sent and output.dim() == 4:
-            sent[-4:] = attention_exchanges.behind(sent[-4:], self.places.point(output))
+            sent[-4:] = exchanges_behind(sent[-4:], self.places.point(output))
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Report the call of a custom Function of autograd, whose operations have been recorded before.

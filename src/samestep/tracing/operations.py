@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from samestep.building.attention import AttentionCall
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import disable_current_modes
-from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Product
-from samestep.tracing.attention_exchanges import PlacedExchange
+from samestep.models.layer_parts import BatchNormCall, BatchValueCall, Exchange, Product
+from samestep.tracing.checkpointed import Point
 from samestep.tracing.custom_functions import Function, Hook, follow_hook
 from samestep.tracing.meta_tensors import mutated_operands, storage_elements
 from samestep.trees import fold, operands
@@ -132,6 +132,10 @@ class SavedTensor(NamedTuple):
     """None of a weight, and of a tensor that is not on the meta device."""
     is_inside: bool
     """Whether a top-most module runs, which recomputation repeats, and not the model's own code behind it."""
+
+
+PlacedExchange = tuple[str, int, Exchange, Point]
+"""The region of an attention, the storage of one of its tensors, its exchange, and the point at which ranks send it."""
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.batch_norms import OfAnySize
 from samestep.tracing.checkpointed import record_checkpointed
-from samestep.tracing.containers import containers_of
+from samestep.tracing.containers import containers_of, opened_modules
 from samestep.tracing.flow import (
     Container,
     Event,
@@ -55,7 +55,6 @@ from samestep.tracing.flow import (
 )
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import KnownValues, NeedsValuesError
-from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.stage_events import StageEvents
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import map_tensors, tensors_in, tree_map_only
