@@ -35,7 +35,6 @@ from samestep.independence.unit_walk import (
     partial_gradients,
 )
 from samestep.models.spec import is_below
-from samestep.tracing.containers import containers_of
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import Looks, tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError
@@ -337,7 +336,7 @@ def run_forward(
     watch = ForwardTracer(model, {}, keeps_all=keeps_all, receiver=recorder, answers=answers, has_backward=False)
     try:
         with record_ends(model, styles, recorder, looking):
-            watch_forward(model, sample, samples_traced(model), "it", containers_of(model), watch, value_of)
+            watch_forward(model, sample, samples_traced(model), watch, value_of, "it")
     except DiffersError:
         raise
     except NeedsValuesError:

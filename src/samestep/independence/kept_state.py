@@ -35,7 +35,7 @@ from samestep.state.named_variables import Variable
 from samestep.state.snapshot import OUTSIDE, Content, Snapshot, changed_slots
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
-from samestep.tracing.operations import Events, Receiver
+from samestep.tracing.operations import Events, Executed, Receiver
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import can_be_kept, operands, tensors_in, tree_leaves
 
@@ -101,17 +101,15 @@ class _Labels(Receiver):
         if torch.Tag.data_dependent_output in func.tags:
             self.looked_at |= self._labels_of(keys)
 
-    def ran(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
-    ) -> Any:
+    def ran(self, op: Executed) -> Any:
         """Give the results of an operation, and what it writes into, the labels of its operands."""
-        labels = self._labels_of({self.key(tensor) for tensor in operands(*args, *kwargs.values())})
-        if func.overloadpacket not in FILLS:
-            self._label(operands(*on_meta[0], *on_meta[1].values()), operands(outcome))
-        for tensor in mutated_operands(func, args, kwargs):
+        labels = self._labels_of({self.key(tensor) for tensor in operands(*op.args, *op.kwargs.values())})
+        if op.func.overloadpacket not in FILLS:
+            self._label(op.given, operands(op.outcome))
+        for tensor in mutated_operands(op.func, op.args, op.kwargs):
             self.written.setdefault(self.key(tensor), set()).update(labels)
             self.labels.setdefault(self.key(tensor), set()).update(labels)
-        return outcome
+        return op.outcome
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Give the output of an attention the labels of its operands."""
@@ -119,7 +117,7 @@ class _Labels(Receiver):
 
     def _label(self, given: list[Tensor], results: list[Tensor]) -> None:
         """Give the results of a computation the labels of its operands."""
-        keys = {self.key(tensor) for tensor in given if tensor.is_meta}
+        keys = {self.key(tensor) for tensor in given}
         self.used |= keys
         labels = self._labels_of(keys)
         for tensor in results:
@@ -159,7 +157,7 @@ class _Traced:
 
 
 def examine(
-    module: nn.Module, sample: Any, spec: ModelSpec, containers: tuple[str, ...], num_samples: int, value_of: ValueOf
+    module: nn.Module, sample: Any, spec: ModelSpec, num_samples: int, value_of: ValueOf
 ) -> tuple[StateSpec, ...]:
     """Return what a forward keeps that another forward may read; the modules are unchanged afterwards.
 
@@ -170,7 +168,7 @@ def examine(
     def run(count: int) -> _Traced:
         watch = _Labels(module, keeps_all=bool(spec.varies_at))
         try:
-            outputs = watch_forward(module, sample, count, spec.name, containers, watch.tracer, value_of)
+            outputs = watch_forward(module, sample, count, watch.tracer, value_of, spec.name)
         except NeedsValuesError:
             raise ModelError(
                 "forward-looks-at-values",

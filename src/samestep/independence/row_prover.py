@@ -29,8 +29,7 @@ from samestep.models.spec import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.custom_functions import Function, Hook
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.meta_tensors import mutated_operands
-from samestep.tracing.operations import FEW_ELEMENTS, Receiver
+from samestep.tracing.operations import FEW_ELEMENTS, Executed, Receiver
 from samestep.trees import operands, tree_flatten, tree_map_only
 
 
@@ -121,15 +120,12 @@ class Prover(Receiver):
             for result in by_map(attention, self._call(None, given, {}, [output])):
                 self.learn(output, result)
 
-    def ran(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
-    ) -> Any:
+    def ran(self, op: Executed) -> Any:
         """Set the dependences of the results of an operation."""
         if self.is_following:
             with disable_current_modes():
-                results = operands(outcome) or mutated_operands(func, *on_meta)
-                self._carry_on(func, *on_meta, [tensor for tensor in results if tensor.is_meta])
-        return outcome
+                self._carry_on(op.func, op.meta_args, op.meta_kwargs, op.results)
+        return op.outcome
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Try the backward of a custom Function, of which the forward alone is followed."""

@@ -41,10 +41,10 @@ from samestep.models.spec import ExpertModules, LossTensor
 from samestep.state.snapshot import preserve_function, preserve_modules
 from samestep.tracing.batch_norms import OPERATIONS
 from samestep.tracing.called_again import Groups, groups_of
-from samestep.tracing.containers import containers_of
 from samestep.tracing.custom_functions import Hook, follow_hook
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
+from samestep.tracing.operations import Executed
 from samestep.tracing.watched_forward import TracedValues, watch_forward
 from samestep.trees import map_tensors, operands, tensors_in, tree_map_only
 
@@ -99,9 +99,7 @@ def examine(
 
     def run(watch: _SampleProver) -> tuple[Any, Groups]:
         with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts):
-            found = watch_forward(
-                module, sample, NUM_SAMPLES, "the model", containers_of(module), watch.tracer, value_of
-            )
+            found = watch_forward(module, sample, NUM_SAMPLES, watch.tracer, value_of)
         watch.decisions.ran.append([watch.decisions.number(watch.key(tensor)) for tensor in tensors_in(found)])
         watch.take_outputs(found)
         return found, groups_of(module, watch.tracer.modules)
@@ -145,7 +143,7 @@ def _norm_of_parts(module: nn.Module, sample: Any, few: _SampleProver, value_of:
     whole = ForwardTracer(module, {})
     try:
         with preserve_modules(module):
-            watch_forward(module, sample, group, "the model", containers_of(module), whole, value_of)
+            watch_forward(module, sample, group, whole, value_of)
     except (ModelError, NeedsValuesError):
         return ""
     fewer, calls = (Counter(call.owner for _, call in one.events.batch_norms) for one in (few.tracer, whole))
@@ -369,17 +367,15 @@ class _SampleProver(Prover):
         if self._read is not None:
             self._read |= {address(tensor) for tensor in operands(*args, *kwargs.values())}
 
-    def ran(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
-    ) -> Any:
+    def ran(self, op: Executed) -> Any:
         """Follow an operation, and return what the code gets: another answer, if that is asked of it."""
-        super().ran(func, args, kwargs, outcome, on_meta)
+        func, outcome = op.func, super().ran(op)
         if not self.tracer.values.keeps_all or not self.is_following:
             return outcome
-        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        given = [tensor for tensor in operands(*op.args, *op.kwargs.values()) if tensor.is_meta]
         if torch.Tag.data_dependent_output not in func.tags:
             results = [tensor for tensor in operands(outcome) if tensor.is_meta]
-            self.decisions.run(func, args, kwargs, results, self.key)
+            self.decisions.run(func, op.args, op.kwargs, results, self.key)
         elif len(given) == 1:
             return self.decisions.answer(self.key(given[0]), outcome)
         elif any(isinstance(self.known.of(one), Along) for one in given):

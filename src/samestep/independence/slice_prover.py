@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,14 +22,18 @@ from samestep.independence.dimension_maps import is_elementwise
 from samestep.independence.gathered_parts import PartCalls
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
-from samestep.independence.sliced_shapes import sequence_dim, token_rows_of
-from samestep.independence.value_numbers import Operand, Table, ValueNumbers
+from samestep.independence.sliced_shapes import Reshaping, sequence_dim, token_rows_of
+from samestep.independence.value_numbers import Operand, Table, ValueNumbers, first_difference
 from samestep.models.layer_parts import GatheredPart, GatheredTensor
-from samestep.models.spec import is_below
+from samestep.models.spec import ExpertModules, is_below
+from samestep.state import snapshot
 from samestep.tracing.custom_functions import Function, Hook
 from samestep.tracing.experts import routing_arguments
+from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
-from samestep.tracing.meta_tensors import mutated_operands
+from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.tracing.operations import Executed
+from samestep.tracing.watched_forward import answer_alike, watch_forward
 from samestep.trees import keystr, operands, tensors_in, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 WHOLE = -1
@@ -41,13 +47,22 @@ class SliceProver(Prover):
 
     between = ""
     """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
+    of_rank, other_sizes = "its slice", "slices of another length"
+    """How refusals name the tokens of a rank, and the forward that is compared with the whole one."""
 
     def __init__(
-        self, module: nn.Module, blocks: list[str], size: int, whole: int, table: Table, looking: Collection[str] = ()
+        self,
+        module: nn.Module,
+        blocks: list[str],
+        size: int,
+        whole: int,
+        table: Table,
+        looking: Collection[str] = (),
+        wider: Collection[str] = (),
     ) -> None:
         super().__init__(module, size)
-        self.looking = looking
-        """Modules whose code looks at values."""
+        self.looking, self.wider = looking, wider
+        """Modules whose code looks at values, and parts that compute all tokens."""
         self.numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
         for one in tensors_of(module):
             self.numbers.name(one.tensor, "held", one.name)
@@ -74,6 +89,35 @@ class SliceProver(Prover):
         """Path of the part that computes all tokens now; empty outside of such parts."""
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
         """Slices of arguments of blocks, by identity, with the whole tensor of each."""
+
+    def run(self, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules) -> str:
+        """Run the forward of a model as a rank runs it; return why it is not shown to work on a slice, or an empty text."""
+        try:
+            with snapshot.preserve_modules(module), self.placed(module), self.experts_by_row(module, experts):
+                watch_forward(module, sample, 1, self.tracer, value_of)
+        except NeedsValuesError:
+            return f"{self.where} looks at values of {self.of_rank}"
+        except InputError as error:
+            return self.refusal or self.failure(str(error).removeprefix("the model cannot be traced: "))
+        return self.refusal
+
+    def failure(self, reason: str) -> str:
+        """Return the refusal of a forward that fails."""
+        return f"on a slice {reason}; {WORKS}"
+
+    def placed(self, module: nn.Module) -> ExitStack:
+        """Return a context in which blocks, and the parts that compute all tokens, are given what a rank gives them."""
+        hooks = ExitStack()
+        for path in self.blocks:
+            enter = functools.partial(self.enter_block, path)
+            hooks.enter_context(module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True))
+        for path in self.wider:
+            part, enter = module.get_submodule(path), functools.partial(self.enter_part, path)
+            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(functools.partial(self.leave_part, path)))
+        hooks.enter_context(module.register_forward_hook(lambda _, args, outputs: self.check_outputs(outputs)))
+        hooks.enter_context(Reshaping(self.whole, self.size, lambda: self.is_on_slices, self.slice_of))
+        return hooks
 
     @property
     def is_on_slices(self) -> bool:
@@ -214,15 +258,12 @@ class SliceProver(Prover):
         with disable_current_modes():
             self._operands = self.numbers.seen_by(func, args, kwargs)
 
-    def ran(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
-    ) -> Any:
+    def ran(self, op: Executed) -> Any:
         """Set the dependences and the numbers of the results of an operation."""
-        super().ran(func, args, kwargs, outcome, on_meta)
+        super().ran(op)
         with disable_current_modes():
-            results = [one for one in operands(outcome) or mutated_operands(func, args, kwargs) if one.is_meta]
-            self.numbers.ran(func, args, kwargs, self._operands, results, self.where)
-        return outcome
+            self.numbers.ran(op.func, op.args, op.kwargs, self._operands, op.results, self.where)
+        return op.outcome
 
     def applied(self, function: Function, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
@@ -378,6 +419,27 @@ class SliceProver(Prover):
         first use."""
         if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
             self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
+
+
+def compare_forwards(
+    whole: SliceProver,
+    part: SliceProver,
+    module: nn.Module,
+    sample: Any,
+    value_of: ValueOf | None,
+    experts: ExpertModules,
+) -> tuple[str, str]:
+    """Run a model's forward on the whole sequence and on a slice; return why it is not shown that every token is computed alike, and
+    the path of the module that shows it, or empty texts."""
+    if whole.looking:
+        answer_alike((whole.tracer, part.tracer), module, sample, value_of)
+    for watch in (whole, part):
+        if refusal := watch.run(module, sample, value_of, experts):
+            return refusal, watch.failed_at or watch.where
+    if whole.outcome != part.outcome:
+        path = first_difference(whole.numbers, part.numbers)
+        return f"{path} computes differently, or with other numbers, on {part.other_sizes}", path
+    return "", ""
 
 
 _COPIES = frozenset((torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.contiguous))

@@ -45,7 +45,7 @@ from samestep.tracing.meta_tensors import (
     values_of,
 )
 from samestep.tracing.module_inputs import ForwardCalls, ModuleInputs
-from samestep.tracing.operations import Events, Receiver, SavedTensor, Storages, Work, WorkKind
+from samestep.tracing.operations import Events, Executed, Receiver, SavedTensor, Storages, Work, WorkKind
 from samestep.trees import map_tensors, operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
@@ -169,7 +169,7 @@ class ForwardTracer(DispatchMode):
             flops, is_fused = self.facts.products.flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
             product = None if flops is None else self._product_of(func, args, outcome, flops)
         self.record(given, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
-        return outcome if self.receiver is None else self.receiver.ran(func, *as_given, outcome, (args, kwargs))
+        return outcome if self.receiver is None else self.receiver.ran(Executed(func, *as_given, args, kwargs, outcome))
 
     def move(self, constant: Tensor) -> Tensor:
         """Return a constant that the forward has made on the CPU, on the meta device."""

@@ -178,6 +178,29 @@ _UNINITIALISED = {
 """Operations whose results have no values that mean anything."""
 
 
+class Executed(NamedTuple):
+    """An operation that has run in a traced forward."""
+
+    func: Any
+    args: tuple[Any, ...]
+    """As the code gave them; `meta_args` have its constants on the meta device."""
+    kwargs: dict[str, Any]
+    meta_args: tuple[Any, ...]
+    meta_kwargs: dict[str, Any]
+    outcome: Any
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The operands on the meta device."""
+        return [one for one in operands(*self.meta_args, *self.meta_kwargs.values()) if one.is_meta]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """The tensors of the meta device that it returns, or else writes into."""
+        results = operands(self.outcome) or mutated_operands(self.func, self.args, self.kwargs)
+        return [one for one in results if one.is_meta]
+
+
 class Receiver:
     """Receives the events of a forward in their order, from the one mode that watches it. Each event is nothing to a receiver that does not
     define it."""
@@ -194,11 +217,9 @@ class Receiver:
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Receive an operation that is about to run."""
 
-    def ran(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
-    ) -> Any:
-        """Receive an operation that has run, with its arguments as they are given and on the meta device; return what the code gets."""
-        return outcome
+    def ran(self, op: Executed) -> Any:
+        """Receive an operation that has run; return what the code gets."""
+        return op.outcome
 
     def made_on_meta(self, made: Tensor, real: Tensor) -> None:
         """Receive a tensor of the meta device that stands for a real one."""
@@ -272,12 +293,10 @@ class Recorder(Receiver):
         if isinstance(func, str) or operation.writes or any(one.storage not in storages for one in operation.results):
             self.operations.append(operation)
 
-    def ran(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any, on_meta: tuple[Any, Any]
-    ) -> Any:
+    def ran(self, op: Executed) -> Any:
         """Record an operation."""
-        self.record(func, self.tracer.where, args, kwargs, outcome)
-        return outcome
+        self.record(op.func, self.tracer.where, op.args, op.kwargs, op.outcome)
+        return op.outcome
 
     def looks(self, seen: Sequence[Tensor]) -> None:
         """Record a look at values."""

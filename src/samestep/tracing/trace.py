@@ -114,7 +114,7 @@ def trace(
     watch = ForwardTracer(module, styles or {}, keeps_all, receiver, places=places, events=events)
     before, weights = Snapshot(module), GivenWeights(module)
     try:
-        outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
+        outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
     except NeedsValuesError:
         if value_of is None or keeps_all:
             raise _unseen(name, watch) from None
@@ -125,7 +125,7 @@ def trace(
         watch = ForwardTracer(module, styles or {}, keeps_all=True, places=places, events=events)
         watch.looks.varies = looked
         try:
-            outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
+            outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)
         except NeedsValuesError:
             raise _unseen(name, watch) from None
     with weights.given():  # which the forward may have replaced

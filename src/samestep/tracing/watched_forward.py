@@ -44,6 +44,7 @@ from samestep.models.layer_parts import Product
 from samestep.models.spec import is_below
 from samestep.state import snapshot
 from samestep.tracing.checkpointed import Begin, ContextFn, replaced_checkpoint
+from samestep.tracing.containers import containers_of
 from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
@@ -193,17 +194,20 @@ def watch_forward(
     module: nn.Module,
     sample: Any,
     num_samples: int,
-    name: str,
-    containers: tuple[str, ...],
     watch: ForwardTracer,
     value_of: ValueOf | None,
+    name: str = "the model",
+    containers: tuple[str, ...] | None = None,
 ) -> Any:
     """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
+
+    The children of `containers` make calls: by default those of the containers of blocks.
 
     Raises:
         ModelError: the forward fails.
         NeedsValuesError: it looks at values that `watch` does not know.
     """
+    containers = containers_of(module) if containers is None else containers
     batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
         tensors = tensors_in(held)
@@ -240,13 +244,7 @@ def watch_forward(
     return outputs
 
 
-def answer_alike(
-    watches: Iterable[ForwardTracer],
-    module: nn.Module,
-    sample: Any,
-    containers: tuple[str, ...],
-    value_of: ValueOf | None,
-) -> None:
+def answer_alike(watches: Iterable[ForwardTracer], module: nn.Module, sample: Any, value_of: ValueOf | None) -> None:
     """Let code that looks at values be answered in forwards to come as in one of a sample, whose values are known.
 
     Raises:
@@ -255,7 +253,7 @@ def answer_alike(
     """
     found = ForwardTracer(module, {}, keeps_all=True, has_backward=False)
     with snapshot.preserve_modules(module):
-        watch_forward(module, sample, 1, "the model", containers, found, value_of)
+        watch_forward(module, sample, 1, found, value_of)
     for watch in watches:
         watch.looks.known = deque(found.looks.answers)
 

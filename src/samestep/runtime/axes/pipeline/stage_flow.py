@@ -398,7 +398,7 @@ class Flows:
                 followed = experts.compute_by_groups(self._module, self._experts)
                 raised = precision.PreciseForwards(self._program).of_forward()
                 with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
-                    outputs = watch_forward(self._module, samples, 1, self._name, self._opened, tracer, self._value_of)
+                    outputs = watch_forward(self._module, samples, 1, tracer, self._value_of, self._name, self._opened)
                     if loss is not None and not (tracer.looks.varies or tracer.looks.has_looked):
                         tracer.flow_recorder.take_idle(nodes_of_loss(outputs, samples, loss))
             except NeedsValuesError:
