@@ -39,7 +39,7 @@ from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, TracedPlaces, record_checkpointed
 from samestep.tracing.custom_functions import FollowedCalls
-from samestep.tracing.operations import Events, Receiver, Recorder
+from samestep.tracing.operations import Analysis, Events, Recorder
 from samestep.tracing.trace import samples_traced, trace, trace_whole_batch
 from samestep.tracing.watched_forward import outputs_on_meta
 from samestep.trees import tensors_in, tree_map_only
@@ -98,7 +98,7 @@ class BuiltModel:
         self,
         places: TracedPlaces,
         styles: Mapping[str, str] | None = None,
-        receiver: Receiver | None = None,
+        analysis: Analysis | None = None,
         *,
         keeps_all: bool = False,
         events: Events | None = None,
@@ -110,7 +110,7 @@ class BuiltModel:
         """
         with blame_samples(self.example):
             return trace(
-                self.module, self.sample, self.name, self.value_of, places, styles, receiver,
+                self.module, self.sample, self.name, self.value_of, places, styles, analysis,
                 loss=self.loss, stages=self.stages, keeps_all=keeps_all, events=events,
             )  # fmt: skip
 

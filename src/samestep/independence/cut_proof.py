@@ -333,7 +333,7 @@ def run_forward(
     Raises:
         DiffersError: it fails, at the module that the error names.
     """
-    watch = ForwardTracer(model, {}, keeps_all=keeps_all, receiver=recorder, answers=answers, has_backward=False)
+    watch = ForwardTracer(model, {}, keeps_all=keeps_all, analysis=recorder, answers=answers, has_backward=False)
     try:
         with record_ends(model, styles, recorder, looking):
             watch_forward(model, sample, samples_traced(model), watch, value_of, "it")

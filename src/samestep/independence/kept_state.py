@@ -35,7 +35,7 @@ from samestep.state.named_variables import Variable
 from samestep.state.snapshot import OUTSIDE, Content, Snapshot, changed_slots
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
-from samestep.tracing.operations import Events, Executed, Receiver
+from samestep.tracing.operations import Analysis, Events, Executed
 from samestep.tracing.watched_forward import watch_forward
 from samestep.trees import can_be_kept, operands, tensors_in, tree_leaves
 
@@ -66,11 +66,11 @@ def _call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return str(func), [seen(leaf) for leaf in tree_leaves((args, kwargs))]
 
 
-class _Labels(Receiver):
+class _Labels(Analysis):
     """Carries, for each storage of a forward, the labels of what it was computed from."""
 
     def __init__(self, module: nn.Module, keeps_all: bool) -> None:
-        self.tracer = ForwardTracer(module, {}, keeps_all, receiver=self, has_backward=False)
+        self.tracer = ForwardTracer(module, {}, keeps_all, analysis=self, has_backward=False)
         self.key = self.tracer.key
         self.labels: dict[int, set[int]] = {}
         self.used: set[int] = set()

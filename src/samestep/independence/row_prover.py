@@ -29,17 +29,17 @@ from samestep.models.spec import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.custom_functions import Function, Hook
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.operations import FEW_ELEMENTS, Executed, Receiver
+from samestep.tracing.operations import FEW_ELEMENTS, Analysis, Executed
 from samestep.trees import operands, tree_flatten, tree_map_only
 
 
-class Prover(Receiver):
+class Prover(Analysis):
     """Follows the dependences of a forward; what they must be, its subclasses say."""
 
     def __init__(
         self, module: nn.Module, num_rows: int, *, keeps_all: bool = False, takes_gradients: bool = False
     ) -> None:
-        self.tracer = ForwardTracer(module, {}, keeps_all, receiver=self, has_backward=takes_gradients)
+        self.tracer = ForwardTracer(module, {}, keeps_all, analysis=self, has_backward=takes_gradients)
         self.key = self.tracer.key
         self.known = Dependences(num_rows, self.key)
         self.num_rows = num_rows

@@ -45,7 +45,7 @@ from samestep.tracing.meta_tensors import (
     values_of,
 )
 from samestep.tracing.module_inputs import ForwardCalls, ModuleInputs
-from samestep.tracing.operations import Events, Executed, Receiver, SavedTensor, Storages, Work, WorkKind
+from samestep.tracing.operations import Analysis, Events, Executed, SavedTensor, Storages, Work, WorkKind
 from samestep.trees import map_tensors, operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
@@ -81,14 +81,14 @@ class ModelFacts:
 
 
 class ForwardTracer(DispatchMode):
-    """Records what every operation reads, writes and costs, by region, and reports each event to a receiver."""
+    """Records what every operation reads, writes and costs, by region, and reports each event to an analysis."""
 
     def __init__(
         self,
         module: nn.Module,
         styles: Mapping[str, str],
         keeps_all: bool = False,
-        receiver: Receiver | None = None,
+        analysis: Analysis | None = None,
         answers: Iterable[Any] | None = None,
         places: TracedPlaces | None = None,
         events: Events | None = None,
@@ -103,9 +103,8 @@ class ForwardTracer(DispatchMode):
         self.looks = Looks.again(answers)
         """Where code looks at values; with the `answers` of an earlier forward, it takes the branches of that one."""
         self.looks.data |= self.facts.params
-        self.receiver = receiver
-        if receiver is not None:
-            receiver.tracer = self
+        self.analysis, self.is_analysed = analysis or Analysis(), analysis is not None
+        self.analysis.tracer = self
         self.events = events or Events()
         """With a list for its costs, these are recorded too."""
         self.places = places or TracedPlaces()
@@ -120,8 +119,7 @@ class ForwardTracer(DispatchMode):
     def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
         """Record a call that takes values of all samples, and report it."""
         self.note_values(kind, x, result)
-        if self.receiver is not None:
-            self.receiver.take_values(kind, x, result)
+        self.analysis.take_values(kind, x, result)
 
     def note_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
         """Record a call that takes values of all samples."""
@@ -139,16 +137,15 @@ class ForwardTracer(DispatchMode):
     def keep(self, buffer: Tensor, value: Tensor) -> None:
         """Record that a buffer gets a value after the step."""
         self.events.kept_after[self.key(buffer)] = self.modules.region
-        if self.receiver is not None:
-            self.receiver.keep(buffer, value)
+        self.analysis.keep(buffer, value)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         as_given = args, kwargs
-        if self.receiver is not None:
-            self.receiver.begin(func, args, kwargs)
+        if self.is_analysed:
+            self.analysis.begin(func, args, kwargs)
         given = operands(*args, *kwargs.values())
         if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
@@ -169,13 +166,12 @@ class ForwardTracer(DispatchMode):
             flops, is_fused = self.facts.products.flops_of(func, args, kwargs, outcome), is_fusible(func, args, kwargs)
             product = None if flops is None else self._product_of(func, args, outcome, flops)
         self.record(given, written, flops, product, writes=func._schema.is_mutable, is_fusible=is_fused)
-        return outcome if self.receiver is None else self.receiver.ran(Executed(func, *as_given, args, kwargs, outcome))
+        return self.analysis.ran(Executed(func, *as_given, args, kwargs, outcome)) if self.is_analysed else outcome
 
     def move(self, constant: Tensor) -> Tensor:
         """Return a constant that the forward has made on the CPU, on the meta device."""
         made = self.to_meta(constant)
-        if self.receiver is not None:
-            self.receiver.moved(made, constant)
+        self.analysis.moved(made, constant)
         return made
 
     def _product_of(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
@@ -217,8 +213,8 @@ class ForwardTracer(DispatchMode):
             self._look(given)
             find = functools.partial(self.values.found_by, func, given, args, kwargs)
             seen = seen_by(func, given, args)
-            if looks and self.receiver is not None and not self.looks.tokens.isdisjoint(map(self.key, seen)):
-                self.receiver.branches()
+            if looks and self.is_analysed and not self.looks.tokens.isdisjoint(map(self.key, seen)):
+                self.analysis.branches()
             found = self._answered(seen, find) if self.looks.is_open(map(self.key, seen)) else find()
             if found is not None:
                 return found if looks else tree_map_only(Tensor, self.to_meta, found)
@@ -237,8 +233,7 @@ class ForwardTracer(DispatchMode):
 
     def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
         """Return what a look at these tensors is answered, and record it."""
-        if self.receiver is not None:
-            self.receiver.looks(seen)
+        self.analysis.looks(seen)
         self.looks.vary_at(self.modules.innermost)
         return self.looks.answer(self.where, find)
 
@@ -263,7 +258,7 @@ class ForwardTracer(DispatchMode):
         self._look([tensor])
         find = functools.partial(self._value_read, tensor)
         value: Tensor = self._answered([tensor], find) if self.looks.is_open([self.key(tensor)]) else find()
-        return value if self.receiver is None else self.receiver.read(tensor, value)
+        return self.analysis.read(tensor, value)
 
     def _value_read(self, tensor: Tensor) -> Tensor:
         if not self.values.draw([tensor]):
@@ -320,8 +315,7 @@ class ForwardTracer(DispatchMode):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Record what ranks exchange of an attention, and report it; one without a dimension of heads exchanges nothing."""
-        if self.receiver is not None:
-            self.receiver.attend(query, key, value, output, mask)
+        self.analysis.attend(query, key, value, output, mask)
         if query.dim() != 4 or self.events.costs is None:
             return
         is_cut = self.key(query) in self.cut.storages
@@ -331,8 +325,7 @@ class ForwardTracer(DispatchMode):
 
     def attended(self, call: AttentionCall, output: Tensor) -> None:
         """Record that an attention has kept what it keeps, and report it: ranks send its output after that."""
-        if self.receiver is not None:
-            self.receiver.attended(call, output)
+        self.analysis.attended(call, output)
         sent = self.events.exchanges
         if sent and output.dim() == 4:
             sent[-4:] = exchanges_behind(sent[-4:], self.places.point(output))
@@ -343,8 +336,7 @@ class ForwardTracer(DispatchMode):
         The weights that it is given are read here: its backward may use them without the modules that own them.
         """
         self._note_readers(map(self.key, tensors_in((args, named))))
-        if self.receiver is not None:
-            self.receiver.applied(function, args, named, outcome)
+        self.analysis.applied(function, args, named, outcome)
 
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps; return it only if a backward follows."""
@@ -372,8 +364,7 @@ class ForwardTracer(DispatchMode):
         tensor = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
         self.key(tensor)
         self.values.learn(tensor, real)
-        if self.receiver is not None:
-            self.receiver.made_on_meta(tensor, real)
+        self.analysis.made_on_meta(tensor, real)
         return tensor
 
     @property
@@ -390,22 +381,13 @@ class ForwardTracer(DispatchMode):
         if not outside and not self.modules.is_inside:
             self.inputs.note_weights(path, part)
         self.modules.enter(path, part, given, is_outside=outside)
-        if self.receiver is not None:
-            self.receiver.enter(path, part, given)
-
-    def check_attention(self, call: AttentionCall) -> None:
-        """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
-        if self.receiver is None:
-            call.check()
-        else:
-            self.receiver.check_attention(call)
+        self.analysis.enter(path, part, given)
 
     def hooked(self, name: str, hook: Hook, given: list[Tensor], results: list[Tensor]) -> None:
         """Report a hook on gradients, a function of those of `given` tensors that returns those of `results`."""
         if name == SEVERAL:
             self.flow_recorder.note_several(given)
-        if self.receiver is not None:
-            self.receiver.hooked(name, hook, given, results)
+        self.analysis.hooked(name, hook, given, results)
 
     def leave(self, outside: bool, part: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         """Record that a module's forward ends."""
@@ -426,6 +408,5 @@ class ForwardTracer(DispatchMode):
                 with suppress(ModelError):
                     self.values.learn(one.tensor, value_of(one.name))
         yield
-        if self.receiver is not None:
-            self.receiver.end()
+        self.analysis.end()
         self.values = KnownValues(keeps_all=False)

@@ -201,9 +201,8 @@ class Executed(NamedTuple):
         return [one for one in results if one.is_meta]
 
 
-class Receiver:
-    """Receives the events of a forward in their order, from the one mode that watches it. Each event is nothing to a receiver that does not
-    define it."""
+class Analysis:
+    """Receives the events of a forward in their order, from the mode that watches it. An event without a method of its own changes nothing."""
 
     tracer: ForwardTracer
     """The mode, which sets this attribute."""
@@ -263,7 +262,7 @@ class Receiver:
         """Receive that the forward has ended; what is known of values is dropped then."""
 
 
-class Recorder(Receiver):
+class Recorder(Analysis):
     """Records the operations of a forward, in order."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
-from samestep.tracing.operations import Events, Receiver
+from samestep.tracing.operations import Analysis, Events
 from samestep.tracing.token_parts import of_one_sample, token_parts_of
 from samestep.tracing.watched_forward import is_outside, watch_forward
 from samestep.trees import tensors_in
@@ -89,7 +89,7 @@ def trace(
     value_of: ValueOf | None = None,
     places: TracedPlaces | None = None,
     styles: Mapping[str, str] | None = None,
-    receiver: Receiver | None = None,
+    analysis: Analysis | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     stages: Sequence[str] = (),
     keeps_all: bool = False,
@@ -100,7 +100,7 @@ def trace(
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `places`
     follows the forward's checkpoints, and what autograd keeps.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
-    `receiver` receives the events of the forward. `loss` is called with the outputs and the sample, to find the weights that take no
+    `analysis` receives the events of the forward. `loss` is called with the outputs and the sample, to find the weights that take no
     part in it. `stages` are the modules with which pipeline stages begin, if others than blocks. `keeps_all` is whether its code is
     known to look at values. `events` receives what the forward does.
 
@@ -111,7 +111,7 @@ def trace(
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
     events = events or Events(costs=[])
-    watch = ForwardTracer(module, styles or {}, keeps_all, receiver, places=places, events=events)
+    watch = ForwardTracer(module, styles or {}, keeps_all, analysis, places=places, events=events)
     before, weights = Snapshot(module), GivenWeights(module)
     try:
         outputs = watch_forward(module, sample, num_samples, watch, value_of, name, opened)

@@ -137,7 +137,7 @@ def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
         watch = held()
         assert watch is not None, "it watches this forward"
         _check_mask(call)
-        watch.check_attention(call)
+        watch.analysis.check_attention(call)
         output: Tensor = _Attention.apply(watch, call, query, key, value, mask)
         watch.attended(call, output)
         values = watch.values
@@ -227,8 +227,7 @@ def watch_forward(
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
             stack.enter_context(watch.functions)
-            if watch.receiver is not None:
-                watch.receiver.given(batch)
+            watch.analysis.given(batch)
             outputs = call_model(module, batch)
     except (SamestepError, NeedsValuesError):
         raise
