@@ -24,7 +24,7 @@ from samestep.independence.dependence import Along
 from samestep.independence.sequence_boundaries import first_input_of, first_of, with_first, with_given
 from samestep.independence.slice_prover import SliceProver, compare_forwards
 from samestep.independence.value_numbers import Table
-from samestep.models.spec import ModelAnalysis, is_below
+from samestep.models.spec import ModelAnalysis, is_below, owner_of
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.operations import Executed
 from samestep.trees import operands, tensors_in
@@ -69,7 +69,7 @@ class _TokenProver(SliceProver):
         self._between = {
             self.key(weights[param.name])
             for param in analysis.spec.params
-            if param.partial == "sequence" and analysis.cut_styles.get(param.name.rpartition(".")[0]) != "row"
+            if param.partial == "sequence" and analysis.cut_styles.get(owner_of(param.name)) != "row"
         }
         """Storages of weights that are used between the parts, and of what is made of them there."""
 

@@ -44,7 +44,7 @@ from torch import nn
 from samestep.independence.dimension_maps import FILLS, is_elementwise
 from samestep.independence.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, cut_weights_of
 from samestep.independence.unit_rules import EVENTS, check_unseen, rule_of
-from samestep.models.spec import is_below
+from samestep.models.spec import is_below, owner_of
 from samestep.tracing.operations import Operation, View
 
 _LOOKUPS = {torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select}
@@ -74,7 +74,7 @@ def follow(
         names = {storage: name for storage, (name, _) in weights.items()}
         trained = frozenset(name for name, _ in model.named_parameters())
         flow = UnitFlow(styles, names, owners, trained, looking=tuple(looking))
-        flow.like = {name: cut.dim for name, cut in cuts.items() if _owner(name) not in styles}
+        flow.like = {name: cut.dim for name, cut in cuts.items() if owner_of(name) not in styles}
         for storage, (name, tensor) in weights.items():
             if name in cuts:
                 cut = cuts[name]
@@ -92,10 +92,6 @@ def follow(
             cuts[found.name] = WeightCut(dim)
             continue
         return flow
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _owners(model: nn.Module) -> dict[int, frozenset[str]]:

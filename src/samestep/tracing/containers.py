@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from samestep.building.named_tensors import join_name
 from samestep.errors import ModelError, did_you_mean
 from samestep.models.spec import is_below
 from samestep.tracing.flow import makes_event
@@ -49,7 +50,7 @@ def _outermost(path: str, module: nn.Module, kinds: tuple[type[nn.Module], ...])
     total = _num_elements(module)
     is_container = isinstance(module, kinds)
     computed = "parametrizations" if is_parametrized(module) else ""  # a dictionary of lists of what makes its weights
-    children = [(_join(path, name), child) for name, child in module.named_children() if name != computed]
+    children = [(join_name(path, name), child) for name, child in module.named_children() if name != computed]
     inner = [c for _, c in children if isinstance(c, kinds) and 2 * _num_elements(c) > total]
     if is_container and total and not inner:
         yield path, module
@@ -75,10 +76,6 @@ def _num_elements(module: nn.Module) -> int:
 
 def _depth(path: str) -> int:
     return len(path.split(".")) if path else 0
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 ENOUGH_CALLS = 16

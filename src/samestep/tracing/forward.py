@@ -151,11 +151,13 @@ class ForwardTracer(DispatchMode):
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
-        if (call := batch_norms.find_batch_norm(func, args, kwargs, self.modules.where)) is not None:
-            self.events.batch_norms.append((self.modules.region, call))
+        if func.overloadpacket in batch_norms.OPERATIONS:
+            call = batch_norms.find_batch_norm(func, args, kwargs, self.modules.where)
+            self.events.batch_norms.extend([] if call is None else [(self.modules.region, call)])
         if func in _LOOKUPS and args[3:4] == (True,):
             self.events.counting.append(self.modules.innermost)
-        self.events.written.update(map(self.key, mutated_operands(func, *as_given)))
+        if func._schema.is_mutable:
+            self.events.written.update(map(self.key, mutated_operands(func, *as_given)))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags

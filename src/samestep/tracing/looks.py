@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.module_attributes import set_attributes
-from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.tracing.meta_tensors import NeedsValuesError, is_mask
 from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
@@ -174,7 +174,7 @@ def _finds(func: Any, args: tuple[Any, ...]) -> bool:
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
     if func.overloadpacket is _aten.index:
-        return any(pick.dtype in (torch.bool, torch.uint8) for pick in operands(args[1]))
+        return any(map(is_mask, operands(args[1])))
     return func.overloadpacket not in _OF_GIVEN_SIZE or len(args) < 2 or args[-1] is None
 
 

@@ -45,7 +45,7 @@ from samestep.models.layer_parts import (
 )
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, is_below
+from samestep.models.spec import ModelSpec, is_below, owner_of
 from samestep.state.snapshot import GivenWeights, Snapshot
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
 from samestep.tracing.backward import (
@@ -326,8 +326,7 @@ def _kept_outside(module: nn.Module, layers: Sequence[Layer], watch: ForwardTrac
             KeptBuffer(name=name, elements=buffer.numel(), dtype="" if buffer.is_floating_point() else "int64"),
         )
         for name, buffer in module.named_buffers()
-        if watch.key(buffer) in watch.events.kept_after
-        and not any(is_below(name.rpartition(".")[0], root) for root in roots)
+        if watch.key(buffer) in watch.events.kept_after and not any(is_below(owner_of(name), root) for root in roots)
     ]
 
 
@@ -407,19 +406,19 @@ def _param_specs(
     names, calls = _names_of(module), watch.modules.of
     meeting = set()
     for alike in names.values():
-        owners = {_owner(name) for name in alike}
+        owners = {owner_of(name) for name in alike}
         if len(alike) > 1 or any(len(calls.get(owner, ())) > 1 for owner in owners):
             meeting |= owners
     layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
     specs = []
     for name, param in module.named_parameters():
         alike = names[id(param)]
-        owners = {_owner(alias) for alias in alike}
-        own = _layer_of(_owner(name), layer_of, opened)
+        owners = {owner_of(alias) for alias in alike}
+        own = _layer_of(owner_of(name), layer_of, opened)
         uses = uses_of(name, owners)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
-        roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
+        roots = owners if shared else {root for root in layers[own].modules if is_below(owner_of(name), root)}
         entered = [path for path in calls if path in roots]
         is_replaced = not watch.inputs.replaced.isdisjoint(alike)
         spec = ParamSpec(
@@ -442,7 +441,7 @@ def _param_specs(
             is_idle=param.requires_grad and id(param) in unused.idle,
             may_be_unused=param.requires_grad and id(param) in unused.perhaps,
             follows=followed_weight(module, name),
-            held_as=held_as(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
+            held_as=held_as(module.get_submodule(owner_of(name))) if name.endswith(".weight") else "",
             embeds=next((watch.inputs.embeds[path] for path in owners if path in watch.inputs.embeds), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
@@ -459,21 +458,17 @@ def _names_of(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _owner(param_name: str) -> str:
-    return param_name.rpartition(".")[0]
-
-
 def _layer_of(path: str, layer_of: Mapping[str, int], opened: tuple[str, ...]) -> int:
     """Return the index of a module's layer: of its nearest listed ancestor, the nearest module that ran, or 0."""
     if is_outside(path, opened):
         return 0
     above = path
     while above and above not in layer_of:
-        above = above.rpartition(".")[0]
+        above = owner_of(above)
     if above:
         return layer_of[above]
     while path:
-        path = path.rpartition(".")[0]
+        path = owner_of(path)
         near = [index for listed, index in layer_of.items() if is_below(listed, path)]
         if near:
             return min(near)
