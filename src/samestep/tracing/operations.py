@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from samestep.tracing.checkpointed import Point
 from samestep.tracing.custom_functions import Function, Hook, follow_hook
 from samestep.tracing.meta_tensors import mutated_operands, storage_elements
 from samestep.trees import fold, operands
-
-if TYPE_CHECKING:
-    from samestep.tracing.forward import ForwardTracer
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -204,8 +201,8 @@ class Executed(NamedTuple):
 class Analysis:
     """Receives the events of a forward in their order, from the mode that watches it. An event without a method of its own changes nothing."""
 
-    tracer: ForwardTracer
-    """The mode, which sets this attribute."""
+    tracer: Any
+    """The mode, a `ForwardTracer`, which sets this attribute."""
 
     def given(self, batch: Any) -> None:
         """Receive the batch of the forward, on the meta device."""
