@@ -10,7 +10,7 @@ Each rank sends its last tokens to the next one, and around the ring, so that al
 code puts there in their place. In the backward their gradients go back and are added to those of the rank that has these tokens.
 
 A recurrence computes a rank's tokens from the state of the rank before, and passes on the state after them
-(`independence/traced_states.py` finds such calls):
+(`independence/traced_moves.py` finds such calls):
 
     hop 0            hop 1
     rank 0 ──state──► rank 1 ──state──► rank 2       (back: the gradients of states, from the last rank on)
