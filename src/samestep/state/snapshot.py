@@ -228,7 +228,7 @@ class Snapshot:
         if isinstance(value, np.ndarray):
             if value.size > _LARGEST or value.dtype.hasobject:
                 return value.shape
-            self._put_back.append(partial(_set_array, value, value.copy()))
+            self._put_back.append(partial(np.copyto, value, value.copy()))
             return (value.shape, value.tobytes())
         if isinstance(value, GENERATORS):
             state = state_of(value)
@@ -425,10 +425,6 @@ def put_items(container: Any, items: Any) -> None:
     elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
         container.clear()
         container.extend(items)
-
-
-def _set_array(array: Any, copied: Any) -> None:
-    array[...] = copied
 
 
 class ModelState:
