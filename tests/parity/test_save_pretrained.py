@@ -75,7 +75,7 @@ def steps(rank: int, world: int, layout: str, job: Job, out: Path) -> None:
     follow(run, Tokens(), job)
     checkpoint.save(run, out / "checkpoints", 1)
     run.save_pretrained(out / "own")
-    with pytest.raises(SaveError, match="own cannot be written: rank 0: it exists. Use a new folder"):
+    with pytest.raises(SaveError, match=r"own cannot be written: rank 0: it exists. Use a new folder"):
         run.save_pretrained(out / "own")
 
 
