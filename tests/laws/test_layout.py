@@ -95,10 +95,17 @@ def test_text_commas_and_keywords_are_one(dp: int, zero: int, tp: int) -> None:
     assert layout == Layout(f"dp={dp}", zero=zero, tp=tp) == replace(layout)
 
 
-@pytest.mark.parametrize(("method", "exchange"), [("ulysses", "heads"), ("ring", "ring"), ("usp", "hybrid"), ("auto", "auto")])
+@pytest.mark.parametrize(
+    ("method", "exchange"), [("ulysses", "heads"), ("ring", "ring"), ("usp", "hybrid"), ("auto", "auto")]
+)
 def test_the_method_of_cp_has_the_names_of_papers(method: str, exchange: str) -> None:
     layout = Layout(cp=4, exchange=exchange)
-    assert layout == Layout(f"cp=4 cp_method={method}") == Layout("cp=4", cp_method=method) == Layout(cp=4, exchange=method)
+    assert (
+        layout
+        == Layout(f"cp=4 cp_method={method}")
+        == Layout("cp=4", cp_method=method)
+        == Layout(cp=4, exchange=method)
+    )
     for words, options in ((f"cp_method={method} exchange=ring", {}), (f"cp_method={method}", {"exchange": "ring"})):
         with pytest.raises(LayoutError, match="given twice"):
             Layout(words, **options)

@@ -598,7 +598,10 @@ def test_rank_0_has_the_terminal_for_a_debugger_and_gives_it_back(tmp_path: Path
     child, terminal = pty.fork()
     if child == 0:
         os.execv(sys.executable, [sys.executable, str(script)])
-    shown, questions = b"", [(b"(Pdb) ", b"answer += 1\n"), (b"(Pdb) ", b"c\n"), (b"more? ", b"yes\n"), (b"last? ", b"bye\n")]
+    shown, questions = (
+        b"",
+        [(b"(Pdb) ", b"answer += 1\n"), (b"(Pdb) ", b"c\n"), (b"more? ", b"yes\n"), (b"last? ", b"bye\n")],
+    )
     for question, answer in questions:
         while not shown.endswith(question):
             shown += os.read(terminal, 4096)

@@ -180,9 +180,12 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 class TerminalInput(io.TextIOBase):
-    """The keyboard, for `breakpoint()` and `input()` in a worker: its process group has the terminal while it reads a line."""
+    """The keyboard, for `breakpoint()` and `input()` in a worker: its process group has the terminal while it reads a line.
 
-    def readline(self, size: int = -1, /) -> str:
+    It has no file descriptor, so that `input()` calls it and does not read descriptor 0 itself.
+    """
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
         """Return the next line; an empty text at the end of the input."""
         group = os.tcgetpgrp(0)
         os.tcsetpgrp(0, os.getpgrp())
