@@ -20,7 +20,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,10 @@ from torch.optim import Optimizer
 
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
 from samestep.errors import InputError, ModelError
-from samestep.runtime.optimizers.skeletons import alone
+from samestep.runtime.optimizers.skeletons import alone, rejoined
 from samestep.runtime.optimizers.update_trial import TRIED
+from samestep.runtime.weights.pieces import Piece
+from samestep.state.writes import Marks, exact_norms, marks_of
 
 Named = list[tuple[str, Tensor]]
 Names = tuple[str | int, ...]
@@ -190,14 +192,44 @@ def sources_by_name(
 # -- the members of an update ----------------------------------------------------------------------
 
 
-class Reevaluation(Protocol):
-    """A closure of an update: a `closures.Closure`."""
+@dataclass(slots=True)
+class Closure:
+    """The closure of one update: it evaluates the loss, and lends the gradients to the pieces."""
+
+    pieces: list[Piece]
+    evaluate: Callable[[], tuple[float, float]]
+    """Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
+    loss: float
+    """The loss of the step's own backward."""
+    _first: tuple[list[int], Marks] | None = None
+    """The ids of the lent gradients at the beginning of the update, and the marks of the weights and of these."""
 
     def begin(self) -> None:
-        """Note the weights and gradients with which the update begins."""
+        """Note the weights and the gradients that the optimizer is lent, which the step's backward has computed."""
+        self._first = self._present()
 
+    @torch.enable_grad()
     def __call__(self) -> Tensor:
-        """Return the loss at the present weights, which then have its gradients."""
+        """Return the loss at the present weights, whose gradients the pieces then have.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        first, (ids, marks) = self._first, self._present()
+        if first is None or first[0] != ids or any(marks.since(first[1])):
+            with rejoined():
+                self.loss, factor = self.evaluate()
+            for piece in self.pieces:
+                gradient = piece.gradient()
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
+        self._first = None
+        return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
+
+    def _present(self) -> tuple[list[int], Marks]:
+        values, gradients = [piece.value for piece in self.pieces], [piece.value.grad for piece in self.pieces]
+        tensors = [*values, *(gradient for gradient in gradients if gradient is not None)]
+        return [*map(id, gradients)], marks_of(tensors, norms=exact_norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +241,7 @@ class UpdatedPart:
     options: Mapping[str, Any] = field(default_factory=dict)
     evaluating: frozenset[int] = frozenset()
     """The members whose step is given the closure."""
-    closure: Reevaluation | None = None
+    closure: Closure | None = None
 
 
 ALL = UpdatedPart()
