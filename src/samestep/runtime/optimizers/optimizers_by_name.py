@@ -265,6 +265,50 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
     return (names.index(name),)
 
 
+def members_in(optimizer: Optimizer | None, part: UpdatedPart) -> list[Optimizer]:
+    """Return the members of an optimizer that a part has; none where a rank has no optimizer."""
+    members = enumerate(members_of(optimizer) if optimizer is not None else ())
+    return [member for index, member in members if part.members is None or index in part.members]
+
+
+def check_options(optimizer: Optimizer | None, part: UpdatedPart) -> None:
+    """Refuse options that the step of an optimizer does not take.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for member in members_in(optimizer, part) if part.options else ():
+        try:
+            inspect.signature(type(member).step).bind(member, **part.options)
+        except TypeError as error:
+            raise ModelError(
+                "run-call-arguments",
+                f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
+                "options of the optimizer's own step work",
+            ) from None
+
+
+def check_method(
+    optimizer: Optimizer | None, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]
+) -> None:
+    """Refuse a method that an optimizer does not have, or arguments that it does not take.
+
+    Raises:
+        ModelError: it is one.
+    """
+    for member in members_in(optimizer, part):
+        function = getattr(member, method, None)
+        if not callable(function):
+            raise ModelError("several-models", f"run.call: {type(member).__name__} has no method {method!r}")
+        try:
+            inspect.signature(function).bind(*args, **given)
+        except TypeError as error:
+            raise ModelError(
+                "run-call-arguments",
+                f"run.call: {type(member).__name__}.{method} does not take its arguments ({error})",
+            ) from None
+
+
 def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> None:
     """Let the members of a part that hold weights on this rank take a step.
 

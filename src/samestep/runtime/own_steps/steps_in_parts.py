@@ -8,6 +8,7 @@ A step is one batch, however many parts it has: `steps_taken` and the keys of ra
 backwards before is part of the key of masks. A backward is `Stepper.backward`, and an update is `Stepper.update` of the gradients that
 wait. Gradients are reduced by the first update, or `gradients`, where ranks have whole ones; else each backward
 reduces its own, and after one for the same weights the update needs no other number. In all other cases the ranks add up a norm.
+A loss other than that of the run is checked, tried and named once, as that of the run is when it is prepared (`OtherLosses`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import types
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,22 +26,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import members_of
+from samestep.building.loss import check_results_of
+from samestep.building.loss_result import loss_result
+from samestep.building.loss_scope import mark_of
+from samestep.building.named_tensors import cast_batch
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
-from samestep.runtime import host_copies
+from samestep.models.spec import LossNames
+from samestep.randomness import mode as dropout
+from samestep.randomness.dropout_state import Dropout
+from samestep.runtime import evaluation, host_copies
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import loss_terms, tensor
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
+from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
+from samestep.runtime.loss_watch import LossWatch
+from samestep.runtime.objective import watched, watching_reads
 from samestep.runtime.open_step import ReadStep, StepBackward
 from samestep.runtime.optimizers.optimizer_source import check_call
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
+from samestep.runtime.optimizers.optimizers_by_name import (
+    UpdatedPart,
+    check_method,
+    check_options,
+    member_index,
+    members_in,
+    names_of,
+)
 from samestep.runtime.optimizers.skeletons import alone
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.gradient_views import LeftGradients, WaitingGradients
-from samestep.runtime.own_steps.other_losses import OtherLosses
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepBatch
 from samestep.runtime.step_report import StepReport
@@ -48,6 +66,88 @@ from samestep.runtime.weights.pieces import gradients_of
 from samestep.state.fingerprints import digest
 from samestep.state.writes import version_of
 from samestep.trees import tree_leaves
+
+_OF_BATCH = 8
+"""So many samples show the names of what a loss over the whole batch reports, which may need several."""
+_EMPTY = types.CellType()
+
+
+class OtherLosses:
+    """The losses that a loop has given to the backwards of one run."""
+
+    def __init__(self, stepper: Stepper, own: HeldAssembly) -> None:
+        self._stepper, self._own = stepper, own
+        self._known: dict[object, tuple[StepTrials, LossNames, LossWatch]] = {}
+        """The trials of each loss, the names of what it reports, and the watch over its calls, by its code."""
+
+    def of_backward(
+        self, held: Assembly, loss: Loss | None, batch: StepBatch
+    ) -> tuple[Assembly | None, StepTrials | None]:
+        """Return the assembly with another loss than the run's, and the trials of that loss, which functions of one code share.
+
+        Raises:
+            ModelError: the logits of the run's own loss are cut, or never whole, which another loss needs.
+        """
+        if loss is None or loss is self._own.source.loss:
+            return None, None
+        program = held.parallel.program
+        if tensor.cuts_logits(program) or program.step.layout.loss_chunk is not None:
+            word = f"tp={program.step.layout.tp}" if tensor.cuts_logits(program) else "loss_chunk"
+            raise ModelError(
+                "loss-over-batch",
+                f"run.backward was given another loss than the run's, and {word} never makes whole logits: a loss of the "
+                "run that is a function of (outputs, batch) in place of its word works",
+            )
+        sums = held.objective.sums
+        if mark_of(loss) is not None and not sums.is_whole and is_split(program):
+            raise ModelError(
+                "loss-over-batch",
+                "run.backward was given a loss over the whole batch, and the loss of the run is a sum over samples, so that nothing is "
+                "exchanged for it: samestep.whole_batch around the run's own loss too works, or one rank with one micro-batch",
+            )
+        key, seen = _key_of(loss), loss
+        if key not in self._known:
+            trials = StepTrials(
+                held, loss, self._stepper.refusals, self._stepper.place.device, self._stepper.job.train.seed
+            )
+            self._known[key] = trials, self._names_in(held, loss, batch), LossWatch()
+            seen = watching_reads(loss, self._own.source, held.model.module, program)
+            if held.model.dropout.dropout is Dropout.ABSENT:  # this loss may draw
+                held.model.dropout.dropout = Dropout.UNKNOWN
+                dropout.track_modules(held.model.module)
+        trials, names, watch = self._known[key]
+        checked = check_results_of(seen) if sums.is_whole else watched(seen, program, watch)
+        if not sums.is_whole:
+            sums = loss_terms.sums_of(loss, program, held.parallel.mesh, watch, names)
+        objective = replace(held.objective, loss=checked, names=names, sums=sums, watch=watch)
+        return replace(held, objective=objective), trials
+
+    def _names_in(self, assembly: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
+        """Return the names of what a loss reports, as one sample shows them, or some of a loss over the whole batch; none where it needs
+        gradients to be computed.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        number = 1 if mark_of(loss) is None else _OF_BATCH
+        samples = batch.samples(batch.shares(0, 1, 1)[0][:number])
+        outputs = evaluation.outputs_of(assembly, samples, self._stepper.job.train.seed)
+        model = assembly.model
+        cast = cast_batch(samples, model.master_dtype, keeps_double=model.keeps_double)
+        try:
+            return loss_result(loss(outputs, cast)).names
+        except Exception:  # of the user's own code, which the backward itself will raise, if it does
+            return LossNames()
+
+
+def _key_of(loss: Loss) -> object:
+    """Return what tells a loss from others: functions that a loop makes anew in each step are one, unless they hold other numbers."""
+    function: Any = inspect.unwrap(loss)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return function
+    held = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    plain = [value for value in (*held, *(function.__defaults__ or ())) if isinstance(value, str | int | float | bool)]
+    return code, repr(plain), mark_of(loss) is not None
 
 
 class _Taken(NamedTuple):
@@ -154,7 +254,7 @@ class StepsInParts:
         part = UpdatedPart(member_index(self._names, name, "run.update"), dict(options))
         mine = self._names_of(part.members)
         waiting, names = self._waiting_for(mine, "run.update")
-        self._check_options(part)
+        check_options(self._stepper.held.weights.updater.optimizer, part)
         self._check_closure(part, mine)
         last = self._taken[-1]
         batch = last.read.opened.batch
@@ -188,7 +288,7 @@ class StepsInParts:
         self._refuse_layout("run.call")
         held, stepper, mine = self._stepper.held, self._stepper, self._names_of(part.members)
         updater = held.weights.updater
-        self._check_method(held, part, method, args, given)
+        self._check_method(part, method, args, given)
         names: Set[str] = frozenset()
         self._left.refuse_changes("run.call")
         if self._waiting is not None and self._waiting.names & mine:
@@ -207,39 +307,24 @@ class StepsInParts:
         self._note_left()
         return result
 
-    def _check_method(
-        self, assembly: Assembly, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]
-    ) -> None:
+    def _check_method(self, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
         """Refuse a method that an optimizer does not have, or that the layout would change.
 
         Raises:
             ModelError: it has none, or the method does not take the arguments.
             LayoutError: the method couples what the layout divides.
         """
-        source, layout = self._own.source.optimizer, self._own.layout
         if (part.members, method) in self._methods:
             return
+        assembly, source, layout = self._stepper.held, self._own.source.optimizer, self._own.layout
+        check_method(assembly.weights.updater.optimizer, part, method, args, given)
 
         def run(optimizer: Optimizer) -> None:
-            for index, member in enumerate(members_of(optimizer)):
-                if part.members is None or index in part.members:
-                    getattr(member, method)(*args, **given)
+            for member in members_in(optimizer, part):
+                getattr(member, method)(*args, **given)
 
-        optimizer = assembly.weights.updater.optimizer
-        for index, member in enumerate(members_of(optimizer) if optimizer is not None else ()):
-            function = getattr(member, method, None)
-            if part.members is not None and index not in part.members:
-                continue
-            if not callable(function):
-                raise ModelError("several-models", f"run.call: {type(member).__name__} has no method {method!r}")
-            try:
-                inspect.signature(function).bind(*args, **given)
-            except TypeError as error:
-                raise ModelError(
-                    "run-call-arguments",
-                    f"run.call: {type(member).__name__}.{method} does not take its arguments ({error})",
-                ) from None
-        check_call(source, assembly.model.spec, layout, assembly.weights.updater.whole.weights.attributes, method, run)
+        attributes = assembly.weights.updater.whole.weights.attributes
+        check_call(source, assembly.model.spec, layout, attributes, method, run)
         self._methods.add((part.members, method))
 
     def _check_closure(self, part: UpdatedPart, mine: Set[str]) -> None:
@@ -254,25 +339,6 @@ class StepsInParts:
                 "closure-unsupported",
                 "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one backward of the sum of their losses works",
             )
-
-    def _check_options(self, part: UpdatedPart) -> None:
-        """Refuse options that the step of an optimizer does not take.
-
-        Raises:
-            ModelError: there is one.
-        """
-        optimizer = self._stepper.held.weights.updater.optimizer
-        for index, member in enumerate(members_of(optimizer) if part.options and optimizer is not None else ()):
-            if part.members is not None and index not in part.members:
-                continue
-            try:
-                inspect.signature(type(member).step).bind(member, **part.options)
-            except TypeError as error:
-                raise ModelError(
-                    "run-call-arguments",
-                    f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
-                    "options of the optimizer's own step work",
-                ) from None
 
     def _norm_of(self, names: Set[str] | None) -> float:
         """Return the norm of the gradients of some weights, or of all, which the store has, over all ranks; the host waits for it."""
@@ -424,9 +490,8 @@ def _called(
     result = None
     with updater.widened(pieces), updater.lent(pieces, gradients):
         with alone(type(updater.optimizer).__name__):
-            for index, member in enumerate(members_of(updater.optimizer)):
-                if part.members is None or index in part.members:
-                    result = getattr(member, method)(*args, **given)
+            for member in members_in(updater.optimizer, part):
+                result = getattr(member, method)(*args, **given)
         dropped = any(piece.value.grad is None for piece in pieces if piece.name not in updater.unused)
     return result, dropped
 
