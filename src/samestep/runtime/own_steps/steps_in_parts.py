@@ -69,7 +69,6 @@ from samestep.trees import tree_leaves
 
 _OF_BATCH = 8
 """So many samples show the names of what a loss over the whole batch reports, which may need several."""
-_EMPTY = types.CellType()
 
 
 class OtherLosses:
@@ -145,7 +144,7 @@ def _key_of(loss: Loss) -> object:
     code = getattr(function, "__code__", None)
     if code is None:
         return function
-    held = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     plain = [value for value in (*held, *(function.__defaults__ or ())) if isinstance(value, str | int | float | bool)]
     return code, repr(plain), mark_of(loss) is not None
 
