@@ -1,6 +1,6 @@
 """Sharded weights: ZeRO-2 and ZeRO-3 by FSDP2 (twin of `strategies/shard.py`; no other package of a run touches FSDP2).
 
-The program's units become FSDP2 groups (`unit_order.py`). FSDP2's hooks gather a unit before its forward and before its
+The program's units become FSDP2 groups (`fsdp_groups.py`). FSDP2's hooks gather a unit before its forward and before its
 backward, and reshard it after its forward; the program says which unit is gathered ahead of need. We end a unit's
 backward (`fsdp_units.py`): once the gradients of all its inputs are known, or else at the end of the task, FSDP2 frees
 the weights and, where the program lists a reduce_scatter, reduces the gradients. So nothing depends on which forward
@@ -53,6 +53,7 @@ from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.flat_buffers import norm_of_pieces, summed_replicas
+from samestep.runtime.weights.fsdp_groups import NamedAllGather, NamedReduceScatter, keep_order, make_groups
 from samestep.runtime.weights.fsdp_units import (
     ParamSlots,
     RunningUnit,
@@ -64,14 +65,7 @@ from samestep.runtime.weights.fsdp_units import (
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.unit_order import (
-    CalledAgainError,
-    NamedAllGather,
-    NamedReduceScatter,
-    UnitOrder,
-    keep_order,
-    make_groups,
-)
+from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
 from samestep.runtime.weights.weight_store import (
     Materialize,
     ModuleCalls,
