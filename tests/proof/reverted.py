@@ -25,7 +25,7 @@ from samestep.datasets import reading, streams
 from samestep.errors import ModelError
 from samestep.examination import plan_search
 from samestep.independence import cut_proof, dimension_maps, unit_rules
-from samestep.independence.partial_gradients import PartialGradients
+from samestep.independence.unit_walk import PartialGradients
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify

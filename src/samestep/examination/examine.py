@@ -44,7 +44,6 @@ from samestep.tracing import called_again, pending_logits
 from samestep.tracing.arranged_layers import with_loss
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
-from samestep.tracing.containers import containers_of
 from samestep.tracing.experts import with_experts
 from samestep.tracing.trace import samples_traced, trace_whole_batch
 from samestep.tracing.watched_forward import outputs_on_meta
@@ -181,7 +180,7 @@ def _examine_further(built: BuiltModel, forward: TracedForward, group: int) -> F
     states: tuple[StateSpec, ...] = ()
     if forward.keeps or spec.kept_after:
         with record_checkpointed(module):
-            states = kept_state.examine(module, sample, spec, containers_of(module), num_samples, value_of)
+            states = kept_state.examine(module, sample, spec, num_samples, value_of)
     looks = bool(spec.varies_at)
     with snapshot.preserve_modules(module), record_checkpointed(module):
         found = samples.examine(
