@@ -15,7 +15,7 @@ Recurrences on ranks of `cp` pass on states: each rank computes its tokens from 
 
 All ranks take part in every hop, so that they send the same: what is sent before a rank's state is there, or after it is gone, is
 read by nobody and not waited for. States are sent in master precision. A rank waits while those before it compute, so the
-time of a recurrence is that of all tokens; what stands around it is divided (`independence/traced_states.py` finds the calls).
+time of a recurrence is that of all tokens; what stands around it is divided (`independence/traced_moves.py` finds the calls).
 """
 
 from __future__ import annotations
