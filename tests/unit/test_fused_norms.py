@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep import Job, batches, parallelize
-from samestep.runtime.axes.precision import fused_call
+from samestep.runtime.axes.fused_norms import fused_call
 
 CPU = torch.device("cpu")
 SIZE = 24

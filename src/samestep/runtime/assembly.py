@@ -42,9 +42,9 @@ from samestep.randomness.dropout_state import DropoutState
 from samestep.runtime import memory_limits
 from samestep.runtime.axes import (
     batch_norm,
+    exchanging_calls,
     forward_state,
     host_weights,
-    joined_exchanges,
     precision,
     recompute,
 )
@@ -164,9 +164,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     axes = AppliedAxes.of(decided.traced, decided.program, mesh, job.run)
     placements = Placements.of(decided.spec, decided.program, mesh)
     store = _fill_weights(decided, placements)
-    exchanges = joined_exchanges.watch_calls(
-        axes.traced.module, decided.program, store.calls.before_exchange, source.loss
-    )
+    exchanges = exchanging_calls.watch(axes.traced.module, decided.program, store.calls.before_exchange, source.loss)
     assembled = Assembly(
         parallel=axes.parallel(decided.flows),
         model=_prepare_model(decided, uncut, axes, store, waived),

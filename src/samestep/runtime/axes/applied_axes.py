@@ -27,14 +27,14 @@ from samestep.randomness import mode as dropout
 from samestep.randomness.dropout_state import Dropout, DropoutState
 from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import batch_norm, chunked_mlp, expert, folded_hooks, precision, recompute, tensor
-from samestep.runtime.axes.batch_values import SharedSamples
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.axes.context import slicing as context
 from samestep.runtime.axes.forward_state import RepeatedState
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
-from samestep.runtime.axes.pipeline.other_stages import WholeModel
 from samestep.runtime.axes.pipeline.stage_flow import Flows
+from samestep.runtime.axes.pipeline.whole_model import WholeModel
+from samestep.runtime.axes.shared_samples import SharedSamples
 from samestep.runtime.axes.step_part import PartOfStep
 from samestep.runtime.axes.tensor import cuts_logits
 from samestep.runtime.axes.weight_gradients import Deferred

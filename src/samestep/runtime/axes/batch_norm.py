@@ -31,7 +31,7 @@ from samestep.errors import DataError, ModelError
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.step import GroupPart, SampleGroups
-from samestep.runtime.axes.batch_values import BatchValues, SharedSamples, StageBuffers
+from samestep.runtime.axes.batch_values import BatchValues, StageBuffers
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.one_group_norm import (
@@ -41,6 +41,7 @@ from samestep.runtime.axes.one_group_norm import (
     OneGroupNorm,
     StatisticsExchange,
 )
+from samestep.runtime.axes.shared_samples import SharedSamples
 from samestep.runtime.axes.step_part import ShapesOf
 from samestep.runtime.contexts import Anew
 from samestep.runtime.processes.mesh import Mesh

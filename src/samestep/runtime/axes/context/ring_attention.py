@@ -54,7 +54,7 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.kernels import flash_launches
 from samestep.kernels.flash_launches import FlashForm
 from samestep.program.ring_visits import RingVisit, SlicePlacement, source_at, visit
-from samestep.runtime.axes.context.neighbour_tokens import shift
+from samestep.runtime.axes.context.state_chains import shift
 from samestep.strategies.context import OF_GRADIENTS
 
 _Given = tuple[Tensor, Tensor, Tensor, Tensor | None]

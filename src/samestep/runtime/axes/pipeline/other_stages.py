@@ -1,4 +1,4 @@
-"""All layers of a model on one rank without a pipeline; with one, weights of other stages in a rank's module, with shapes and no values.
+"""Weights of other pipeline stages in a rank's module: they have shapes and no values.
 
 torch computes with a tensor without values and one with values, in place, as if nothing were to be done. A loop that moves one
 weight towards another one, of another stage, would so leave it silently as it is.
@@ -7,53 +7,16 @@ weight towards another one, of another stage, would so leave it silently as it i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.building.model import call_model
 from samestep.errors import LayoutError
 from samestep.runtime.axes.loop_calls import Asker, asker, name_of
 from samestep.trees import operands
-
-
-class WholeModel:
-    """The counterpart of `Stage` in a layout without a pipeline: it has all layers, and sends nothing."""
-
-    num_chunks = 1
-
-    def __init__(self, model: nn.Module, running: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self._model, self._running = model, running
-
-    def is_last(self, chunk: int) -> bool:
-        """Return whether a chunk ends the model, and so has the loss: the only one does."""
-        return True
-
-    def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
-        """Run all layers on a micro-batch; return the model's outputs."""
-        if self._running is nullcontext:
-            return call_model(self._model, samples)
-        with self._running():
-            return call_model(self._model, samples)
-
-    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
-        """Run the backward of the whole model."""
-        assert loss is not None
-        loss.backward()
-
-    def weight_gradients(self, microbatch: int) -> None:
-        """Do nothing: nothing was postponed."""
-
-    def finish_forward(self) -> None:
-        """Do nothing: nothing was kept."""
-
-    def from_last(self, outputs: Any) -> Any:
-        """Return the outputs: this is the last stage."""
-        return outputs
 
 
 class OtherStageWeight(nn.Parameter):

@@ -34,11 +34,11 @@ from samestep.randomness import mode as dropout
 from samestep.runtime.axes import own_backwards
 from samestep.runtime.axes.context.slicing import Slicing, WholeSequences
 from samestep.runtime.axes.forward_only import is_forward_only
-from samestep.runtime.axes.pipeline.other_stages import WholeModel
 from samestep.runtime.axes.pipeline.recorded_flows import shapes_in
 from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
 from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
 from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
+from samestep.runtime.axes.pipeline.whole_model import WholeModel
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.step_part import PartOfStep, ShapesOf
 from samestep.runtime.axes.weight_gradients import Deferred
