@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.building.module_attributes import OF_TORCH
-from samestep.building.named_tensors import address
+from samestep.building.named_tensors import OF_TORCH, address
 from samestep.building.torch_seams import set_versions
 from samestep.datasets.generators import GENERATORS, put_all_back, put_back, state_of, states_of
 from samestep.state.named_variables import OF_USER, SEARCHED, Variable, home_of, variables_of

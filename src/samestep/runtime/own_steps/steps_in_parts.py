@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from samestep.building.loss import check_results_of
 from samestep.building.loss_result import loss_result
-from samestep.building.loss_scope import mark_of
 from samestep.building.named_tensors import cast_batch
+from samestep.building.over_samples import mark_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.models.spec import LossNames
@@ -38,7 +38,7 @@ from samestep.randomness.dropout_state import Dropout
 from samestep.runtime import evaluation, host_copies
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
-from samestep.runtime.axes.joined_exchanges import NothingToJoin
+from samestep.runtime.axes.exchanging_calls import NothingToJoin
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
