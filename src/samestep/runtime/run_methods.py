@@ -126,7 +126,7 @@ class RunMethods:
         """
         self._parts.zero_grad(name)
 
-    def call(self, name: str | int | None, method: str, *args: Any, **given: Any) -> Any:
+    def call(self, name: str | int | None, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of an optimizer over the weights of this rank, with the accumulated gradients; return its result.
 
         Use it for `update_hessian` of Sophia, or the two steps of SAM. `name` is the name of the optimizer, or None for the only one. The method
@@ -138,7 +138,7 @@ class RunMethods:
         """
         self._state.refuse("call")
         with self._computing():
-            return self._parts.call(name, method, args, given)
+            return self._parts.call(name, method, args, kwargs)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the accumulated gradients by weight: summed over all ranks, divided by the counts, not clipped.
@@ -167,14 +167,14 @@ class RunMethods:
         Raises:
             UnprovenError: a metric is not a sum over samples, and they are evaluated in several parts.
         """
-        given = self._to_evaluate(batch, "evaluate", local=local)
+        samples = self._to_evaluate(batch, "evaluate", local=local)
         guards, seed = self._stepper.guards, self.job.train.seed
-        guards.find_loss(self._stepper.held, given)
+        guards.find_loss(self._stepper.held, samples)
         with self._computing(), self._own.outer():
             if metrics is None:
-                return evaluate(self._stepper.whole_assembly, given, seed, metrics)
-            with guards.trying_measure(self._stepper.whole_assembly, given, metrics):
-                return evaluate(self._stepper.whole_assembly, given, seed, metrics)
+                return evaluate(self._stepper.whole_assembly, samples, seed, metrics)
+            with guards.trying_measure(self._stepper.whole_assembly, samples, metrics):
+                return evaluate(self._stepper.whole_assembly, samples, seed, metrics)
 
     @calls.checked
     def predict(self, batch: StepBatch | Dataset | Any, *, local: bool = False) -> Any:
@@ -186,9 +186,9 @@ class RunMethods:
         Raises:
             DataError: an output has no dimension of samples, and is not the same for all of them.
         """
-        given = self._to_evaluate(batch, "predict", local=local)
+        samples = self._to_evaluate(batch, "predict", local=local)
         with self._computing(), self._own.outer():
-            return predict(self._stepper.whole_assembly, given, self.job.train.seed)
+            return predict(self._stepper.whole_assembly, samples, self.job.train.seed)
 
     def _to_evaluate(self, given: Any, word: str, *, local: bool) -> StepBatch:
         """Return a data set or a batch that a method is given, as one batch with labels."""

@@ -75,12 +75,12 @@ class StepCode(Snapshot):
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Put back, in the end, the numbers and the containers that the code can reach outside of the optimizer."""
-        before = StepCode(self.optimizer)
-        numbers = [(place, _value_of(place.value)) for place in before.places]
+        snapshot = StepCode(self.optimizer)
+        numbers = [(place, _value_of(place.value)) for place in snapshot.places]
         try:
             yield
         finally:
-            before.restore(generators=False)
+            snapshot.restore(generators=False)
             for place, number in numbers:
                 write(place, number)
 

@@ -150,8 +150,8 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
     names = names_in(optimizer)
     if not names:
         return
-    held = {id(param) for param in _params_of(optimizer)}
-    if left := next((name for name, weight in weights.items() if id(weight) not in held), ""):
+    ids = {id(param) for param in _params_of(optimizer)}
+    if left := next((name for name, weight in weights.items() if id(weight) not in ids), ""):
         raise ModelError(
             "optimizer-weights",
             f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight; to "
@@ -289,7 +289,7 @@ def check_options(optimizer: Optimizer | None, part: UpdatedPart) -> None:
 
 
 def check_method(
-    optimizer: Optimizer | None, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]
+    optimizer: Optimizer | None, part: UpdatedPart, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Refuse a method that an optimizer does not have, or arguments that it does not take.
 
@@ -301,7 +301,7 @@ def check_method(
         if not callable(function):
             raise ModelError("several-models", f"run.call: {type(member).__name__} has no method {method!r}")
         try:
-            inspect.signature(function).bind(*args, **given)
+            inspect.signature(function).bind(*args, **kwargs)
         except TypeError as error:
             raise ModelError(
                 "run-call-arguments",
@@ -358,7 +358,7 @@ def for_loops(optimizer: Optimizer) -> Optimizer:
         methods = {name: functools.partialmethod(_refuse_method, name) for name in names}
     else:
         return optimizer
-    step = functools.wraps(kind.step)(lambda _, *args, **given: kind.step(optimizer, *args, **given))
+    step = functools.wraps(kind.step)(lambda _, *args, **kwargs: kind.step(optimizer, *args, **kwargs))
     view: Optimizer = object.__new__(
         type(kind.__name__, (kind,), {**methods, "step": step, "__module__": kind.__module__})
     )

@@ -115,7 +115,7 @@ class SplitMasters:
             return
         self._buffer = torch.empty(self._remainders.numel(), dtype=torch.float32, device=self._remainders.device)
         places = zip(self._starts, self._numels, self.absent, strict=True)
-        self._windows = [self._buffer[start : start + numel].view(one.shape) for start, numel, one in places]
+        self._windows = [self._buffer[start : start + numel].view(absent.shape) for start, numel, absent in places]
 
     def _split(self, bits: Tensor) -> Tensor:
         """Hold the lower halves of masters; return the positions of those that are halfway and rounded down, of which the largest int16
@@ -127,10 +127,10 @@ class SplitMasters:
             rows = self._remainders.view(-1, _ROW)
             places = (rows.amin(dim=1) == -_TOP).nonzero().flatten()
             at = (rows[places] == -_TOP).nonzero()
-            found = places[at[:, 0]] * _ROW + at[:, 1]
-            found = found[(bits[found] & 2 * _TOP) == 0]
-            self._remainders[found] = _TOP - 1
-            return found
+            positions = places[at[:, 0]] * _ROW + at[:, 1]
+            positions = positions[(bits[positions] & 2 * _TOP) == 0]
+            self._remainders[positions] = _TOP - 1
+            return positions
         is_halfway = _is_halfway(bits)
         self._remainders.masked_fill_(is_halfway, _TOP - 1)
         return self._positions(is_halfway)
@@ -237,12 +237,12 @@ class Piece:
 
 def gradients_of(pieces: Sequence[Piece]) -> list[Tensor]:
     """Return the gradient of each piece; a window of a buffer or the `grad` of a weight is found without a call."""
-    held = [piece.window if piece.holder is None else piece.holder.grad for piece in pieces]
-    if not any(map(_is_none, held, itertools.repeat(None))) and {*map(_layout_of, held)} <= {torch.strided}:
-        return held  # type: ignore[return-value]
+    gradients = [piece.window if piece.holder is None else piece.holder.grad for piece in pieces]
+    if not any(map(_is_none, gradients, itertools.repeat(None))) and {*map(_layout_of, gradients)} <= {torch.strided}:
+        return gradients  # type: ignore[return-value]
     return [
         piece.gradient() if gradient is None or gradient.is_sparse else gradient
-        for piece, gradient in zip(pieces, held, strict=True)
+        for piece, gradient in zip(pieces, gradients, strict=True)
     ]
 
 
@@ -274,8 +274,8 @@ class LiveWeights:
         """Copy updated values to the tensors that the forward reads; those of split masters are there."""
         if not self.are_copied:
             return
-        whole = zip(self._pieces, self._targets, strict=True)
-        host_copies.publish([(piece.value, target) for piece, target in whole if piece.split is None])
+        pairs = zip(self._pieces, self._targets, strict=True)
+        host_copies.publish([(piece.value, target) for piece, target in pairs if piece.split is None])
         self._published = self._state()
 
     @torch.no_grad()
