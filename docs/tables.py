@@ -217,7 +217,7 @@ TECHNIQUES = (
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
         "local replicas (DiLoCo, local SGD)",
-        "wings/slow_links/local_replicas.py program/exchange_times.py runtime/weights/replica_exchange.py",
+        "wings/slow_links/local_replicas.py program/exchange_times.py runtime/weights/weight_store.py",
     ),
     (
         "optimizers over the whole matrix (Muon, Shampoo)",

@@ -50,11 +50,11 @@ from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.runtime.assembly import store_of
 from samestep.runtime.axes import compiled_blocks
 from samestep.runtime.axes.pipeline.recorded_flows import trace_for_layout
-from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run_batches import check_labels
 
 Precision = Literal["job", "float64"]
 

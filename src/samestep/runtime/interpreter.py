@@ -29,8 +29,8 @@ from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches
+from samestep.runtime.open_step import WHOLE, StepBackward
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.step_backward import WHOLE, StepBackward
 from samestep.runtime.step_observer import StepBatch, StepObserver
 from samestep.schedules import TaskKind
 
