@@ -28,7 +28,6 @@ _FAR, _BESIDE = 1000.0, 0.01
 """Other values are so many times the mean size, or differ by this part from a number."""
 _LARGE, _LARGEST_WHOLE = 2**18, 10_000
 """In more elements fewer other values are tried; and no larger whole numbers, which may be sizes."""
-_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 WHOLE = 0
 PARTS = (WHOLE, 1, 2)
 """The samples together, and each half."""
@@ -141,7 +140,7 @@ class DividedSamples:
                 changed = leaf.clone()
                 place.take(changed, 1, self.sizes).copy_(other)
                 yield self._with(index, changed)
-                if not (is_large or is_output or other.dim()):  # as many as a half alone cannot count
+                if not (is_large or is_output or other.dim() or _may_be_ids(first, second)):  # so many, as no half has
                     yield self._with(index, torch.zeros_like(leaf).copy_(other))
 
     def _with(self, index: int, leaf: Tensor) -> DividedSamples:
@@ -176,14 +175,10 @@ class DividedSamples:
         """
         shifts = []
         for leaf, place in zip(self.tensors[WHOLE], self.places, strict=True):
-            is_id = place is not None and place.dim is not None and leaf.dtype in _WHOLE_NUMBERS and leaf.numel() > 0
             halves = (
-                [place.take(leaf, half, self.sizes).flatten() for half in PARTS[1:]]
-                if place is not None and is_id
-                else []
+                [] if place is None or place.dim is None else [place.take(leaf, half, self.sizes) for half in PARTS[1:]]
             )
-            are_shared = not halves or bool(torch.isin(*halves).any())
-            shifts.append(0 if are_shared else int(leaf.max() - leaf.min()) + 1)
+            shifts.append(int(leaf.max() - leaf.min()) + 1 if halves and _may_be_ids(*halves) else 0)
         is_on_host = all(leaf.device.type == "cpu" for leaf in self.tensors[WHOLE])
         plain = [0] * len(shifts)
         return [plain] if shifts == plain else [shifts, plain] if is_on_host else []
@@ -204,8 +199,14 @@ def _other_values(first: Tensor, second: Tensor, numbers: Collection[float], *, 
     both, info = torch.cat([first.flatten(), second.flatten()]), torch.iinfo(first.dtype)
     is_on_host = first.device.type == "cpu" or not both.numel()
     least, most = (info.min, info.max) if is_on_host else (int(both.min()), int(both.max()))
-    others = set() if bool(torch.isin(first.flatten(), second.flatten()).any()) else set(second.flatten().tolist())
+    others = set(second.flatten().tolist()) if _may_be_ids(first, second) else set()
     return [value for value in values if least <= value <= most and value not in others]
+
+
+def _may_be_ids(first: Tensor, second: Tensor) -> bool:
+    """Return whether two halves share none of their whole numbers, as ids of groups that stay together."""
+    is_whole = not (first.is_floating_point() or first.is_complex() or first.dtype is torch.bool)
+    return is_whole and first.numel() > 0 and not bool(torch.isin(first, second).any())
 
 
 def _moved(tensor: Tensor, by: float) -> Tensor:

@@ -14,6 +14,7 @@ is the same in all three, such as a table of classes, belongs to all samples (`d
 | nothing, twice | a loss that keeps something between its calls |
 | outputs moved a little, and far | what couples samples where outputs are equal, as behind a head of zeros; limits of sums |
 | the labels, masks or values of one half | a count or sum that is guarded: a part in which nothing counts; a factor that a value selects |
+| as many samples as one device has, which are these repeated | a factor or count that a number of samples selects |
 | other outputs before | a loss with a running mean |
 
 A count that is guarded against zero counts what it was before (`loss_watch.py`). Outputs or batches that cannot be divided so are no
