@@ -29,18 +29,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.first_read import FirstRead
 from samestep.building.loss import RunFunction, check_results_of, cross_entropy, is_known_sum, with_graph
 from samestep.building.loss_result import LossResult, as_number
-from samestep.building.loss_scope import mark_of
-from samestep.building.module_attributes import set_attributes
+from samestep.building.named_tensors import set_attributes
+from samestep.building.outside_reads import FirstRead
+from samestep.building.over_samples import mark_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss, Source
 from samestep.examination.traced_model import TracedModel
 from samestep.models.spec import LossNames
 from samestep.program.program import Program
 from samestep.runtime.axes import expert, forward_state, loss_terms, tensor, whole_batch
-from samestep.runtime.axes.joined_exchanges import BackwardExchanges
+from samestep.runtime.axes.exchanging_calls import BackwardExchanges
 from samestep.runtime.loss_watch import LossWatch
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import parameter_hooks

@@ -36,8 +36,7 @@ from torch.optim import Optimizer
 
 from samestep import calls
 from samestep.building.loss import loss_from
-from samestep.building.loss_scope import scoped
-from samestep.building.over_samples import IGNORING
+from samestep.building.over_samples import IGNORING, scoped
 from samestep.building.owned_model import OwnedModel
 from samestep.building.several_models import Built, Forward, as_one
 from samestep.errors import JobError, LayoutError, ModelError

@@ -9,8 +9,8 @@ from typing import Any
 
 from samestep.building.loss import check_results_of
 from samestep.building.loss_result import loss_result
-from samestep.building.loss_scope import mark_of
 from samestep.building.named_tensors import cast_batch
+from samestep.building.over_samples import mark_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.models.spec import LossNames

@@ -29,7 +29,7 @@ from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.runtime import host_copies
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.joined_exchanges import NothingToJoin
+from samestep.runtime.axes.exchanging_calls import NothingToJoin
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.open_step import ReadStep, StepBackward
