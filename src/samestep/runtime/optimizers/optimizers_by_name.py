@@ -7,14 +7,20 @@ optimizer={"d": f, "g": g}       the same, with names for `run.update("d")`; a f
 ```
 They act as one `CombinedOptimizer`, whose groups and states are those of its members. So a step updates all of them, and checkpoints,
 layouts and loss scales need not know that there are several.
+
+An instance that a user gives takes no step: the run builds another one like it over its pieces. The options of its groups are followed, so that
+schedulers act. Its state stays empty, so what a loop reads of it, or does to it, is refused: momenta that are set to zero, `state_dict`
+and `load_state_dict`, hooks, other parameters in a group.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +28,10 @@ from torch.optim import Optimizer
 
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
 from samestep.errors import InputError, ModelError
-from samestep.runtime.optimizers.one_process import alone
+from samestep.runtime.optimizers.skeletons import alone, rejoined
 from samestep.runtime.optimizers.update_trial import TRIED
+from samestep.runtime.weights.pieces import Piece
+from samestep.state.writes import Marks, exact_norms, marks_of
 
 Named = list[tuple[str, Tensor]]
 Names = tuple[str | int, ...]
@@ -142,8 +150,8 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
     names = names_in(optimizer)
     if not names:
         return
-    held = {id(param) for param in _params_of(optimizer)}
-    if left := next((name for name, weight in weights.items() if id(weight) not in held), ""):
+    ids = {id(param) for param in _params_of(optimizer)}
+    if left := next((name for name, weight in weights.items() if id(weight) not in ids), ""):
         raise ModelError(
             "optimizer-weights",
             f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight; to "
@@ -184,14 +192,44 @@ def sources_by_name(
 # -- the members of an update ----------------------------------------------------------------------
 
 
-class Reevaluation(Protocol):
-    """A closure of an update: a `closures.Closure`."""
+@dataclass(slots=True)
+class Closure:
+    """The closure of one update: it evaluates the loss, and lends the gradients to the pieces."""
+
+    pieces: list[Piece]
+    evaluate: Callable[[], tuple[float, float]]
+    """Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
+    loss: float
+    """The loss of the step's own backward."""
+    _first: tuple[list[int], Marks] | None = None
+    """The ids of the lent gradients at the beginning of the update, and the marks of the weights and of these."""
 
     def begin(self) -> None:
-        """Note the weights and gradients with which the update begins."""
+        """Note the weights and the gradients that the optimizer is lent, which the step's backward has computed."""
+        self._first = self._present()
 
+    @torch.enable_grad()
     def __call__(self) -> Tensor:
-        """Return the loss at the present weights, which then have its gradients."""
+        """Return the loss at the present weights, whose gradients the pieces then have.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        first, (ids, marks) = self._first, self._present()
+        if first is None or first[0] != ids or any(marks.since(first[1])):
+            with rejoined():
+                self.loss, factor = self.evaluate()
+            for piece in self.pieces:
+                gradient = piece.gradient()
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
+        self._first = None
+        return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
+
+    def _present(self) -> tuple[list[int], Marks]:
+        values, gradients = [piece.value for piece in self.pieces], [piece.value.grad for piece in self.pieces]
+        tensors = [*values, *(gradient for gradient in gradients if gradient is not None)]
+        return [*map(id, gradients)], marks_of(tensors, norms=exact_norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +241,7 @@ class UpdatedPart:
     options: Mapping[str, Any] = field(default_factory=dict)
     evaluating: frozenset[int] = frozenset()
     """The members whose step is given the closure."""
-    closure: Reevaluation | None = None
+    closure: Closure | None = None
 
 
 ALL = UpdatedPart()
@@ -225,6 +263,50 @@ def member_index(names: Names, name: str | int | None, method: str) -> tuple[int
         )
         raise ModelError("run-call-arguments", f"{method}({name!r}): the run has {known}; no name stands for all")
     return (names.index(name),)
+
+
+def members_in(optimizer: Optimizer | None, part: UpdatedPart) -> list[Optimizer]:
+    """Return the members of an optimizer that a part has; none where a rank has no optimizer."""
+    members = enumerate(members_of(optimizer) if optimizer is not None else ())
+    return [member for index, member in members if part.members is None or index in part.members]
+
+
+def check_options(optimizer: Optimizer | None, part: UpdatedPart) -> None:
+    """Refuse options that the step of an optimizer does not take.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for member in members_in(optimizer, part) if part.options else ():
+        try:
+            inspect.signature(type(member).step).bind(member, **part.options)
+        except TypeError as error:
+            raise ModelError(
+                "run-call-arguments",
+                f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
+                "options of the optimizer's own step work",
+            ) from None
+
+
+def check_method(
+    optimizer: Optimizer | None, part: UpdatedPart, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a method that an optimizer does not have, or arguments that it does not take.
+
+    Raises:
+        ModelError: it is one.
+    """
+    for member in members_in(optimizer, part):
+        function = getattr(member, method, None)
+        if not callable(function):
+            raise ModelError("several-models", f"run.call: {type(member).__name__} has no method {method!r}")
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ModelError(
+                "run-call-arguments",
+                f"run.call: {type(member).__name__}.{method} does not take its arguments ({error})",
+            ) from None
 
 
 def step_members(optimizer: Optimizer, part: UpdatedPart, *, is_first: bool) -> None:
@@ -259,3 +341,86 @@ def _step_some(optimizer: Optimizer, part: UpdatedPart) -> None:
                 member.step(part.closure, **part.options)  # type: ignore[arg-type]
             else:
                 member.step(**part.options)
+
+
+_OWN = "run.updater.optimizer.state is what it holds, and run.save and run.load keep it"
+
+
+def for_loops(optimizer: Optimizer) -> Optimizer:
+    """Return what a loop sees of a run's optimizer: all that it holds, without the methods of its own class, which would act on this
+    rank's pieces alone. Its step, which a scheduler wraps, is that of the optimizer itself."""
+    kind = type(optimizer)
+    written = {name for base in kind.__mro__ if not issubclass(Optimizer, base) for name in vars(base)}
+    names = [name for name in written - {*dir(Optimizer)} if inspect.isroutine(getattr(kind, name)) and name[0] != "_"]
+    if isinstance(optimizer, CombinedOptimizer):
+        methods: dict[str, Any] = {"members": property(lambda self: tuple(map(for_loops, vars(self)["members"])))}
+    elif names:
+        methods = {name: functools.partialmethod(_refuse_method, name) for name in names}
+    else:
+        return optimizer
+    step = functools.wraps(kind.step)(lambda _, *args, **kwargs: kind.step(optimizer, *args, **kwargs))
+    view: Optimizer = object.__new__(
+        type(kind.__name__, (kind,), {**methods, "step": step, "__module__": kind.__module__})
+    )
+    view.__dict__ = optimizer.__dict__
+    return view
+
+
+def _refuse_method(_: Optimizer, name: str, *__: Any, **___: Any) -> None:
+    raise ModelError(
+        "optimizer-instance",
+        f"run.updater.optimizer.{name} would act on this rank's part of the weights, and not on the weights that the forward reads: "
+        f'run.call(None, "{name}") works. If there are several optimizers, name one instead of None',
+    )
+
+
+class NoState(defaultdict[Any, Any]):
+    """A state whose use raises an error that names the place of the run's state."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(dict)
+        self._kind = kind
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ModelError(
+            "optimizer-instance",
+            f"the {self._kind} instance that was given has no state, since the run updates by one of its own: {_OWN}",
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = __missing__ = __reduce__ = _refuse
+    __reduce_ex__ = __deepcopy__ = __copy__ = _refuse
+    items = keys = values = get = pop = clear = update = setdefault = popitem = copy = _refuse
+
+    def __len__(self) -> int:
+        return 0
+
+
+def watch_given(optimizer: Optimizer) -> list[tuple[str, Callable[[], Any], Any]]:
+    """Put a state that refuses to be read into the given optimizer; return what else a loop may do to it, with a function that
+    reads it and what that returned before.
+    """
+    kind, number = type(optimizer).__name__, len(optimizer.param_groups)
+    if not isinstance(optimizer.state, NoState):
+        optimizer.state = NoState(kind)
+
+    def members() -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in optimizer.param_groups[:number]]
+
+    return [
+        (
+            f"was given another state, which the run does not use: {_OWN}",
+            lambda: id(optimizer.state),
+            id(optimizer.state),
+        ),
+        (
+            "was given step hooks, which the run does not call: to register them in a function of the parameters works",
+            lambda: bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks),
+            False,  # as it was when the run was made
+        ),
+        (
+            "was given other parameters in a group, and the run updates those that it had: lr = 0 and requires_grad_(False) in "
+            "run.model work",
+            members,
+            members(),
+        ),
+    ]

@@ -1,12 +1,19 @@
-"""An optimizer over weights that have no values, or small ones, as trials of its rule take it; and other weights put in their place."""
+"""An optimizer over weights that have no values, or small ones, as trials of its rule take it; and other weights put in their place.
+
+The surroundings of an optimizer's code are those of one process, in trials and in every update. Code that divides its work among ranks, as
+distributed forms of Muon do, asks torch.distributed for them. Here gradients are summed already, and the layout divides the update; so the
+code finds no process group, as where none was made (`alone`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -15,6 +22,56 @@ from samestep.building.optimizer import OptimizerSource
 from samestep.errors import ModelError
 from samestep.state.step_code import StepCode
 from samestep.trees import tree_leaves
+
+_LEFT: list[dist.ProcessGroup] = []
+"""The process groups that code finds none of at present, the innermost last."""
+
+
+@contextmanager
+def rejoined() -> Iterator[None]:
+    """Let code find the process group again inside, which `alone` has hidden around it: a closure sends what a step sends."""
+    if not _LEFT:
+        yield
+        return
+    dist.group.WORLD = _LEFT[-1]
+    try:
+        yield
+    finally:
+        dist.group.WORLD = None
+
+
+class alone:  # noqa: N801  # a context, entered in every update: a generator takes twice as many calls
+    """Let code find no process group inside, as in one process: an update is that of one device, on gradients that are summed.
+
+    Raises:
+        ModelError: the code asks for a rank or sends something without one.
+    """
+
+    __slots__ = ("_is_left", "_what")
+
+    def __init__(self, what: str) -> None:
+        """Name the code."""
+        self._what, self._is_left = what, False
+
+    def __enter__(self) -> None:
+        """Hide the process group of all ranks, if there is one."""
+        group = dist.group.WORLD if dist.is_available() else None
+        if group is not None:
+            dist.group.WORLD = None
+            _LEFT.append(group)
+            self._is_left = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Let the process group be found again, and explain an error that its absence has caused."""
+        if self._is_left:
+            dist.group.WORLD = _LEFT.pop()
+        if isinstance(error, ValueError | RuntimeError) and "process group" in str(error):
+            raise ModelError(
+                "own-collective",
+                f"{self._what} asks torch.distributed for ranks or sends something itself, and here every update is made as in one process, "
+                "on gradients that are summed already: its form for one process works, or a question for "
+                "dist.is_initialized() first",
+            ) from error
 
 
 def skeleton(
@@ -52,12 +109,12 @@ def skeleton(
 
 def over_values(
     source: OptimizerSource,
-    whole: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     marks: Mapping[str, Mapping[str, Any]],
     values: Mapping[str, Tensor],
 ) -> StepCode:
     """Return the code of the optimizer of whole weights over `values` of some of them, which may have other shapes."""
-    optimizer, weights = skeleton(source, whole, marks)
+    optimizer, weights = skeleton(source, shapes, marks)
     code = StepCode(optimizer)
     placed = None if any(optimizer.state for optimizer in code.optimizers) else put_in_place(code, weights, values)
     return placed or StepCode(source(list(values.items())))
@@ -74,13 +131,15 @@ def put_in_place(code: StepCode, weights: Mapping[str, Tensor], others: Mapping[
     for optimizer in code.optimizers:
         for group in [group for group in optimizer.param_groups if id(group["params"]) not in done]:
             done.add(id(group["params"]))  # which a wrapper may share with the optimizers in it
-            held = [names[id(param)] for param in group["params"] if id(param) in names]
-            group["params"][:] = [others[name] for name in held if name in others]
+            members = [names[id(param)] for param in group["params"] if id(param) in names]
+            group["params"][:] = [others[name] for name in members if name in others]
             if "param_names" in group:
-                group["param_names"] = [name for name in held if name in others]
+                group["param_names"] = [name for name in members if name in others]
         _move_state(optimizer, weights, others)
-    kept = [value for key, value in vars(code.optimizer).items() if key not in ("param_groups", "state", "defaults")]
-    tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
+    attributes = [
+        value for key, value in vars(code.optimizer).items() if key not in ("param_groups", "state", "defaults")
+    ]
+    tensors = [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, Tensor)]
     copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
     placed = StepCode(code.optimizer)
     reached = {id(leaf) for leaf in tensors} | placed.tensors
@@ -119,10 +178,10 @@ _MAKING = (*_OF_DATA, torch.zeros, torch.ones, torch.full, torch.empty)
 
 def like(tensor: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     """Return a tensor without values of another shape, a parameter with the attributes of one."""
-    made = torch.empty(shape, dtype=tensor.dtype, device=device)
+    empty = torch.empty(shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
-        return made
-    param = nn.Parameter(made)
+        return empty
+    param = nn.Parameter(empty)
     param.__dict__.update(tensor.__dict__)
     return param
 
