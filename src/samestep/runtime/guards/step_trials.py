@@ -359,7 +359,8 @@ class StepTrials:
             )
             return
         one = "cp=1" if trial.of_tokens else "one rank with the whole batch as its micro-batch"
-        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use (sum over {what}, their number), or {one}")
+        sums = f"(sum over {what}, their number), as of F.cross_entropy(outputs, labels, reduction='sum')"
+        self._refusals.add("loss", "loss-not-a-sum", f"{text}. Use {sums}, or {one}")
 
     def _settle_loss(self, watch: LossWatch) -> None:
         """Note that the loss needs no trial."""
